@@ -1,0 +1,106 @@
+"""Prefill, decode and what stays between turns: the owner of the JITs and of the cache's length."""
+from __future__ import annotations
+from typing import Iterator
+import numpy as np
+from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
+from tinygrad.apps.mla import Transformer
+from tinygrad.apps.sampling import Features, Sampling, sample
+
+CHUNK = 32  # prompt tokens a prefill step
+
+class ContextFull(Exception):
+  """The prompt does not fit. str(e) is one line."""
+
+def _capturing_jit(fxn) -> TinyJit:
+  """A TinyJit that captures on its first call: weights and caches are realized already, there is nothing to leave out of the graph"""
+  jit = TinyJit(fxn)
+  jit.cnt = 1
+  return jit
+
+class Generator:
+  """Runs one sequence. The token to feed next lives on the device: a decode step reads it, and writes the one it chose."""
+  def __init__(self, model:Transformer):
+    self.model, self.max_context = model, model.max_context
+    self.position = Variable("pos", 0, self.max_context - 1)
+    self.chunk = min(CHUNK, self.max_context)
+    self.chunk_position = Variable("chunk_pos", 0, self.max_context - self.chunk) if self.max_context > self.chunk else None
+    self.cached: list[int] = []                       # the tokens whose rows the cache holds
+    vocab = model.config.vocab_size
+    self.token = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize()
+    self.values = Tensor.zeros(5, dtype=dtypes.float).contiguous().realize()
+    self.key = Tensor.zeros(2, dtype=dtypes.uint32).contiguous().realize()
+    self.seen = Tensor.zeros(vocab, dtype=dtypes.uint8).contiguous().realize()
+    self.decode_jits: dict[Features, TinyJit] = {}
+    self.prefill_jit, self.logits_jit = _capturing_jit(self._prefill), _capturing_jit(self._logits)
+
+  # ---- graphs ----
+  def _decode(self, features:Features, pos:UOp) -> Tensor:
+    counter = Tensor(pos).cast(dtypes.uint32).reshape(1).cat(Tensor.zeros(1, dtype=dtypes.uint32)) if features.draw else self.key
+    logits, seen = self.model.logits(self.token, pos)[0], None
+    if features.penalty:
+      seen = self.seen.assign(Tensor.arange(self.seen.shape[0]).eq(self.token).cast(dtypes.uint8).maximum(self.seen))
+    return self.token.assign(sample(logits, features, self.values, self.key, counter, seen)).realize()
+  def _prefill(self, ids:Tensor, pos:UOp|int) -> Tensor: return self.model.hidden(ids, pos)[1].realize()
+  def _logits(self, ids:Tensor, pos:UOp|int) -> Tensor: return self.model.logits(ids, pos).realize()
+
+  def decode(self, features:Features, pos:int) -> Tensor:
+    """Feeds the token on the device at position `pos` and returns the device's token buffer, int32 (1,), now holding the next one"""
+    if features not in self.decode_jits: self.decode_jits[features] = _capturing_jit(lambda pos: self._decode(features, pos))
+    return self.decode_jits[features](self.position.bind(pos))
+
+  def _chunks(self, ids:list[int], start:int) -> Iterator[tuple[int, Tensor]]:
+    """Steps of `chunk` tokens that cover ids[start:]. The last one is moved back so that it ends with the sequence (rows it writes again
+    get the same values); only a sequence shorter than a chunk is padded."""
+    for at in range(start, len(ids), self.chunk):
+      at = max(min(at, len(ids) - self.chunk), 0)
+      part = ids[at:at + self.chunk]
+      yield at, Tensor(part + [0] * (self.chunk - len(part)), dtype=dtypes.int32).realize()
+  def _bind(self, at:int) -> UOp|int: return self.chunk_position.bind(at) if self.chunk_position is not None else 0
+
+  # ---- use ----
+  def prefill(self, ids:list[int], sampling:Sampling=Sampling()) -> None:
+    """Makes the cache hold ids[:-1], reusing the longest prefix it holds already, and the token buffer ids[-1]: decode may start at len(ids)-1.
+    Raises ContextFull for a prompt that leaves no room for an answer, ValueError for an empty one or a token out of range."""
+    self._check(ids)
+    if len(ids) >= self.max_context: raise ContextFull(f"the prompt has {len(ids)} tokens, max_context is {self.max_context}: nothing is left for an answer")
+    todo = len(ids) - 1
+    start = next((i for i, (a, b) in enumerate(zip(self.cached, ids[:todo])) if a != b), min(len(self.cached), todo))
+    self.cached = self.cached[:start]
+    if todo - start > self.chunk // 4:
+      for at, chunk in self._chunks(ids[:todo], start): self.prefill_jit(chunk, self._bind(at))
+    else:
+      for at in range(start, todo): self._set(self.token, [ids[at]]); self.decode(Features(), at)  # a few tokens cost less than a chunk
+    self.cached = ids[:todo]
+    self._set(self.token, ids[-1:])
+    self._set(self.values, sampling.values())
+    self._set(self.key, [sampling.seed, 0])
+    if sampling.features.penalty: self._set(self.seen, np.isin(np.arange(self.seen.shape[0]), ids))
+
+  def generate(self, ids:list[int], count:int|None=None, sampling:Sampling=Sampling(), stop:frozenset[int]=frozenset()) -> Iterator[int]:
+    """Continues ids: yields each new token, a stop token last. Ends after `count` tokens or when the context is full."""
+    self.prefill(ids, sampling)
+    for _ in range(self.max_context - len(ids) if count is None else min(count, self.max_context - len(ids))):
+      fed = int(self.token.item()) if len(self.cached) == len(ids) - 1 else token
+      token = int(self.decode(sampling.features, len(self.cached)).item())
+      self.cached.append(fed)
+      yield token
+      if token in stop: return
+
+  def logits(self, ids:list[int]) -> np.ndarray:
+    """float32 (T, vocab): the logits after each token. The cache then holds ids."""
+    self._check(ids)
+    if len(ids) > self.max_context: raise ContextFull(f"{len(ids)} tokens do not fit in max_context {self.max_context}")
+    out, self.cached = np.empty((len(ids), self.model.config.vocab_size), np.float32), []
+    for at, chunk in self._chunks(ids, 0):
+      rows = min(self.chunk, len(ids) - at)
+      out[at:at + rows] = self.logits_jit(chunk, self._bind(at)).numpy()[:rows]
+    self.cached = list(ids)
+    return out
+
+  # ---- helpers ----
+  def _check(self, ids:list[int]) -> None:
+    vocab = self.model.config.vocab_size
+    if not ids: raise ValueError("no tokens: give at least one")
+    if (wrong := next((i for i in ids if not 0 <= i < vocab), None)) is not None: raise ValueError(f"token {wrong}: expected 0 to {vocab - 1}")
+  @staticmethod
+  def _set(buffer:Tensor, values) -> None: buffer.assign(Tensor(np.asarray(values), dtype=buffer.dtype)).realize()

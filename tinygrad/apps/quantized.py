@@ -1,0 +1,221 @@
+"""GGUF's block formats: the one place that knows their bits.
+
+A weight matrix (…, out, in) stays quantized on the device. At load each block's fields are taken apart into *planes*, tensors whose last
+axis runs along the row, so that neighbouring lanes of a kernel read neighbouring words. Nothing is stored twice: the planes hold the
+file's bits, rearranged. A row is a sequence of *units* of 32 weights, and in every format
+
+    weight = scale · value(code) + minimum       one scale and minimum a unit, or two (one for each 16 weights)
+
+where a code is an unsigned number of 2 to 8 bits and value() subtracts a constant or looks the code up in a table of 16.
+
+Code planes are uint32. A plane of `width` bits puts 32/width codes into a word: the code at 4·(8/width·word + k) + byte of its unit lies at
+bit 8·byte + width·k, so shifting by width·k and masking yields four codes at once, one in each byte, as integer dot products want them.
+Wider codes are split over two planes (6 bits: 4 + 2). Floats are kept as they are, 16-bit ones as uint16.
+"""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Any, Callable, Self
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as GGMLType
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+UNIT = 32  # weights a unit
+
+# ---- bytes -> codes: the file's order of bits, one function a family. raw: (n, bytes a block) uint32, returns (n, elements) uint32 ----
+
+def _steps(n:int, step:int=1) -> Tensor:
+  """The shifts 0, step, 2·step, …: arithmetic on an index, no buffer"""
+  return Tensor.arange(n, dtype=dtypes.uint32) * step
+def _nibbles(b:Tensor, run:int) -> Tensor:
+  """Runs of `run` bytes: first the low nibbles of a run, then its high ones. (n, bytes) -> (n, 2·bytes)"""
+  return ((b.reshape(b.shape[0], -1, 1, run) >> _steps(2, 4).reshape(2, 1)) & 15).reshape(b.shape[0], -1)
+def _bits(b:Tensor) -> Tensor: return ((b.unsqueeze(-1) >> _steps(8)) & 1).reshape(b.shape[0], -1)
+def _crumbs(b:Tensor) -> Tensor:
+  """Runs of 32 bytes, each holding four groups of 32 two-bit codes. (n, 64) -> (n, 256)"""
+  return ((b.reshape(b.shape[0], 2, 1, 32) >> _steps(4, 2).reshape(4, 1)) & 3).reshape(b.shape[0], 256)
+def _bit_of_group(b:Tensor) -> Tensor:
+  """32 bytes whose bit g belongs to group g of 32 codes. (n, 32) -> (n, 256)"""
+  return ((b.reshape(b.shape[0], 1, 32) >> _steps(8).reshape(8, 1)) & 1).reshape(b.shape[0], 256)
+
+# ---- bytes -> scale planes ----
+
+def _half(b:Tensor) -> Tensor: return (b[:, 0:1] | (b[:, 1:2] << 8)).cast(dtypes.uint16).bitcast(dtypes.half)
+def _pairs(b:Tensor) -> Tensor: return (b[:, 0::2] | (b[:, 1::2] << 8)).cast(dtypes.uint16)
+def _six_bit_pairs(a:Tensor, b:Tensor) -> dict[str, Tensor]:
+  """Two 6-bit numbers a unit, (n, 8) each: their low nibbles in a byte a unit, their high bits in 4 bits of a word a block"""
+  return {"s": ((a & 15) | ((b & 15) << 4)).cast(dtypes.uint8),
+          "t": (((a >> 4) | ((b >> 4) << 2)) << _steps(8, 4)).sum(-1, keepdim=True, dtype=dtypes.uint32)}
+def _k_scales(q:Tensor) -> dict[str, Tensor]:
+  """The 12 bytes of Q4_K and Q5_K: eight 6-bit scales and eight 6-bit minimums"""
+  lo, mid, hi = q[:, 0:4], q[:, 4:8], q[:, 8:12]
+  return _six_bit_pairs((lo & 63).cat((hi & 15) | ((lo >> 6) << 4), dim=1), (mid & 63).cat((hi >> 4) | ((mid >> 6) << 4), dim=1))
+def _q3_scales(q:Tensor) -> dict[str, Tensor]:
+  """The 12 bytes of Q3_K: sixteen 6-bit scales, two a unit"""
+  low, high = _nibbles(q[:, 0:8], 8), ((q[:, 8:12].unsqueeze(1) >> _steps(4, 2).reshape(4, 1)) & 3).reshape(-1, 16)
+  both = low | (high << 4)
+  return _six_bit_pairs(both[:, 0::2], both[:, 1::2])
+
+# ---- planes -> scale and minimum, written once for both worlds: tensors in the reference, loaded values in a kernel ----
+
+@dataclass(frozen=True)
+class UnitView:
+  """The small planes at one unit, or at all units of a tensor: `at(name)` is the plane's entry, `index` the unit's place in its block."""
+  at: Callable[[str], Any]
+  index: Any
+
+Scales = list[tuple[Any, Any]]  # (scale, minimum) of the whole unit, or of each of its halves; a minimum may be None
+
+def _float(x): return x.cast(dtypes.float)
+def _unpack_six(p:UnitView) -> tuple[Any, Any]:
+  s, t = p.at("s").cast(dtypes.uint32), p.at("t") >> (p.index.cast(dtypes.uint32) * 4)
+  return (s & 15) | ((t & 3) << 4), (s >> 4) | (((t >> 2) & 3) << 4)
+def _d(p:UnitView) -> Scales: return [(_float(p.at("d")), None)]
+def _d_m(p:UnitView) -> Scales: return [(_float(p.at("d")), _float(p.at("m")))]
+def _k(p:UnitView) -> Scales:
+  a, b = _unpack_six(p)
+  return [(_float(p.at("d")) * _float(a), _float(p.at("m")) * _float(b) * -1.0)]
+def _q2k(p:UnitView) -> Scales:
+  d, m, s = _float(p.at("d")), _float(p.at("m")), p.at("s").cast(dtypes.uint32)
+  return [(d * _float((s >> h) & 15), m * _float((s >> (h + 4)) & 15) * -1.0) for h in (0, 8)]
+def _q3k(p:UnitView) -> Scales: return [(_float(p.at("d")) * (_float(x) - 32.0), None) for x in _unpack_six(p)]
+def _q6k(p:UnitView) -> Scales:
+  s = p.at("s").cast(dtypes.uint32)
+  return [(_float(p.at("d")) * _float(((s >> h) & 255).cast(dtypes.uint8).bitcast(dtypes.int8)), None) for h in (0, 8)]
+def _iq4xs(p:UnitView) -> Scales:
+  u = p.index.cast(dtypes.uint32)
+  six = ((p.at("s") >> (u * 4)) & 15) | (((p.at("t").cast(dtypes.uint32) >> (u * 2)) & 3) << 4)
+  return [(_float(p.at("d")) * (_float(six) - 32.0), None)]
+def _mxfp4(p:UnitView) -> Scales:
+  # a power of two, 2^(e-128): the exponent's bits of a float32, or a denormal below 2^-126
+  e = p.at("d").cast(dtypes.uint32)
+  return [((e < 2).where(e * 0x200000 + 0x200000, (e.maximum(1) - 1) << 23).bitcast(dtypes.float), None)]
+
+# ---- the table ----
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # halves of E2M1
+
+@dataclass(frozen=True)
+class Format:
+  """One row of FORMATS. `codes` and `small` split raw blocks, uint32 (n, bytes a block), at load; `scales` reads the small planes back.
+  value(code) is code - zero, or values[code] where there is a table."""
+  widths: tuple[int, ...]                          # bits of each code plane, the low bits first
+  codes: Callable[[Tensor], Tensor]
+  small: Callable[[Tensor], Planes]
+  scales: Callable[[UnitView], Scales]
+  zero: int = 0
+  values: tuple[int, ...]|None = None
+
+Planes = dict[str, Tensor]
+def _small_d(at:int) -> Callable[[Tensor], Planes]: return lambda r: {"d": _half(r[:, at:])}
+def _small_d_m(at:int) -> Callable[[Tensor], Planes]: return lambda r: {"d": _half(r[:, at:]), "m": _half(r[:, at+2:])}
+
+FORMATS: dict[GGMLType, Format] = {
+  GGMLType.Q4_0: Format((4,), lambda r: _nibbles(r[:, 2:18], 16), _small_d(0), _d, zero=8),
+  GGMLType.Q4_1: Format((4,), lambda r: _nibbles(r[:, 4:20], 16), _small_d_m(0), _d_m),
+  GGMLType.Q5_0: Format((4, 1), lambda r: _nibbles(r[:, 6:22], 16) | (_bits(r[:, 2:6]) << 4), _small_d(0), _d, zero=16),
+  GGMLType.Q5_1: Format((4, 1), lambda r: _nibbles(r[:, 8:24], 16) | (_bits(r[:, 4:8]) << 4), _small_d_m(0), _d_m),
+  GGMLType.Q8_0: Format((8,), lambda r: r[:, 2:34] ^ 128, _small_d(0), _d, zero=128),  # signed bytes, made unsigned like the rest
+  GGMLType.Q2_K: Format((2,), lambda r: _crumbs(r[:, 16:80]), lambda r: {"s": _pairs(r[:, 0:16]), **_small_d_m(80)(r)}, _q2k),
+  GGMLType.Q3_K: Format((2, 1), lambda r: _crumbs(r[:, 32:96]) | (_bit_of_group(r[:, 0:32]) << 2),
+                        lambda r: {**_q3_scales(r[:, 96:108]), **_small_d(108)(r)}, _q3k, zero=4),
+  GGMLType.Q4_K: Format((4,), lambda r: _nibbles(r[:, 16:144], 32), lambda r: {**_k_scales(r[:, 4:16]), **_small_d_m(0)(r)}, _k),
+  GGMLType.Q5_K: Format((4, 1), lambda r: _nibbles(r[:, 48:176], 32) | (_bit_of_group(r[:, 16:48]) << 4),
+                        lambda r: {**_k_scales(r[:, 4:16]), **_small_d_m(0)(r)}, _k),
+  GGMLType.Q6_K: Format((4, 2), lambda r: _nibbles(r[:, 0:128], 64) | (_crumbs(r[:, 128:192]) << 4),
+                        lambda r: {"s": _pairs(r[:, 192:208]), **_small_d(208)(r)}, _q6k, zero=32),
+  GGMLType.IQ4_NL: Format((4,), lambda r: _nibbles(r[:, 2:18], 16), _small_d(0), _d, values=IQ4_VALUES),
+  GGMLType.IQ4_XS: Format((4,), lambda r: _nibbles(r[:, 8:136], 16),
+                          lambda r: {"s": (r[:, 4:8] << _steps(4, 8)).sum(-1, keepdim=True, dtype=dtypes.uint32), "t": _pairs(r[:, 2:4]),
+                                     **_small_d(0)(r)}, _iq4xs, values=IQ4_VALUES),
+  GGMLType.MXFP4: Format((4,), lambda r: _nibbles(r[:, 1:17], 16), lambda r: {"d": r[:, 0:1].cast(dtypes.uint8)}, _mxfp4, values=FP4_VALUES),
+}
+FLOATS: dict[GGMLType, DType] = {GGMLType.F32: dtypes.float32, GGMLType.F16: dtypes.half, GGMLType.BF16: dtypes.bfloat16}
+
+# ---- planes at load, and back: the plain-ops reference ----
+
+def block_size(kind:GGMLType) -> tuple[int, int]:
+  """(weights a block, bytes a block)"""
+  return GGML_QUANT_SIZES[kind]
+
+def _place(width:int) -> Tensor:
+  """(8/width, 4): where the codes of a word lie in a plane of `width` bits"""
+  return _steps(8 // width, width).reshape(-1, 1) + _steps(4, 8)
+
+def split_planes(kind:GGMLType, shape:tuple[int, ...], raw:Tensor) -> Planes:
+  """The planes of a matrix, unrealized. raw: uint8, the tensor's bytes as in the file; shape: (…, out, in).
+  Code planes are named q0, q1 and have shape (…, out, units, words a unit); the others (…, out, units or blocks). A float matrix is one plane w."""
+  if kind in FLOATS: return {"w": raw.bitcast(dtypes.uint16 if kind is GGMLType.BF16 else FLOATS[kind]).reshape(shape)}
+  fmt, (elements, nbytes), rows = FORMATS[kind], block_size(kind), shape[:-1]
+  blocks = raw.reshape(-1, nbytes).cast(dtypes.uint32)
+  codes, planes, low = fmt.codes(blocks).reshape(-1, UNIT), {}, 0
+  for i, width in enumerate(fmt.widths):
+    parts = ((codes >> low) & ((1 << width) - 1)).reshape(codes.shape[0], width, 8 // width, 4)
+    planes[f"q{i}"] = (parts << _place(width)).sum((-2, -1), dtype=dtypes.uint32).reshape(*rows, -1, width)
+    low += width
+  for name, p in fmt.small(blocks).items(): planes[name] = p.reshape(*rows, -1)
+  return planes
+
+def _table(code:Tensor, values:tuple[int, ...]) -> Tensor:
+  """values[code] as a tree of selects on the code's bits. code: uint32 -> int32"""
+  if len(values) == 1: return code.const_like(0).cast(dtypes.int32) + values[0]
+  half = len(values) // 2
+  return (code & half).eq(0).where(_table(code, values[:half]), _table(code, values[half:]))
+
+def dequantize(kind:GGMLType, planes:Planes) -> Tensor:
+  """float32 (…, out, in), unrealized: it is meant to fuse into the product that reads it"""
+  if kind is GGMLType.BF16: return (planes["w"].cast(dtypes.uint32) << 16).bitcast(dtypes.float)
+  if kind in FLOATS: return planes["w"].cast(dtypes.float)
+  fmt, upb = FORMATS[kind], block_size(kind)[0] // UNIT
+  *rows, units, _ = planes["q0"].shape
+  code, low = None, 0
+  for i, width in enumerate(fmt.widths):
+    part = ((planes[f"q{i}"].reshape(*rows, units, width, 1, 1) >> _place(width)) & ((1 << width) - 1)) << low
+    part = part.reshape(*rows, units, UNIT)
+    code, low = part if code is None else code | part, low + width
+  assert code is not None
+  def at(name:str) -> Tensor:
+    p = planes[name]
+    return p if p.shape[-1] == units else p.unsqueeze(-1).expand(*p.shape, upb).reshape(*rows, units)
+  value = _table(code, fmt.values).cast(dtypes.float) if fmt.values else code.cast(dtypes.float) - float(fmt.zero)
+  groups = fmt.scales(UnitView(at, Tensor.arange(units, dtype=dtypes.uint32) % upb))
+  def spread(xs:list[Tensor]) -> Tensor: return xs[0].unsqueeze(-1) if len(xs) == 1 else xs[0].stack(*xs[1:], dim=-1)
+  weight = value.reshape(*rows, units, len(groups), -1) * spread([s for s, _ in groups]).unsqueeze(-1)
+  if groups[0][1] is not None: weight = weight + spread([m for _, m in groups]).unsqueeze(-1)
+  return weight.reshape(*rows, units * UNIT)
+
+# ---- weights of a model ----
+
+class QuantizedWeight:
+  """A matrix, or a stack of them, in its GGUF type on the device. shape: (…, out, in); planes as split_planes lays them out."""
+  def __init__(self, kind:GGMLType, shape:tuple[int, ...], planes:Planes): self.kind, self.shape, self.planes = kind, shape, planes
+  @classmethod
+  def load(cls, kind:GGMLType, shape:tuple[int, ...], data:np.ndarray) -> Self:
+    """data: uint8, the tensor's bytes as in the file. They are copied to the device once and the copy is freed when the planes stand."""
+    planes = split_planes(kind, shape, Tensor(np.asarray(data)).realize())
+    planes = {name: p.contiguous() for name, p in planes.items()}
+    Tensor.realize(*planes.values())
+    return cls(kind, shape, planes)
+  def __getitem__(self, index:Tensor) -> QuantizedWeight:
+    """Rows, or matrices of a stack, by a tensor of indices; nothing is read until the result is"""
+    shape = (*index.shape, *self.shape[1:])
+    return QuantizedWeight(self.kind, shape, {name: p[index] for name, p in self.planes.items()})
+  def dequantize(self) -> Tensor: return dequantize(self.kind, self.planes)
+  @property
+  def nbytes(self) -> int: return sum(p.nbytes() for p in self.planes.values())
+
+class QuantizedEmbedding(QuantizedWeight):
+  def __call__(self, ids:Tensor) -> Tensor:
+    """ids: (T,) integers -> float32 (T, dim)"""
+    return self[ids].dequantize()
+
+class QuantizedLinear(QuantizedWeight):
+  def __call__(self, x:Tensor) -> Tensor:
+    """x: float32 (T, in) -> (T, out); for a stack of matrices, one a head: (T, H, in) -> (T, H, out)"""
+    return (x.unsqueeze(-2) * self.dequantize()).sum(-1)
+
+class QuantizedExpertWeights(QuantizedWeight):
+  def __call__(self, x:Tensor, sel:Tensor) -> Tensor:
+    """mul_mat_id: x: float32 (T, 1 or K, in), sel: integers (T, K), the chosen matrices of each token -> (T, K, out)"""
+    return (x.unsqueeze(-2) * self[sel].dequantize()).sum(-1)

@@ -1,0 +1,44 @@
+"""Rotary position embedding on adjacent pairs (interleaved), with YaRN's stretched frequencies (Peng et al. 2023, arXiv 2309.00071)."""
+from __future__ import annotations
+from dataclasses import dataclass
+import math
+import numpy as np
+from tinygrad import Tensor, UOp, dtypes
+
+@dataclass(frozen=True)
+class Yarn:
+  factor: float            # how many times longer than the context it was trained on
+  original_context: int    # tokens
+  log_multiplier: float    # of ln(factor) in the attention's magnitude; 0 leaves it alone
+  beta_fast: float = 32.0  # turns over the original context above which a pair keeps its frequency …
+  beta_slow: float = 1.0   # … and below which it is slowed down by the whole factor
+
+  @property
+  def mscale(self) -> float:
+    """The attention's magnitude: scores are multiplied by its square; cos and sin stay as they are"""
+    return 1.0 + self.log_multiplier * math.log(self.factor)
+
+def inverse_frequencies(dim:int, base:float, yarn:Yarn|None=None) -> np.ndarray:
+  """float64 (dim/2,): radians a token for each pair"""
+  pairs = np.arange(dim // 2, dtype=np.float64)
+  freqs = base ** (-2.0 * pairs / dim)
+  if yarn is None: return freqs
+  def pair_of(turns:float) -> float:  # the pair that turns so often within the original context
+    return dim * math.log(yarn.original_context / (turns * 2 * math.pi)) / (2 * math.log(base))
+  low, high = max(math.floor(pair_of(yarn.beta_fast)), 0), min(math.ceil(pair_of(yarn.beta_slow)), dim - 1)
+  slowed = np.clip((pairs - low) / max(high - low, 1e-3), 0.0, 1.0)
+  return freqs * (1.0 - slowed) + freqs / yarn.factor * slowed
+
+def rope_table(dim:int, base:float, positions:int, yarn:Yarn|None=None) -> Tensor:
+  """float32 (positions, dim/2, 2): cos and sin, computed in float64 and rounded once"""
+  angles = np.arange(positions, dtype=np.float64)[:, None] * inverse_frequencies(dim, base, yarn)
+  return Tensor(np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)).realize()
+
+def apply_rope(x:Tensor, table:Tensor, pos:UOp|int) -> Tensor:
+  """x: (T, …, dim), its first row at position `pos`; table: (positions, dim/2, 2) -> the same shape, each pair (2i, 2i+1) rotated"""
+  T, *mid, dim = x.shape
+  turn = table[pos:pos+T].reshape(T, *(1 for _ in mid), dim // 2, 2)
+  cos, sin = turn[..., 0], turn[..., 1]
+  pair = x.reshape(T, *mid, dim // 2, 2)
+  a, b = pair[..., 0], pair[..., 1]
+  return (a * cos - b * sin).stack(a * sin + b * cos, dim=-1).reshape(x.shape)
