@@ -5,6 +5,7 @@ import numpy as np
 from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
 from tinygrad.apps.mla import Transformer
 from tinygrad.apps.sampling import Features, Sampling, sample
+from tinygrad.uop.ops import Ops
 
 CHUNK = 32  # prompt tokens a prefill step
 
@@ -79,10 +80,11 @@ class Generator:
   def generate(self, ids:list[int], count:int|None=None, sampling:Sampling=Sampling(), stop:frozenset[int]=frozenset()) -> Iterator[int]:
     """Continues ids: yields each new token, a stop token last. Ends after `count` tokens or when the context is full."""
     self.prefill(ids, sampling)
-    for _ in range(self.max_context - len(ids) if count is None else min(count, self.max_context - len(ids))):
-      fed = int(self.token.item()) if len(self.cached) == len(ids) - 1 else token
+    room, fed = self.max_context - len(ids), ids[-1]
+    for _ in range(room if count is None else min(count, room)):
       token = int(self.decode(sampling.features, len(self.cached)).item())
       self.cached.append(fed)
+      fed = token
       yield token
       if token in stop: return
 
@@ -96,6 +98,19 @@ class Generator:
       out[at:at + rows] = self.logits_jit(chunk, self._bind(at)).numpy()[:rows]
     self.cached = list(ids)
     return out
+
+  def forget(self) -> None:
+    """The next prompt starts with an empty cache."""
+    self.cached = []
+  @property
+  def full(self) -> bool:
+    """Whether the last answer ended because the context did"""
+    return len(self.cached) >= self.max_context - 1
+  @property
+  def kernels_a_token(self) -> int:
+    """Kernels in the newest decode graph; 0 before the first token"""
+    calls = self.decode_jits[next(reversed(self.decode_jits))].captured.linear.src if self.decode_jits else ()
+    return sum(len(c.src[0].src[0].src) if c.src[0].op is Ops.CUSTOM_FUNCTION else 1 for c in calls)
 
   # ---- helpers ----
   def _check(self, ids:list[int]) -> None:

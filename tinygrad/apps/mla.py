@@ -202,12 +202,16 @@ class Transformer:
     return self.output(self.output_norm(self.hidden(ids, pos)[0]).contiguous())
 
   @property
-  def weights(self) -> list[QuantizedLinear|QuantizedExpertWeights|QuantizedEmbedding]:
-    found = {id(w): w for w in (self.token_embd, self.output)}
-    for b in self.blk:
-      for part in (b.attn, b.ffn, getattr(b.ffn, "shared", None)):
-        found |= {id(w): w for w in vars(part).values() if isinstance(w, (QuantizedLinear, QuantizedExpertWeights))} if part else {}
-    return list(found.values())
+  def weight_bytes_a_token(self) -> int:
+    """Bytes of weights that decoding one token reads: the chosen experts' share, one row of the embedding"""
+    c, total = self.config, self.token_embd.nbytes // self.config.vocab_size + self.output.nbytes + self.output_norm.weight.nbytes()
+    def visit(part:object) -> int:
+      if isinstance(part, QuantizedExpertWeights): return part.nbytes * c.n_chosen // c.n_experts
+      if isinstance(part, QuantizedLinear): return part.nbytes
+      if isinstance(part, Tensor): return part.nbytes()
+      return sum(visit(p) for p in vars(part).values()) if isinstance(part, (Block, Attention, MLP, MoE, Router, RMSNorm)) else 0
+    return total + sum(visit(b) for b in self.blk)
+  def cache_bytes(self, depth:int) -> int: return len(self.cache) * self.config.cache_dim * 2 * depth
 
   @staticmethod
   def from_gguf(f:GGUFFile, max_context:int|None=None, progress:Callable[[list[GGUFTensor]], Iterable[GGUFTensor]]=lambda tensors: tensors) -> Transformer:

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Callable, Self
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as GGMLType
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
-
-UNIT = 32  # weights a unit
+from tinygrad.helpers import prod
+from tinygrad.nn.intrinsics import target
+from tinygrad.nn.mul_mat import UNIT, Unit, fits, matvec
 
 # ---- bytes -> codes: the file's order of bits, one function a family. raw: (n, bytes a block) uint32, returns (n, elements) uint32 ----
 
@@ -106,6 +107,7 @@ class Format:
   scales: Callable[[UnitView], Scales]
   zero: int = 0
   values: tuple[int, ...]|None = None
+  unit_planes: tuple[str, ...] = ()                # the small planes with an entry a unit; the others have one a block
 
 Planes = dict[str, Tensor]
 def _small_d(at:int) -> Callable[[Tensor], Planes]: return lambda r: {"d": _half(r[:, at:])}
@@ -117,14 +119,14 @@ FORMATS: dict[GGMLType, Format] = {
   GGMLType.Q5_0: Format((4, 1), lambda r: _nibbles(r[:, 6:22], 16) | (_bits(r[:, 2:6]) << 4), _small_d(0), _d, zero=16),
   GGMLType.Q5_1: Format((4, 1), lambda r: _nibbles(r[:, 8:24], 16) | (_bits(r[:, 4:8]) << 4), _small_d_m(0), _d_m),
   GGMLType.Q8_0: Format((8,), lambda r: r[:, 2:34] ^ 128, _small_d(0), _d, zero=128),  # signed bytes, made unsigned like the rest
-  GGMLType.Q2_K: Format((2,), lambda r: _crumbs(r[:, 16:80]), lambda r: {"s": _pairs(r[:, 0:16]), **_small_d_m(80)(r)}, _q2k),
+  GGMLType.Q2_K: Format((2,), lambda r: _crumbs(r[:, 16:80]), lambda r: {"s": _pairs(r[:, 0:16]), **_small_d_m(80)(r)}, _q2k, unit_planes=("s",)),
   GGMLType.Q3_K: Format((2, 1), lambda r: _crumbs(r[:, 32:96]) | (_bit_of_group(r[:, 0:32]) << 2),
-                        lambda r: {**_q3_scales(r[:, 96:108]), **_small_d(108)(r)}, _q3k, zero=4),
-  GGMLType.Q4_K: Format((4,), lambda r: _nibbles(r[:, 16:144], 32), lambda r: {**_k_scales(r[:, 4:16]), **_small_d_m(0)(r)}, _k),
+                        lambda r: {**_q3_scales(r[:, 96:108]), **_small_d(108)(r)}, _q3k, zero=4, unit_planes=("s",)),
+  GGMLType.Q4_K: Format((4,), lambda r: _nibbles(r[:, 16:144], 32), lambda r: {**_k_scales(r[:, 4:16]), **_small_d_m(0)(r)}, _k, unit_planes=("s",)),
   GGMLType.Q5_K: Format((4, 1), lambda r: _nibbles(r[:, 48:176], 32) | (_bit_of_group(r[:, 16:48]) << 4),
-                        lambda r: {**_k_scales(r[:, 4:16]), **_small_d_m(0)(r)}, _k),
+                        lambda r: {**_k_scales(r[:, 4:16]), **_small_d_m(0)(r)}, _k, unit_planes=("s",)),
   GGMLType.Q6_K: Format((4, 2), lambda r: _nibbles(r[:, 0:128], 64) | (_crumbs(r[:, 128:192]) << 4),
-                        lambda r: {"s": _pairs(r[:, 192:208]), **_small_d(208)(r)}, _q6k, zero=32),
+                        lambda r: {"s": _pairs(r[:, 192:208]), **_small_d(208)(r)}, _q6k, zero=32, unit_planes=("s",)),
   GGMLType.IQ4_NL: Format((4,), lambda r: _nibbles(r[:, 2:18], 16), _small_d(0), _d, values=IQ4_VALUES),
   GGMLType.IQ4_XS: Format((4,), lambda r: _nibbles(r[:, 8:136], 16),
                           lambda r: {"s": (r[:, 4:8] << _steps(4, 8)).sum(-1, keepdim=True, dtype=dtypes.uint32), "t": _pairs(r[:, 2:4]),
@@ -157,11 +159,11 @@ def split_planes(kind:GGMLType, shape:tuple[int, ...], raw:Tensor) -> Planes:
   for name, p in fmt.small(blocks).items(): planes[name] = p.reshape(*rows, -1)
   return planes
 
-def _table(code:Tensor, values:tuple[int, ...]) -> Tensor:
-  """values[code] as a tree of selects on the code's bits. code: uint32 -> int32"""
-  if len(values) == 1: return code.const_like(0).cast(dtypes.int32) + values[0]
+def _table(code, values:tuple[int, ...]):
+  """float32 values[code] as a tree of selects on the code's bits; code: uint32, a tensor or a kernel's value"""
   half = len(values) // 2
-  return (code & half).eq(0).where(_table(code, values[:half]), _table(code, values[half:]))
+  low, high = (float(values[0]), float(values[1])) if half == 1 else (_table(code, values[:half]), _table(code, values[half:]))
+  return (code & half).eq(0).where(low, high)
 
 def dequantize(kind:GGMLType, planes:Planes) -> Tensor:
   """float32 (…, out, in), unrealized: it is meant to fuse into the product that reads it"""
@@ -177,13 +179,37 @@ def dequantize(kind:GGMLType, planes:Planes) -> Tensor:
   assert code is not None
   def at(name:str) -> Tensor:
     p = planes[name]
-    return p if p.shape[-1] == units else p.unsqueeze(-1).expand(*p.shape, upb).reshape(*rows, units)
-  value = _table(code, fmt.values).cast(dtypes.float) if fmt.values else code.cast(dtypes.float) - float(fmt.zero)
+    return p if upb == 1 or name in fmt.unit_planes else p.unsqueeze(-1).expand(*p.shape, upb).reshape(*rows, units)
+  value = _table(code, fmt.values) if fmt.values else code.cast(dtypes.float) - float(fmt.zero)
   groups = fmt.scales(UnitView(at, Tensor.arange(units, dtype=dtypes.uint32) % upb))
   def spread(xs:list[Tensor]) -> Tensor: return xs[0].unsqueeze(-1) if len(xs) == 1 else xs[0].stack(*xs[1:], dim=-1)
   weight = value.reshape(*rows, units, len(groups), -1) * spread([s for s, _ in groups]).unsqueeze(-1)
   if groups[0][1] is not None: weight = weight + spread([m for _, m in groups]).unsqueeze(-1)
   return weight.reshape(*rows, units * UNIT)
+
+# ---- in a kernel ----
+
+def unpack(kind:GGMLType, units:int) -> Callable[[dict[str, UOp], UOp, UOp], Unit]:
+  """What a kernel calls to read one unit of a row of `units`: (flat planes, row, unit) -> 32 float32 values and their scales and minimums.
+  The weights are scale · value + minimum."""
+  def floats(planes:dict[str, UOp], row:UOp, unit:UOp) -> Unit:
+    words = [planes["w"][(row * units + unit) * UNIT + i].load() for i in range(UNIT)]
+    if kind is GGMLType.BF16: words = [(w.cast(dtypes.uint32) << 16).bitcast(dtypes.float) for w in words]
+    return [w.cast(dtypes.float) for w in words], [(UOp.const(1.0, dtypes.float), None)]
+  if kind in FLOATS: return floats
+  fmt, upb = FORMATS[kind], block_size(kind)[0] // UNIT
+  def quantized(planes:dict[str, UOp], row:UOp, unit:UOp) -> Unit:
+    words = [[planes[f"q{i}"][(row * units + unit) * width + w].load() for w in range(width)] for i, width in enumerate(fmt.widths)]
+    def value(j:int, byte:int) -> UOp:  # of the weight 4j + byte
+      code, low = None, 0
+      for plane, width in zip(words, fmt.widths):
+        part = (plane[j // (8 // width)] >> (width * (j % (8 // width)) + 8 * byte)) & ((1 << width) - 1)
+        code, low = part if code is None else code | (part << low), low + width
+      if fmt.values: return _table(code, fmt.values)
+      return (code | 0x4b000000).bitcast(dtypes.float) - float((1 << 23) + fmt.zero)  # the code as the mantissa of 2^23
+    def at(name:str) -> UOp: return planes[name][row * units + unit if upb == 1 or name in fmt.unit_planes else row * (units // upb) + unit // upb].load()
+    return [value(j, byte) for j in range(8) for byte in range(4)], fmt.scales(UnitView(at, unit % upb))
+  return quantized
 
 # ---- weights of a model ----
 
@@ -213,9 +239,23 @@ class QuantizedEmbedding(QuantizedWeight):
 class QuantizedLinear(QuantizedWeight):
   def __call__(self, x:Tensor) -> Tensor:
     """x: float32 (T, in) -> (T, out); for a stack of matrices, one a head: (T, H, in) -> (T, H, out)"""
-    return (x.unsqueeze(-2) * self.dequantize()).sum(-1)
+    return mul_mat(x, self)
 
 class QuantizedExpertWeights(QuantizedWeight):
   def __call__(self, x:Tensor, sel:Tensor) -> Tensor:
-    """mul_mat_id: x: float32 (T, 1 or K, in), sel: integers (T, K), the chosen matrices of each token -> (T, K, out)"""
-    return (x.unsqueeze(-2) * self[sel].dequantize()).sum(-1)
+    """mul_mat_id: x: float32 (T, 1 or K, in), sel: int32 (T, K), the chosen matrices of each token -> (T, K, out)"""
+    return mul_mat(x, self, sel)
+
+def mul_mat_reference(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
+  return (x.unsqueeze(-2) * (w if ids is None else w[ids]).dequantize()).sum(-1)
+
+def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
+  """y = W·x, for a matrix, a stack with one a head, or the matrices that ids name; shapes as in QuantizedLinear and QuantizedExpertWeights"""
+  t, (*stack, rows, width) = target(), w.shape
+  if t is None or not fits(t, width): return mul_mat_reference(x, w, ids)
+  out_shape = (*(x.shape[:-1] if ids is None else ids.shape), rows)
+  items, units = prod(out_shape[:-1]), width // UNIT
+  kernel = matvec(t, unpack(w.kind, units), list(w.planes), rows, units, prod(stack), items, items // prod(x.shape[:-1]), ids is not None,
+                  f"mul_mat{'' if ids is None else '_id'}_{w.kind.name.lower()}_{items}_{rows}_{width}")
+  args = (x, *(() if ids is None else (ids,)), *w.planes.values())
+  return Tensor.empty(items * rows, dtype=dtypes.float).custom_kernel(*(a.flatten() for a in args), fxn=kernel)[0].reshape(out_shape)
