@@ -26,7 +26,10 @@ class Generator:
     self.chunk = min(CHUNK, self.max_context)
     self.chunk_position = Variable("chunk_pos", 0, self.max_context - self.chunk) if self.max_context > self.chunk else None
     self.cached: list[int] = []                       # the tokens whose rows the cache holds
+    self.next_position = 0                            # what device_position holds
     vocab = model.config.vocab_size
+    # where kernels read the position from the device, a step moves it on itself, and nothing in its graph changes from token to token
+    self.device_position = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize() if model.kernels_fit else None
     self.token = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize()
     self.values = Tensor.zeros(5, dtype=dtypes.float).contiguous().realize()
     self.key = Tensor.zeros(2, dtype=dtypes.uint32).contiguous().realize()
@@ -35,19 +38,26 @@ class Generator:
     self.prefill_jit, self.logits_jit = _capturing_jit(self._prefill), _capturing_jit(self._logits)
 
   # ---- graphs ----
-  def _decode(self, features:Features, pos:UOp) -> Tensor:
-    counter = Tensor(pos).cast(dtypes.uint32).reshape(1).cat(Tensor.zeros(1, dtype=dtypes.uint32)) if features.draw else self.key
+  def _decode(self, features:Features, pos:UOp|Tensor) -> Tensor:
+    counter = (pos if isinstance(pos, Tensor) else Tensor(pos)).cast(dtypes.uint32).reshape(1).cat(Tensor.zeros(1, dtype=dtypes.uint32)) if features.draw else self.key
     logits, seen = self.model.logits(self.token, pos)[0], None
     if features.penalty:
       seen = self.seen.assign(Tensor.arange(self.seen.shape[0]).eq(self.token).cast(dtypes.uint8).maximum(self.seen))
-    return self.token.assign(sample(logits, features, self.values, self.key, counter, seen)).realize()
+    token = self.token.assign(sample(logits, features, self.values, self.key, counter, seen))
+    if isinstance(pos, Tensor): token.realize(pos.assign(pos + 1))
+    return token.realize()
   def _prefill(self, ids:Tensor, pos:UOp|int) -> Tensor: return self.model.hidden(ids, pos)[1].realize()
   def _logits(self, ids:Tensor, pos:UOp|int) -> Tensor: return self.model.logits(ids, pos).realize()
 
   def decode(self, features:Features, pos:int) -> Tensor:
     """Feeds the token on the device at position `pos` and returns the device's token buffer, int32 (1,), now holding the next one"""
-    if features not in self.decode_jits: self.decode_jits[features] = _capturing_jit(lambda pos: self._decode(features, pos))
-    return self.decode_jits[features](self.position.bind(pos))
+    if self.device_position is None:
+      if features not in self.decode_jits: self.decode_jits[features] = _capturing_jit(lambda pos: self._decode(features, pos))
+      return self.decode_jits[features](self.position.bind(pos))
+    if features not in self.decode_jits: self.decode_jits[features] = _capturing_jit(lambda: self._decode(features, self.device_position))
+    if pos != self.next_position: self._set(self.device_position, [pos])
+    self.next_position = pos + 1
+    return self.decode_jits[features]()
 
   def _chunks(self, ids:list[int], start:int) -> Iterator[tuple[int, Tensor]]:
     """Steps of `chunk` tokens that cover ids[start:]. The last one is moved back so that it ends with the sequence (rows it writes again

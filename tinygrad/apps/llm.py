@@ -15,7 +15,7 @@ if __name__ == "__main__":
   except ImportError as e: sys.exit(str(e))
   if not hasattr(tinygrad, "OVERLAY"): sys.exit(f"this is the fork's command line, but `import tinygrad` found {tinygrad.__file__}: expected {ROOT / 'tinygrad'}")
 
-import argparse, json, math, socket, statistics, time
+import argparse, itertools, json, math, os, shutil, socket, statistics, time
 from typing import Any, Iterator
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -26,9 +26,11 @@ from tinygrad.apps.chat import Chat
 from tinygrad.apps.generate import ContextFull, Generator
 from tinygrad.apps.gguf import GGUFError, GGUFTensor, read_gguf
 from tinygrad.apps.machine import peak_bandwidth
-from tinygrad.apps.mla import Transformer
+from tinygrad.apps.mla import Config, Transformer
 from tinygrad.apps.sampling import Sampling
 from tinygrad.apps.tokenizer import Tokenizer
+from tinygrad.helpers import getenv
+from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 # name: (Hugging Face repository, file)
 MODELS = {
@@ -57,7 +59,8 @@ def find_model(name:str) -> Path:
   Raises UserError where there is none to be had."""
   name = ALIASES.get(name, name)
   if name not in MODELS:
-    if (path := Path(name).expanduser()).exists() or path.suffix == ".gguf": return path
+    path = Path(os.path.expanduser(name))
+    if path.suffix == ".gguf" or os.path.exists(path): return path
     raise UserError(f"--model {name}: neither a file nor a name that --list-models shows")
   repo, file = MODELS[name]
   for folder in (Path("models"), ROOT / "models"):
@@ -67,11 +70,21 @@ def find_model(name:str) -> Path:
   utils.logging.set_verbosity_error()
   try:
     # without a network the hub's client would retry for half a minute; a proxy may reach what we cannot
-    if not getproxies(): socket.create_connection((urlsplit(constants.ENDPOINT).hostname, 443), timeout=10).close()
+    hub = urlsplit(constants.ENDPOINT)
+    if not getproxies() and not constants.HF_HUB_OFFLINE:
+      socket.create_connection((hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)), timeout=10).close()
     return Path(hf_hub_download(repo, file))
   except Exception as e:  # the hub's client raises a dozen kinds for one fact
     raise UserError(f"--model {name}: could not download it ({type(e).__name__}); fetch https://huggingface.co/{repo}/resolve/main/{file} "
-                    f"and put it at models/{file}") from None
+                    f"and put it at {ROOT / 'models' / file}") from None
+
+def check_device() -> None:
+  """Raises UserError where the default device cannot be opened or lacks its compiler."""
+  try: compiler = Device[Device.DEFAULT].compiler
+  except Exception as e:  # each device fails in its own way
+    raise UserError(f"cannot open the device: {' '.join(str(e).split())}; the variable DEV names another, as in DEV=CPU") from None
+  if isinstance(compiler, ClangCompiler) and shutil.which(cc := getenv("CC", "clang")) is None:
+    raise UserError(f"the device {Device.DEFAULT} needs a C compiler: expected {cc!r} on the PATH, found none; `make setup` installs clang or says how")
 
 # ---- from Python ----
 
@@ -116,9 +129,10 @@ class Model:
 
 def load(path:str|Path, max_context:int|None=None, progress:bool=False) -> Model:
   """A model from a GGUF file (any part of one) or a name of --list-models, on the default device (DEV). max_context: tokens the cache holds,
-  at most the model's own context; 4096 by default. Raises GGUFError, UserError; ValueError for a max_context below 2."""
+  clamped to the model's own context; 4096 by default. Raises GGUFError, UserError; ValueError for a max_context below 2."""
   if max_context is not None and max_context < 2: raise ValueError(f"max_context: expected 2 or more, found {max_context}")
   f = read_gguf(find_model(str(path)))
+  check_device()
   def bar(tensors:list[GGUFTensor]) -> Iterator[GGUFTensor]:
     with tqdm(total=sum(t.data.nbytes for t in tensors), unit="B", unit_scale=True, desc=f.path.name, disable=not progress, leave=False) as t:
       for tensor in tensors:
@@ -127,15 +141,17 @@ def load(path:str|Path, max_context:int|None=None, progress:bool=False) -> Model
   tokenizer, chat, chat_error = Tokenizer.from_gguf(f), None, ""
   try: chat = Chat.from_gguf(f, tokenizer)
   except GGUFError as e: chat_error = str(e)
-  return Model(Transformer.from_gguf(f, max_context or DEFAULT_CONTEXT, bar), tokenizer, chat, chat_error)
+  context = min(max_context or DEFAULT_CONTEXT, Config.from_gguf(f).context_length)
+  return Model(Transformer.from_gguf(f, context, bar), tokenizer, chat, chat_error)
 
 # ---- the jobs of the command line ----
 
 def benchmark(model:Model, name:str, count:int, depth:int, load_seconds:float) -> dict[str, Any]:
   """Prints the ceiling, then decodes `count` tokens after `depth` others. Returns what the JSON line holds."""
   t, gen = model.transformer, model.generator
-  if depth + 2 + count > t.max_context: raise UserError(f"--depth {depth} and --benchmark {count}: expected at most {t.max_context - 2} tokens together, "
-                                                        f"found {depth + count}; raise --max_context")
+  if depth + 2 + count > t.max_context:
+    raise UserError(f"--depth {depth} and --benchmark {count}: expected at most {t.max_context - 2} tokens together, found {depth + count}: the cache holds "
+                    f"{t.max_context} (the model's own context is {t.config.context_length})")
   weights, cache, peak = t.weight_bytes_a_token, t.cache_bytes(depth), peak_bandwidth()
   print(f"device    {Device.DEFAULT}")
   print(f"a token   reads {weights / 1e6:.1f} MB of weights and {cache / 1e6:.1f} MB of cache at depth {depth}")
@@ -260,32 +276,50 @@ def main(argv:list[str]|None=None) -> None:
   sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repeat_penalty, args.seed)
   prompt, raw = (args.raw_prompt, True) if isinstance(args.raw_prompt, str) else (args.prompt, bool(args.raw_prompt))
   if raw and prompt is None: raise UserError("--raw_prompt: expected a text, here or in --prompt")
-  text = None
+  if args.benchmark and args.perplexity is not None: raise UserError("expected --benchmark or --perplexity, found both")
+  if args.depth and not args.benchmark: raise UserError("--depth: expected --benchmark beside it")
+  text, keep = None, None if args.json in (None, "-") else Path(args.json)
+  if args.json and not args.benchmark and args.perplexity is None: raise UserError("--json: expected --benchmark or --perplexity beside it")
+  if keep:
+    try: keep.open("a").close()  # better before the work than after it
+    except OSError as e: raise UserError(f"--json {keep}: {e.strerror}") from None
   if args.perplexity is not None:
     try: text = Path(args.perplexity).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e: raise UserError(f"--perplexity {args.perplexity}: {getattr(e, 'strerror', None) or e}") from None
   context = args.max_context or max(DEFAULT_CONTEXT, args.depth + (args.benchmark or 0) + 2)
   start = time.perf_counter()
   model = load(args.model, context, progress=sys.stderr.isatty())
+  if args.max_context and args.max_context > model.generator.max_context:
+    print(f"--max_context {args.max_context} is more than the model's own context: using {model.generator.max_context}", file=sys.stderr)
   Device[Device.DEFAULT].synchronize()
   load_seconds, result = time.perf_counter() - start, None
+  if raw:
+    tok = model.tokenizer
+    ids = ([tok.bos_id] if tok.add_bos and tok.bos_id is not None else []) + tok.encode(prompt)
+    pieces = model.complete(ids, args.count, sampling, tuple(args.stop))
+    say(model, itertools.chain([prompt + next(pieces, "")], pieces))  # a prompt that does not fit is not printed
+  elif prompt is not None: say(model, model.chat([{"role": "user", "content": prompt}], args.count, sampling, tuple(args.stop)))
   if args.benchmark: result = benchmark(model, args.model, args.benchmark, args.depth, load_seconds)
   elif text is not None:
     result = perplexity(model, text)
     print(f"perplexity {result['perplexity']:.4f} over {result['tokens']} tokens in {result['windows']} windows")
   elif prompt is None: converse(model, args.count, sampling, tuple(args.stop))
-  elif raw:
-    tok = model.tokenizer
-    ids = ([tok.bos_id] if tok.add_bos and tok.bos_id is not None else []) + tok.encode(prompt)
-    print(prompt, end="", flush=True)
-    say(model, model.complete(ids, args.count, sampling, tuple(args.stop)))
-  else: say(model, model.chat([{"role": "user", "content": prompt}], args.count, sampling, tuple(args.stop)))
   if result is not None:
-    line = json.dumps(result)
-    print(line)
-    if args.json and args.json != "-": Path(args.json).write_text(line + "\n")
+    print(line := json.dumps(result))
+    if keep: keep.write_text(line + "\n")
+
+def leave(message:str, code:int) -> None:
+  print(message, file=sys.stderr)
+  sys.exit(code)
 
 if __name__ == "__main__":
-  try: main()
-  except (GGUFError, UserError, ContextFull, ValueError) as e: sys.exit(print(f"{type(e).__name__ if isinstance(e, GGUFError) else 'error'}: {e}", file=sys.stderr) or 2)
+  try:
+    main()
+    sys.stdout.flush()
+  except BrokenPipeError:  # the reader has left, as head does; what Python still flushes at exit goes nowhere
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(1)
+  except GGUFError as e: leave(f"GGUFError: {e}", 2)
+  except MemoryError as e: leave(f"error: out of memory{f': {e}' if str(e) else ''}; a smaller --max_context needs less", 2)
+  except (UserError, ContextFull, ValueError, OSError) as e: leave(f"error: {e}", 2)
   except KeyboardInterrupt: sys.exit(130)

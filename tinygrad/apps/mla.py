@@ -14,7 +14,12 @@ from gguf.quants import dequantize
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear
-from tinygrad.apps.rope import Yarn, apply_rope, rope_table
+from tinygrad.apps.rope import Rope, Yarn, rope_table
+from tinygrad.nn.intrinsics import target
+from tinygrad.nn.matvec import fits as matvec_fits
+from tinygrad.nn.mla_attention import fits as attention_fits, mla_attention
+from tinygrad.nn.moe import choose_experts, expert_down, gate_up
+from tinygrad.nn.norm_linear import latent_query, norm_linear
 
 class Gating(enum.IntEnum):
   SOFTMAX = 1
@@ -99,26 +104,17 @@ class Config:
       n_dense=min(integer("leading_dense_block_count", 0, low=0), n_blocks), n_experts=experts,
       n_chosen=integer("expert_used_count", high=experts), n_shared=integer("expert_shared_count", 0, low=0, high=64),
       expert_dim=integer("expert_feed_forward_length"), gating=Gating(gating),
-      normalize_weights=f.key(f"{arch}.expert_weights_norm", bool, False), weights_scale=real("expert_weights_scale", 1.0) )
+      normalize_weights=f.key(f"{arch}.expert_weights_norm", bool, False), weights_scale=real("expert_weights_scale", 1.0, low=-1.0) or 1.0)
     return Config(**config)
 
 class RMSNorm:
+  """weight: float32 (in,)"""
   def __init__(self, weight:Tensor, eps:float): self.weight, self.eps = weight, eps
   def __call__(self, x:Tensor) -> Tensor: return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
 
-def mla_attention(q:Tensor, cache:Tensor, pos:UOp|int, scale:float, latent:int) -> Tensor:
-  """Absorbed attention: every head reads the same cached vector, values are its first `latent` numbers.
-  q: float32 (T, H, L+R), its first row at position `pos`; cache: (C, L+R) with the positions up to pos+T written -> float32 (T, H, L)"""
-  T = q.shape[0]
-  keys = cache[:pos+T].cast(dtypes.float)
-  scores = (q @ keys.transpose(0, 1)) * scale  # (T, H, pos+T)
-  if T > 1:
-    future = Tensor.full((T, 1, pos+T), float("-inf"), dtype=dtypes.float, buffer=False).reshape(T, pos+T).triu(pos+1)
-    scores = scores + future.reshape(T, 1, pos+T)
-  return scores.softmax(-1) @ keys[:, :latent]
-
 class Attention:
-  attn_q: QuantizedLinear
+  attn_norm: RMSNorm
+  attn_q: QuantizedLinear      # (H·(nope+R), D), or by way of q_lora:
   attn_q_a: QuantizedLinear
   attn_q_a_norm: RMSNorm
   attn_q_b: QuantizedLinear
@@ -129,59 +125,53 @@ class Attention:
   attn_output: QuantizedLinear
   def __init__(self, config:Config): self.config = config
 
-  def __call__(self, x:Tensor, cache:Tensor, rope:Tensor, pos:UOp|int) -> tuple[Tensor, Tensor]:
-    """x: (T, D), cache: (C, L+R), rope: (C, R/2, 2) -> (T, D) and the cache with T more rows"""
-    c, T = self.config, x.shape[0]
-    q = self.attn_q_b(self.attn_q_a_norm(self.attn_q_a(x))) if c.q_lora_rank else self.attn_q(x)
-    q = q.reshape(T, c.n_heads, c.nope_dim + c.rope_dim)
-    q = self.attn_k_b(q[..., :c.nope_dim]).cat(apply_rope(q[..., c.nope_dim:], rope, pos), dim=-1)  # (T, H, L+R)
-    kv = self.attn_kv_a_mqa(x)
-    row = self.attn_kv_a_norm(kv[:, :c.kv_lora_rank]).cat(apply_rope(kv[:, c.kv_lora_rank:], rope, pos), dim=-1)
-    cache = Tensor(cache.uop.after(cache[pos:pos+T].uop.store(row.cast(cache.dtype).uop)))
-    context = mla_attention(q, cache, pos, c.score_scale, c.kv_lora_rank)                            # (T, H, L)
-    return self.attn_output(self.attn_v_b(context).reshape(T, -1)), cache
+  def __call__(self, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+    """x: (T, D), cache: (C, L+R) -> x + attention of its norm, (T, D), and the cache with T more rows"""
+    c = self.config
+    if c.q_lora_rank:
+      q, kv = norm_linear(x, self.attn_norm, [self.attn_q_a, self.attn_kv_a_mqa])
+      q, = norm_linear(q, self.attn_q_a_norm, [self.attn_q_b], rope)                      # (T, H·(nope+R))
+    else: q, kv = norm_linear(x, self.attn_norm, [self.attn_q, self.attn_kv_a_mqa], rope)
+    q_latent, cache = latent_query(q, kv, self.attn_k_b, self.attn_kv_a_norm, cache, rope)  # (T, H, L)
+    context = mla_attention(q_latent, q, cache, rope.pos, c.score_scale)                   # (T, H, L)
+    heads = self.attn_v_b(context).reshape(x.shape[0], -1)                                 # (T, H·v)
+    return norm_linear(heads, None, [self.attn_output], residual=x)[0], cache
 
 class MLP:
-  def __init__(self, gate:QuantizedLinear, up:QuantizedLinear, down:QuantizedLinear): self.ffn_gate, self.ffn_up, self.ffn_down = gate, up, down
-  def __call__(self, x:Tensor) -> Tensor: return self.ffn_down((self.ffn_gate(x).silu() * self.ffn_up(x)).contiguous())
+  def __init__(self, norm:RMSNorm, gate:QuantizedLinear, up:QuantizedLinear, down:QuantizedLinear):
+    self.ffn_norm, self.ffn_gate, self.ffn_up, self.ffn_down = norm, gate, up, down
+  def __call__(self, x:Tensor) -> Tensor:
+    """(T, D) -> x + feed-forward of its norm"""
+    hidden = gate_up(x, self.ffn_norm, (self.ffn_gate, self.ffn_up))
+    return norm_linear(hidden, None, [self.ffn_down], residual=x)[0]
 
 class Router:
   """Which experts a token goes to, and with what weight; float32 throughout."""
-  def __init__(self, config:Config, ffn_gate_inp:Tensor, exp_probs_b:Tensor|None):
+  def __init__(self, config:Config, ffn_gate_inp:QuantizedLinear, exp_probs_b:Tensor|None):
     self.config, self.ffn_gate_inp, self.exp_probs_b = config, ffn_gate_inp, exp_probs_b
-  def __call__(self, x:Tensor) -> tuple[Tensor, Tensor]:
-    """x: (T, D) -> int32 (T, K) experts, best first, the lower index on a tie; float32 (T, K) weights"""
-    c = self.config
-    logits = (x.unsqueeze(1) * self.ffn_gate_inp).sum(-1).contiguous()                               # (T, E)
-    scores = {Gating.SOFTMAX: logits.softmax, Gating.SIGMOID: lambda _: logits.sigmoid(), Gating.SOFTMAX_WEIGHT: lambda _: logits}[c.gating](-1)
-    choice = scores if self.exp_probs_b is None else scores + self.exp_probs_b  # the bias only chooses
-    # an expert's rank is the number of experts before it
-    mine, other, index = choice.unsqueeze(2), choice.unsqueeze(1), Tensor.arange(c.n_experts)
-    before = (other > mine) | (other.eq(mine) & (index.unsqueeze(0) < index.unsqueeze(1)))
-    chosen = before.sum(-1).unsqueeze(1).eq(Tensor.arange(c.n_chosen).unsqueeze(1))                  # (T, K, E), one true in a row
-    sel = chosen.where(index, 0).sum(-1).cast(dtypes.int32)
-    weights = chosen.where(scores.unsqueeze(1), 0.0).sum(-1)
-    if c.gating is Gating.SOFTMAX_WEIGHT: weights = weights.softmax(-1)
-    if c.normalize_weights: weights = weights / weights.sum(-1, keepdim=True).maximum(6.103515625e-5)
-    return sel.contiguous(), (weights * c.weights_scale).contiguous()
+  def __call__(self, x:Tensor, norm:RMSNorm) -> tuple[Tensor, Tensor]:
+    """x: (T, D) -> int32 (T, K) experts, best first; float32 (T, K) weights"""
+    c, (logits,) = self.config, norm_linear(x, norm, [self.ffn_gate_inp])
+    return choose_experts(logits, self.exp_probs_b, c.n_chosen, int(c.gating), c.normalize_weights, c.weights_scale)
 
 class MoE:
-  def __init__(self, router:Router, gate:QuantizedExpertWeights, up:QuantizedExpertWeights, down:QuantizedExpertWeights, shared:MLP|None):
-    self.router, self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps, self.shared = router, gate, up, down, shared
+  def __init__(self, norm:RMSNorm, router:Router, gate:QuantizedExpertWeights, up:QuantizedExpertWeights, down:QuantizedExpertWeights, shared:MLP|None):
+    self.ffn_norm, self.router, self.shared = norm, router, shared
+    self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps = gate, up, down
   def __call__(self, x:Tensor) -> Tensor:
-    sel, weights = self.router(x)
-    each = x.unsqueeze(1)                                                                            # (T, 1, D)
-    h = (self.ffn_gate_exps(each, sel).silu() * self.ffn_up_exps(each, sel)).contiguous()
-    out = (self.ffn_down_exps(h, sel) * weights.unsqueeze(-1)).sum(1)
-    return out if self.shared is None else out + self.shared(x)
+    """(T, D) -> x + the chosen experts' and the shared expert's feed-forward of its norm"""
+    sel, weights = self.router(x, self.ffn_norm)
+    hidden = gate_up(x, self.ffn_norm, (self.ffn_gate_exps, self.ffn_up_exps), sel, weights)
+    out = expert_down(hidden, self.ffn_down_exps, sel, x)
+    if self.shared is None: return out
+    hidden = gate_up(x, self.ffn_norm, (self.shared.ffn_gate, self.shared.ffn_up))
+    return norm_linear(hidden, None, [self.shared.ffn_down], residual=out)[0]
 
 class Block:
-  def __init__(self, attn_norm:RMSNorm, attn:Attention, ffn_norm:RMSNorm, ffn:MLP|MoE):
-    self.attn_norm, self.attn, self.ffn_norm, self.ffn = attn_norm, attn, ffn_norm, ffn
-  def __call__(self, x:Tensor, cache:Tensor, rope:Tensor, pos:UOp|int) -> tuple[Tensor, Tensor]:
-    out, cache = self.attn(self.attn_norm(x).contiguous(), cache, rope, pos)
-    h = (x + out).contiguous()
-    return (h + self.ffn(self.ffn_norm(h).contiguous())).contiguous(), cache
+  def __init__(self, attn:Attention, ffn:MLP|MoE): self.attn, self.ffn = attn, ffn
+  def __call__(self, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+    x, cache = self.attn(x, cache, rope)
+    return self.ffn(x), cache
 
 class Transformer:
   """The model and its cache of one sequence: a vector of kv_lora_rank + rope_dim halves a block and token."""
@@ -189,27 +179,37 @@ class Transformer:
     self.config, self.token_embd, self.blk, self.output_norm, self.output = config, token_embd, blocks, output_norm, output
     self.max_context = max_context
     self.rope = rope_table(config.rope_dim, config.rope_base, max_context, config.yarn)
-    self.cache = [Tensor.zeros(max_context, config.cache_dim, dtype=dtypes.half).contiguous().realize() for _ in blocks]
+    # half precision where memory is what decoding waits for
+    kept = dtypes.float if target() is None else dtypes.half
+    self.cache = [Tensor.zeros(max_context, config.cache_dim, dtype=kept).contiguous().realize() for _ in blocks]
 
-  def hidden(self, ids:Tensor, pos:UOp|int) -> tuple[Tensor, Tensor]:
-    """ids: int32 (T,), the first at position `pos` -> float32 (T, D) before the last norm, and the last block's cache, whose realization
-    writes every block's rows"""
-    x = self.token_embd(ids)
-    for block, cache in zip(self.blk, self.cache): x, cache = block(x, cache, self.rope, pos)
+  def hidden(self, ids:Tensor, pos:UOp|int|Tensor) -> tuple[Tensor, Tensor]:
+    """ids: int32 (T,), the first at position `pos`, which may be int32 (1,) on the device where kernels_fit and T is 1
+    -> float32 (T, D) before the last norm, and the last block's cache, whose realization writes every block's rows"""
+    c = self.config
+    x, rope = self.token_embd(ids).contiguous(), Rope(self.rope, pos, c.nope_dim + c.rope_dim, c.nope_dim)
+    for block, cache in zip(self.blk, self.cache): x, cache = block(x, cache, rope)
     return x, cache
-  def logits(self, ids:Tensor, pos:UOp|int) -> Tensor:
+  def logits(self, ids:Tensor, pos:UOp|int|Tensor) -> Tensor:
     """int32 (T,) -> float32 (T, vocab)"""
-    return self.output(self.output_norm(self.hidden(ids, pos)[0]).contiguous())
+    return norm_linear(self.hidden(ids, pos)[0], self.output_norm, [self.output])[0]
+
+  @property
+  def kernels_fit(self) -> bool:
+    """Whether every step of decoding one token has a kernel on this device, so that its position may live there"""
+    c, t = self.config, target()
+    widths = [c.dim, c.nope_dim, c.kv_lora_rank, c.n_heads * c.v_dim, c.hidden_dim] + [c.q_lora_rank] * (c.q_lora_rank > 0)
+    if c.n_experts: widths += [c.expert_dim * n for n in (c.n_chosen, c.n_shared) if n]
+    return t is not None and all(matvec_fits(t, w) for w in widths) and attention_fits(t, c.n_heads, c.kv_lora_rank, c.rope_dim)
 
   @property
   def weight_bytes_a_token(self) -> int:
     """Bytes of weights that decoding one token reads: the chosen experts' share, one row of the embedding"""
-    c, total = self.config, self.token_embd.nbytes // self.config.vocab_size + self.output.nbytes + self.output_norm.weight.nbytes()
+    c, total = self.config, self.token_embd.nbytes // self.config.vocab_size + self.output.nbytes
     def visit(part:object) -> int:
       if isinstance(part, QuantizedExpertWeights): return part.nbytes * c.n_chosen // c.n_experts
       if isinstance(part, QuantizedLinear): return part.nbytes
-      if isinstance(part, Tensor): return part.nbytes()
-      return sum(visit(p) for p in vars(part).values()) if isinstance(part, (Block, Attention, MLP, MoE, Router, RMSNorm)) else 0
+      return sum(visit(p) for p in vars(part).values()) if isinstance(part, (Block, Attention, MLP, MoE, Router)) else 0
     return total + sum(visit(b) for b in self.blk)
   def cache_bytes(self, depth:int) -> int: return len(self.cache) * self.config.cache_dim * 2 * depth
 
@@ -224,15 +224,16 @@ class Transformer:
     def norm(name:str) -> RMSNorm: return RMSNorm(w[name + ".weight"], c.norm_eps)
     def block(i:int) -> Block:
       b, attn = f"blk.{i}.", Attention(c)
-      for name in ("attn_q_a_norm", "attn_kv_a_norm"):
+      for name in ("attn_norm", "attn_q_a_norm", "attn_kv_a_norm"):
         if f"{b}{name}.weight" in w: setattr(attn, name, norm(b + name))
       for name in ("attn_q", "attn_q_a", "attn_q_b", "attn_kv_a_mqa", "attn_k_b", "attn_v_b", "attn_output"):
         if f"{b}{name}.weight" in w: setattr(attn, name, w[f"{b}{name}.weight"])
       if f"{b}attn_kv_b.weight" in w: attn.attn_k_b, attn.attn_v_b = w[f"{b}attn_kv_b.weight"]
+      ffn_norm = norm(b + "ffn_norm")
       def matrices(suffix:str) -> list: return [w[f"{b}ffn_{m}{suffix}.weight"] for m in ("gate", "up", "down")]
-      if i < c.n_dense: ffn: MLP|MoE = MLP(*matrices(""))
-      else: ffn = MoE(Router(c, w[b + "ffn_gate_inp.weight"], w.get(b + "exp_probs_b.bias")), *matrices("_exps"), MLP(*matrices("_shexp")) if c.n_shared else None)
-      return Block(norm(b + "attn_norm"), attn, norm(b + "ffn_norm"), ffn)
+      if i < c.n_dense: return Block(attn, MLP(ffn_norm, *matrices("")))
+      router = Router(c, w[b + "ffn_gate_inp.weight"], w.get(b + "exp_probs_b.bias"))
+      return Block(attn, MoE(ffn_norm, router, *matrices("_exps"), MLP(ffn_norm, *matrices("_shexp")) if c.n_shared else None))
     embd = w["token_embd.weight"]
     output = w["output.weight"] if "output.weight" in w else QuantizedLinear(embd.kind, embd.shape, embd.planes)  # tied
     return Transformer(c, embd, [block(i) for i in range(c.n_blocks)], norm("output_norm"), output, max_context or c.context_length)
@@ -267,7 +268,7 @@ def _checked_tensors(f:GGUFFile, c:Config) -> dict[str, type|Callable]:
       need(f"{b}ffn_down{suffix}.weight", how, *experts, D, hidden)
     if i < c.n_dense: feed_forward("", QuantizedLinear, c.hidden_dim)
     else:
-      need(b + "ffn_gate_inp.weight", _float, c.n_experts, D)
+      need(b + "ffn_gate_inp.weight", QuantizedLinear, c.n_experts, D)
       if b + "exp_probs_b.bias" in f.tensors: need(b + "exp_probs_b.bias", _float, c.n_experts)
       feed_forward("_exps", QuantizedExpertWeights, c.expert_dim, c.n_experts)
       if c.n_shared: feed_forward("_shexp", QuantizedLinear, c.n_shared * c.expert_dim)

@@ -13,15 +13,17 @@ bit 8·byte + width·k, so shifting by width·k and masking yields four codes at
 Wider codes are split over two planes (6 bits: 4 + 2). Floats are kept as they are, 16-bit ones as uint16.
 """
 from __future__ import annotations
+import functools
 from dataclasses import dataclass
 from typing import Any, Callable, Self
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as GGMLType
-from tinygrad import Tensor, UOp, dtypes
+from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
+from tinygrad.device import Buffer, LRUAllocator
 from tinygrad.dtype import DType
 from tinygrad.helpers import prod
 from tinygrad.nn.intrinsics import target
-from tinygrad.nn.mul_mat import UNIT, Unit, fits, matvec
+from tinygrad.nn.matvec import UNIT, Matrix, Rows, Unit, fits, launch, matvec
 
 # ---- bytes -> codes: the file's order of bits, one function a family. raw: (n, bytes a block) uint32, returns (n, elements) uint32 ----
 
@@ -189,45 +191,77 @@ def dequantize(kind:GGMLType, planes:Planes) -> Tensor:
 
 # ---- in a kernel ----
 
-def unpack(kind:GGMLType, units:int) -> Callable[[dict[str, UOp], UOp, UOp], Unit]:
-  """What a kernel calls to read one unit of a row of `units`: (flat planes, row, unit) -> 32 float32 values and their scales and minimums.
-  The weights are scale · value + minimum."""
-  def floats(planes:dict[str, UOp], row:UOp, unit:UOp) -> Unit:
-    words = [planes["w"][(row * units + unit) * UNIT + i].load() for i in range(UNIT)]
+def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp) -> Unit:
+  """One unit of a row of `units`. plane(name, index) loads an entry of a flat plane."""
+  if kind in FLOATS:
+    words = [plane("w", (row * units + unit) * UNIT + i) for i in range(UNIT)]
     if kind is GGMLType.BF16: words = [(w.cast(dtypes.uint32) << 16).bitcast(dtypes.float) for w in words]
-    return [w.cast(dtypes.float) for w in words], [(UOp.const(1.0, dtypes.float), None)]
-  if kind in FLOATS: return floats
+    return Unit([], [(UOp.const(1.0, dtypes.float), None)], floats=[w.cast(dtypes.float) for w in words])
   fmt, upb = FORMATS[kind], block_size(kind)[0] // UNIT
-  def quantized(planes:dict[str, UOp], row:UOp, unit:UOp) -> Unit:
-    words = [[planes[f"q{i}"][(row * units + unit) * width + w].load() for w in range(width)] for i, width in enumerate(fmt.widths)]
-    def value(j:int, byte:int) -> UOp:  # of the weight 4j + byte
-      code, low = None, 0
-      for plane, width in zip(words, fmt.widths):
-        part = (plane[j // (8 // width)] >> (width * (j % (8 // width)) + 8 * byte)) & ((1 << width) - 1)
-        code, low = part if code is None else code | (part << low), low + width
-      if fmt.values: return _table(code, fmt.values)
-      return (code | 0x4b000000).bitcast(dtypes.float) - float((1 << 23) + fmt.zero)  # the code as the mantissa of 2^23
-    def at(name:str) -> UOp: return planes[name][row * units + unit if upb == 1 or name in fmt.unit_planes else row * (units // upb) + unit // upb].load()
-    return [value(j, byte) for j in range(8) for byte in range(4)], fmt.scales(UnitView(at, unit % upb))
-  return quantized
+  loaded = [[plane(f"q{i}", (row * units + unit) * width + w) for w in range(width)] for i, width in enumerate(fmt.widths)]
+  def word(j:int) -> UOp:  # the codes of the weights 4j … 4j+3
+    codes, low = None, 0
+    for words, width in zip(loaded, fmt.widths):
+      part = words[j] if width == 8 else (words[j // (8 // width)] >> (width * (j % (8 // width)))) & (((1 << width) - 1) * 0x01010101)
+      codes, low = part if codes is None else codes | (part << low), low + width
+    assert codes is not None
+    return codes
+  def at(name:str) -> UOp: return plane(name, row * units + unit if upb == 1 or name in fmt.unit_planes else row * (units // upb) + unit // upb)
+  words, scales = [word(j) for j in range(8)], fmt.scales(UnitView(at, unit % upb))
+  if fmt.values is None: return Unit(words, scales, fmt.zero)
+  return Unit([], scales, floats=[_table((words[i // 4] >> (8 * (i % 4))) & 255, fmt.values) for i in range(UNIT)])
 
 # ---- weights of a model ----
+
+BIG = 1 << 24  # bytes
+
+@functools.cache
+def _splitter(kind:GGMLType, shape:tuple[int, ...]) -> tuple[TinyJit, dict[str, tuple[tuple[int, ...], DType]]]:
+  """split_planes for every tensor of a type and shape: a graph (raw, *planes) that fills the planes, and their shapes and dtypes"""
+  elements, nbytes = block_size(kind)
+  layout = {name: (p.shape, p.dtype) for name, p in split_planes(kind, shape, Tensor.empty(prod(shape) // elements * nbytes, dtype=dtypes.uint8)).items()}
+  def split(raw:Tensor, *planes:Tensor) -> None:
+    Tensor.realize(*(plane.assign(p) for plane, p in zip(planes, split_planes(kind, shape, raw).values())))
+  jit = TinyJit(split)
+  jit.cnt = 1  # capture at once: there is nothing to warm up
+  return jit, layout
 
 class QuantizedWeight:
   """A matrix, or a stack of them, in its GGUF type on the device. shape: (…, out, in); planes as split_planes lays them out."""
   def __init__(self, kind:GGMLType, shape:tuple[int, ...], planes:Planes): self.kind, self.shape, self.planes = kind, shape, planes
   @classmethod
   def load(cls, kind:GGMLType, shape:tuple[int, ...], data:np.ndarray) -> Self:
-    """data: uint8, the tensor's bytes as in the file. They are copied to the device once and the copy is freed when the planes stand."""
-    planes = split_planes(kind, shape, Tensor(np.asarray(data)).realize())
-    planes = {name: p.contiguous() for name, p in planes.items()}
-    Tensor.realize(*planes.values())
+    """data: uint8, the tensor's bytes as in the file. They are copied to the device once; the copy is freed when the planes stand."""
+    splitter, layout = _splitter(kind, shape)
+    planes = {name: Tensor.empty(*s, dtype=dtype) for name, (s, dtype) in layout.items()}
+    raw = Tensor.empty(data.size, dtype=dtypes.uint8)
+    for t in (raw, *planes.values()): t.uop.buffer.ensure_allocated()
+    raw.uop.buffer.copy_from(Buffer("NPY", data.size, dtypes.uint8, opaque=np.asarray(data)))
+    splitter(raw, *planes.values())
+    del raw
+    # the host's staging memory and the raw copy are given back before the next tensor takes its own
+    Device[Device.DEFAULT].synchronize()
+    if data.size >= BIG and isinstance(allocator := Device[Device.DEFAULT].allocator, LRUAllocator): allocator.free_cache()
     return cls(kind, shape, planes)
   def __getitem__(self, index:Tensor) -> QuantizedWeight:
     """Rows, or matrices of a stack, by a tensor of indices; nothing is read until the result is"""
     shape = (*index.shape, *self.shape[1:])
     return QuantizedWeight(self.kind, shape, {name: p[index] for name, p in self.planes.items()})
   def dequantize(self) -> Tensor: return dequantize(self.kind, self.planes)
+  def args(self, name:str) -> dict[str, Tensor]:
+    """The planes as a kernel's arguments"""
+    return {f"{name}.{plane}": t for plane, t in self.planes.items()}
+  def matrix(self, buffers:dict[str, UOp], name:str) -> Matrix:
+    """What a kernel reads the weights with; a stack's rows are numbered through"""
+    def unit(row:UOp, u:UOp, gate:UOp|None) -> Unit:
+      return _unit(self.kind, self.shape[-1] // UNIT, lambda plane, at: buffers[f"{name}.{plane}"][at if gate is None else at.valid(gate)].load(), row, u)
+    return unit
+  @property
+  def label(self) -> str: return "_".join([self.kind.name.lower(), *map(str, self.shape)])
+  @property
+  def integer(self) -> bool:
+    """Whether an int8 dot product can take the codes"""
+    return self.kind in FORMATS and FORMATS[self.kind].values is None
   @property
   def nbytes(self) -> int: return sum(p.nbytes() for p in self.planes.values())
 
@@ -250,12 +284,18 @@ def mul_mat_reference(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tens
   return (x.unsqueeze(-2) * (w if ids is None else w[ids]).dequantize()).sum(-1)
 
 def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
-  """y = W·x, for a matrix, a stack with one a head, or the matrices that ids name; shapes as in QuantizedLinear and QuantizedExpertWeights"""
+  """y = W·x, for a matrix, a stack with one a head, or the matrices that ids name (clamped); shapes as in QuantizedLinear and QuantizedExpertWeights"""
   t, (*stack, rows, width) = target(), w.shape
   if t is None or not fits(t, width): return mul_mat_reference(x, w, ids)
-  out_shape = (*(x.shape[:-1] if ids is None else ids.shape), rows)
-  items, units = prod(out_shape[:-1]), width // UNIT
-  kernel = matvec(t, unpack(w.kind, units), list(w.planes), rows, units, prod(stack), items, items // prod(x.shape[:-1]), ids is not None,
-                  f"mul_mat{'' if ids is None else '_id'}_{w.kind.name.lower()}_{items}_{rows}_{width}")
-  args = (x, *(() if ids is None else (ids,)), *w.planes.values())
-  return Tensor.empty(items * rows, dtype=dtypes.float).custom_kernel(*(a.flatten() for a in args), fxn=kernel)[0].reshape(out_shape)
+  out_shape, matrices = (*(x.shape[:-1] if ids is None else ids.shape), rows), prod(stack)
+  items = prod(out_shape[:-1])
+  share = items // prod(x.shape[:-1])
+  def body(b:dict[str, UOp]) -> list[UOp]:
+    item, matrix = UOp.special(items, "gidx1"), w.matrix(b, "w")
+    which = item % matrices if ids is None else b["ids"][item].load().maximum(0).minimum(matrices - 1).cast(dtypes.weakint)
+    def finish(sums:list[UOp], team:UOp, keep:UOp) -> list[UOp]:
+      return [b["y"][(item * rows + team * 2 + r).valid(keep & (team * 2 + r < rows) if rows % 2 else keep)].store(y) for r, y in enumerate(sums)]
+    part = Rows(-(-rows // 2), lambda team: [(matrix, which * rows + ((team * 2 + r).minimum(rows - 1) if rows % 2 else team * 2 + r)) for r in range(2)], finish)
+    return matvec(t, width // UNIT, w.integer, lambda k: [b["x"][(item // share) * width + k * 4 + j].load() for j in range(4)], [part])
+  name = f"mul_mat{'' if ids is None else '_id'}_{w.kind.name.lower()}_{items}_{rows}_{width}"
+  return launch(name, {"y": Tensor.empty(*out_shape, dtype=dtypes.float)}, {"x": x, **({} if ids is None else {"ids": ids}), **w.args("w")}, body)[0]

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 import math
 import numpy as np
-from tinygrad import Tensor, UOp, dtypes
+from tinygrad import Tensor, UOp
 
 @dataclass(frozen=True)
 class Yarn:
@@ -34,11 +34,25 @@ def rope_table(dim:int, base:float, positions:int, yarn:Yarn|None=None) -> Tenso
   angles = np.arange(positions, dtype=np.float64)[:, None] * inverse_frequencies(dim, base, yarn)
   return Tensor(np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)).realize()
 
-def apply_rope(x:Tensor, table:Tensor, pos:UOp|int) -> Tensor:
-  """x: (T, …, dim), its first row at position `pos`; table: (positions, dim/2, 2) -> the same shape, each pair (2i, 2i+1) rotated"""
-  T, *mid, dim = x.shape
-  turn = table[pos:pos+T].reshape(T, *(1 for _ in mid), dim // 2, 2)
-  cos, sin = turn[..., 0], turn[..., 1]
-  pair = x.reshape(T, *mid, dim // 2, 2)
-  a, b = pair[..., 0], pair[..., 1]
-  return (a * cos - b * sin).stack(a * sin + b * cos, dim=-1).reshape(x.shape)
+@dataclass(frozen=True)
+class Rope:
+  """The rotation of the tokens from `pos` on: in each head of `head` numbers, of those from `nope` on.
+  table: float32 (positions, R/2, 2); pos: a number or Variable, or int32 (1,) on the device, for the kernels of a decode step"""
+  table: Tensor
+  pos: UOp|int|Tensor
+  head: int
+  nope: int
+
+  def rotate(self, x:Tensor) -> Tensor:
+    """x: (T, …, R) of tokens pos, pos+1, … -> the same shape, each pair (2i, 2i+1) rotated"""
+    assert not isinstance(self.pos, Tensor), "a position on the device is for kernels"
+    T, *mid, dim = x.shape
+    turn = self.table[self.pos:self.pos+T].reshape(T, *(1 for _ in mid), dim // 2, 2)
+    cos, sin = turn[..., 0], turn[..., 1]
+    pair = x.reshape(T, *mid, dim // 2, 2)
+    a, b = pair[..., 0], pair[..., 1]
+    return (a * cos - b * sin).stack(a * sin + b * cos, dim=-1).reshape(x.shape)
+  def rotate_heads(self, q:Tensor) -> Tensor:
+    """q: (T, H·head) -> the same, each head's numbers from `nope` on rotated"""
+    heads = q.reshape(q.shape[0], -1, self.head)
+    return heads[..., :self.nope].cat(self.rotate(heads[..., self.nope:]), dim=-1).reshape(q.shape)

@@ -1,30 +1,46 @@
-"""The few instructions that UOps cannot say, a column a target. Everything else in a kernel is UOps and renders for every target."""
+"""The few instructions that UOps cannot say, a row a target. Everything else in a kernel is UOps and renders for every target."""
 from __future__ import annotations
 from dataclasses import dataclass
 from tinygrad import Device, UOp, dtypes
+from tinygrad.renderer.cstyle import CUDARenderer, MetalRenderer
 from tinygrad.uop.ops import Ops
 
 @dataclass(frozen=True)
 class Target:
-  """What a kernel may ask of a GPU. Texts are C expressions over {0}, the operand; {o} is a lane distance."""
+  """What a kernel may ask of a GPU. Texts are C expressions over {0}, {1}, … (the operands); {o} is a lane distance."""
   shuffle_xor: str
+  dot4: str|None = None        # int32 sum of four int8 products and a third operand, each word holding four bytes
   lanes: int = 32
   shared_bytes: int = 32768
 
 TARGETS = {
-  "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", shared_bytes=49152),
+  "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", "__dp4a((int)({0}), {1}, {2})", shared_bytes=49152),
   "METAL": Target("simd_shuffle_xor({{0}}, (ushort){o})"),
 }
 
 def target(device:str|None=None) -> Target|None:
-  """The device's column, or None where there is none (the CPU, a GPU nobody has written one for)"""
-  return TARGETS.get((device or Device.DEFAULT).split(":")[0])
+  """The device's row, or None where there is none: the CPU, a GPU that nobody has written one for. NULL, which schedules with no device at all,
+  stands for the one whose language it renders."""
+  name = (device or Device.DEFAULT).split(":")[0]
+  if name == "NULL": name = next((n for n, r in (("CUDA", CUDARenderer), ("METAL", MetalRenderer)) if isinstance(Device[name].renderer, r)), name)
+  return TARGETS.get(name)
 
-def group_sum(t:Target, x:UOp, lanes:int) -> UOp:
-  """The sum of x over `lanes` neighbouring lanes (a power of two), in every one of them, in a fixed order"""
-  distance = lanes // 2
-  while distance:
-    # CUSTOM is a statement of its own, evaluated once; CUSTOMI would be repeated at every use
-    x = x + UOp(Ops.CUSTOM, x.dtype, src=(x,), arg=t.shuffle_xor.format(o=distance))
-    distance //= 2
+def shuffle(t:Target, x:UOp, distance:int) -> UOp:
+  """x of the lane whose number differs in the bit `distance`. A CUSTOM is a statement of its own, evaluated once; CUSTOMI is repeated at every use."""
+  return UOp(Ops.CUSTOM, x.dtype, src=(x,), arg=t.shuffle_xor.format(o=distance))
+
+def group_reduce(t:Target, x:UOp, lanes:int, op, step:int=1) -> UOp:
+  """op over `lanes` neighbouring lanes (a power of two, `step` apart), in every one of them, in a fixed order"""
+  distance = lanes * step // 2
+  while distance >= step: x, distance = op(x, shuffle(t, x, distance)), distance // 2
   return x
+def group_sum(t:Target, x:UOp, lanes:int) -> UOp: return group_reduce(t, x, lanes, lambda a, b: a + b)
+
+def dot4(t:Target, a:UOp, b:UOp, c:UOp) -> UOp:
+  """int32 c + Σ a[i]·b[i] over the four int8 of two words"""
+  assert t.dot4 is not None
+  return UOp(Ops.CUSTOMI, dtypes.int, src=(a, b, c), arg=t.dot4)
+
+def round_to_int(x:UOp) -> UOp:
+  """The nearest integer, halves away from zero"""
+  return (x + (x < 0).where(-0.5, 0.5)).cast(dtypes.int)

@@ -1,0 +1,202 @@
+"""Matrix times vector on weights as they lie in the file: what every decode kernel is made of.
+
+A launch stages one vector x in shared memory and multiplies rows by it. A row lies over a part of a warp where it is short and over several
+warps where it is very long. Lanes that share a row are a team; a team does a few rows at once, so that a read of x serves all of them. Weights
+are loaded before the barrier: none waits for x.
+
+Arithmetic. Where the target has an int8 dot product and the format has integer codes, x becomes int8 with one scale for 32 values (as
+llama.cpp does it; a product's NMSE is about 4e-5) and minimums and zeros are folded in through sums of x. Elsewhere x stays float32 and a code
+becomes a float by setting it into the mantissa of 2^23. Sums are float32, in a fixed order: same input, same bytes.
+
+RMSNorm costs nothing here: x is multiplied by the norm's weight while it is staged, and the finished sums by 1/rms.
+"""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Callable, Sequence
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import AddrSpace, DType
+from tinygrad.renderer import Estimates
+from tinygrad.uop.ops import KernelInfo, Ops
+from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, round_to_int
+
+UNIT = 32                          # weights
+STEPS = 6                          # units a lane takes of a row before the row is spread over more warps
+WARPS, MANY_WARPS, MANY_JOBS = 8, 16, 4096
+FEW_BLOCKS = 32
+
+@dataclass(frozen=True)
+class Unit:
+  """32 weights of a row in a kernel's registers: weight = scale · value + minimum. Codes come four to a word, byte by byte; a value is
+  code - zero. Where `floats` are given they are the values, and words are empty."""
+  words: list[UOp]
+  scales: list[tuple[UOp, UOp|None]]   # of the whole unit or of each half
+  zero: int = 0
+  floats: list[UOp]|None = None
+
+  def value(self, i:int) -> UOp:
+    if self.floats is not None: return self.floats[i]
+    return (((self.words[i // 4] >> (8 * (i % 4))) & 255) | 0x4b000000).bitcast(dtypes.float) - float((1 << 23) + self.zero)
+  def registers(self) -> list[UOp]: return [*self.words, *(self.floats or ()), *(y for pair in self.scales for y in pair if y is not None)]
+
+# (row, unit, gate or None) -> Unit; nothing is loaded where the gate is false
+Matrix = Callable[[UOp, UOp, UOp|None], Unit]
+
+@dataclass(frozen=True)
+class Rows:
+  """A part of a launch: `teams` jobs. of(team) names a job's rows, (matrix, row) each; finish(sums, team, keep) stores what became of them where
+  keep is true (it is on one lane of the team)."""
+  teams: int
+  of: Callable[[UOp], Sequence[tuple[Matrix, UOp]]]
+  finish: Callable[[list[UOp], UOp, UOp], list[UOp]]
+
+def local(size:int, dtype:DType, slot:int) -> UOp: return UOp.placeholder((size,), dtype, slot=slot, addrspace=AddrSpace.LOCAL)
+def add(a:UOp|None, b:UOp) -> UOp: return b if a is None else a + b
+
+class FloatVector:
+  """x in shared memory as float32. Word j of unit u lies at (j·pitch + u)·4: neighbouring lanes read neighbouring 16 bytes."""
+  def __init__(self, target:Target, units:int): self.pitch = units + 1; self.shared = local(8 * self.pitch * 4, dtypes.float, 0)
+  def stage(self, k:UOp, x:list[UOp]) -> list[UOp]: return [self.shared[(k % 8 * self.pitch + k // 8) * 4 + j].store(v) for j, v in enumerate(x)]
+  def after(self, barrier:UOp) -> None: self.shared = self.shared.after(barrier)
+  def read(self, u:UOp) -> Callable[[Unit], UOp]:
+    x = [self.shared[(j * self.pitch + u) * 4 + byte].load() for j in range(8) for byte in range(4)]
+    def dot(w:Unit) -> UOp:
+      width, y = UNIT // len(w.scales), None
+      for g, (scale, minimum) in enumerate(w.scales):
+        products, total = None, None
+        for i in range(g * width, (g + 1) * width):
+          products = add(products, w.value(i) * x[i])
+          if minimum is not None: total = add(total, x[i])
+        y = add(y, scale * products if minimum is None else scale * products + minimum * total)
+      return y
+    return dot
+
+class Int8Vector:
+  """x in shared memory as int8, four to a word: words 0–3 of unit u at u·4, words 4–7 at (pitch + u)·4; beside them its scale and, for each
+  half of a unit, scale · Σ x."""
+  def __init__(self, target:Target, units:int):
+    self.target, self.pitch = target, -(-units // 8) * 8 + 4  # the halves of a unit fall into other banks
+    self.words, self.meta = local(2 * self.pitch * 4, dtypes.int, 0), local(units * 4, dtypes.float, 1)
+  def stage(self, k:UOp, x:list[UOp]) -> list[UOp]:
+    t, j, u = self.target, k % 8, k // 8                   # eight neighbouring lanes hold a unit
+    largest = None
+    for v in x: largest = v.maximum(-v) if largest is None else largest.maximum(v.maximum(-v))
+    largest = group_reduce(t, largest, 8, lambda a, b: a.maximum(b))
+    inverse = (largest > 0).where(127.0 / largest, 0.0)
+    z = [round_to_int(v * inverse) for v in x]
+    half_sum = group_sum(t, z[0] + z[1] + z[2] + z[3], 4)
+    scale = largest * (1 / 127)
+    word = (z[0] & 255) | ((z[1] & 255) << 8) | ((z[2] & 255) << 16) | (z[3] << 24)
+    return [self.words[(j // 4 * self.pitch + u) * 4 + j % 4].store(word), self.meta[(u * 4).valid(j.eq(0))].store(scale),
+            self.meta[(u * 4 + 1 + j // 4).valid((j % 4).eq(0))].store(scale * half_sum.cast(dtypes.float))]
+  def after(self, barrier:UOp) -> None: self.words, self.meta = self.words.after(barrier), self.meta.after(barrier)
+  def read(self, u:UOp) -> Callable[[Unit], UOp]:
+    x = [self.words[(h * self.pitch + u) * 4 + j].load() for h in range(2) for j in range(4)]
+    scale, *sums = (self.meta[u * 4 + i].load() for i in range(3))
+    def dot(w:Unit) -> UOp:
+      groups, y = len(w.scales), None
+      for g, (weight_scale, minimum) in enumerate(w.scales):
+        products = UOp.const(0, dtypes.int)
+        for j in range(g * 8 // groups, (g + 1) * 8 // groups):
+          products = dot4(self.target, w.words[j] ^ 0x80808080 if w.zero == 128 else w.words[j], x[j], products)
+        total, inner = sums[g] if groups == 2 else sums[0] + sums[1], scale * products.cast(dtypes.float)
+        if w.zero not in (0, 128): inner = inner - total * float(w.zero)
+        y = add(y, weight_scale * inner if minimum is None else weight_scale * inner + minimum * total)
+      return y
+    return dot
+
+def layout(units:int, lanes:int, jobs:int) -> tuple[int, int, int]:
+  """(lanes of a warp a row lies over, warps it lies over, teams a block) for a launch of so many jobs.
+  A row stays within a warp up to STEPS units a lane, over the most lanes that leave at most a tenth of them idle."""
+  width, warps = lanes, -(-units // (lanes * STEPS))
+  while warps == 1 and width > 1 and units < 0.9 * width * -(-units // width): width //= 2
+  teams = max((MANY_WARPS if jobs >= MANY_JOBS else WARPS) // warps, 1) * (lanes // width)
+  # too few jobs to fill the machine: smaller blocks, and a row over as many lanes as it has units
+  while jobs < FEW_BLOCKS * teams and teams * width * warps >= 2 * lanes: teams //= 2
+  while teams == 1 and warps * width * 2 <= units: warps *= 2
+  return width, warps, teams
+
+def matvec(target:Target, units:int, integer:bool, x:Callable[[UOp], list[UOp]], parts:list[Rows],
+           norm:tuple[Callable[[UOp], list[UOp]], float]|None=None, side:Callable[[UOp, UOp, int], list[UOp]]|None=None) -> list[UOp]:
+  """The stores of a launch over gidx0; what else numbers the blocks (a head, a token) is the caller's, in x and parts.
+  x(k): the values 4k … 4k+3 of the vector, float32; units: of 32 values; integer: whether every matrix has integer codes; norm: the weight of an
+  RMSNorm of x, likewise, and its epsilon; side(block, thread, threads): the stores of a small job done beside."""
+  integer = integer and target.dot4 is not None
+  lanes, warps_of_row, teams = layout(units, target.lanes, sum(part.teams for part in parts))
+  span = lanes * warps_of_row
+  threads, steps, blocks = teams * span, -(-units // span), [-(-part.teams // teams) for part in parts]
+  g, t = UOp.special(sum(blocks), "gidx0"), UOp.special(threads, "lidx0")
+  team, lane = t // span, t % span
+  # weights: a launch of several parts runs the code of all, but loads only what its block needs
+  def both(a:UOp|None, b:UOp|None) -> UOp|None: return b if a is None else a if b is None else a & b
+  def job_of(i:int, number:UOp) -> tuple[UOp, UOp|None]:
+    start = sum(blocks[:i])
+    job = (g - start) * teams + number
+    mine = None if len(parts) == 1 else (g >= start) & (g < start + blocks[i])
+    return job, both(mine, job < parts[i].teams if parts[i].teams % teams else None)
+  unit_of = [(s * span + lane, None if (s + 1) * span <= units else s * span + lane < units) for s in range(steps)]
+  weights:list[list[list[Unit]]] = []
+  for i, part in enumerate(parts):
+    job, inside = job_of(i, team)
+    rows = part.of(job if inside is None else inside.where(job, 0))
+    weights.append([[matrix(row, u if ok is None else ok.where(u, 0), both(inside, ok)) for u, ok in unit_of] for matrix, row in rows])
+  loads = [u for u in UOp.sink(*(v for part in weights for row in part for w in row for v in w.registers())).toposort() if u.op is Ops.LOAD]
+  # x
+  vector, quads, stores, squares = (Int8Vector if integer else FloatVector)(target, units), units * 8, [], None
+  for first in range(0, quads, threads):
+    k, ok = t + first, None
+    if first + threads > quads: ok, k = k < quads, (k < quads).where(k, quads - 8 + t % 8)  # the rest stage the last unit again
+    values = x(k)
+    if norm is not None:
+      for v in values: squares = add(squares, v * v if ok is None else ok.where(v * v, 0.0))
+      values = [v * w for v, w in zip(values, norm[0](k))]
+    stores += vector.stage(k, values)
+  if squares is not None:
+    square_sums = local(threads // target.lanes, dtypes.float, 2)
+    stores.append(square_sums[(t // target.lanes).valid((t % target.lanes).eq(0))].store(group_sum(target, squares, target.lanes)))
+  barrier = UOp(Ops.BARRIER, src=(*stores, *loads))
+  vector.after(barrier)
+  factor = None
+  if norm is not None:
+    square_sums, total = square_sums.after(barrier), None
+    for w in range(threads // target.lanes): total = add(total, square_sums[w].load())
+    factor = (total * (1.0 / (units * UNIT)) + norm[1]).rsqrt()
+  # products
+  dots = [vector.read(u if ok is None else ok.where(u, 0)) for u, ok in unit_of]
+  sums = []
+  for part in weights:
+    for row in part:
+      y = None
+      for dot, w in zip(dots, row): y = add(y, dot(w))
+      sums.append(group_sum(target, y, lanes))
+  number, here = team, lane.eq(0)
+  if warps_of_row > 1:
+    # a row's warps meet in shared memory; a thread a team goes on
+    partial, warp = local(teams * warps_of_row * len(sums), dtypes.float, 3), lane // lanes
+    written = [partial[((team * warps_of_row + warp) * len(sums) + i).valid((lane % lanes).eq(0))].store(y) for i, y in enumerate(sums)]
+    partial, number, here = partial.after(UOp(Ops.BARRIER, src=tuple(written))), t.minimum(teams - 1), t < teams
+    sums = []
+    for i in range(len(written)):
+      y = None
+      for w in range(warps_of_row): y = add(y, partial[(number * warps_of_row + w) * len(written) + i].load())
+      sums.append(y)
+  if factor is not None: sums = [y * factor for y in sums]
+  done = []
+  for i, part in enumerate(parts):
+    (job, inside), n = job_of(i, number), len(weights[i])
+    keep = both(here, inside)
+    done += part.finish(sums[:n], job, keep)
+    sums = sums[n:]
+  return done + (side(g, t, threads) if side else [])
+
+def fits(target:Target, width:int) -> bool:
+  """Whether a vector of `width` values is whole units and has room in shared memory, as float32"""
+  return width % UNIT == 0 and 8 * (width // UNIT + 1) * 16 + 2048 <= target.shared_bytes
+
+def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:Callable[[dict[str, UOp]], list[UOp]], mem:int|None=None) -> list[Tensor]:
+  """Runs a kernel of the given stores: body gets the flat buffers by name. mem: bytes it moves, where the renderer cannot count them.
+  Returns the outs, written."""
+  names, tensors = [*outs, *ins], [t.flatten() for t in (*outs.values(), *ins.values())]
+  info = KernelInfo(name=name, opts_to_apply=(), estimates=None if mem is None else Estimates(0, mem, mem))
+  def fxn(*buffers:UOp) -> UOp: return UOp.group(*body(dict(zip(names, (b.flatten() for b in buffers))))).sink(arg=info).rtag(1)  # tagged: scheduled already
+  written = tensors[0].custom_kernel(*tensors[1:], fxn=fxn)
+  return [w.reshape(t.shape) for w, t in zip(written, outs.values())]

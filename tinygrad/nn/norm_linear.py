@@ -1,0 +1,126 @@
+"""Linear layers of decoding: RMSNorm in front, RoPE or a residual behind, several matrices of one input in a launch.
+
+Each function takes T tokens. One token on a target with kernels is one launch; else the plain-ops form beside it serves, and is what the
+kernels are tested against.
+"""
+from __future__ import annotations
+from typing import Callable, Protocol, Sequence
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.nn.intrinsics import Target, group_sum, target
+from tinygrad.nn.matvec import UNIT, Matrix, Rows, add, fits, launch, local, matvec
+from tinygrad.uop.ops import Ops
+
+class Weight(Protocol):
+  """What a primitive needs of a quantized matrix (apps/quantized.py)"""
+  shape: tuple[int, ...]
+  integer: bool
+  label: str
+  def __call__(self, x:Tensor, sel:Tensor|None=None) -> Tensor: ...
+  def args(self, name:str) -> dict[str, Tensor]: ...
+  def matrix(self, buffers:dict[str, UOp], name:str) -> Matrix: ...
+
+class Norm(Protocol):
+  weight: Tensor
+  eps: float
+  def __call__(self, x:Tensor) -> Tensor: ...
+
+class Rope(Protocol):
+  """The rotation of the tokens at hand (apps/rope.py)"""
+  table: Tensor
+  pos: UOp|int|Tensor
+  head: int
+  nope: int
+  def rotate(self, x:Tensor) -> Tensor: ...
+  def rotate_heads(self, q:Tensor) -> Tensor: ...
+
+def kernel_target(x:Tensor, *widths:int) -> Target|None:
+  """The target whose kernels take this step: one token, vectors that fit. None: the plain-ops form"""
+  t = target() if x.shape[0] == 1 else None
+  return t if t is not None and all(fits(t, w) for w in widths) else None
+
+def quad(buffer:UOp, offset:UOp|int=0) -> Callable[[UOp], list[UOp]]: return lambda k: [buffer[offset + k * 4 + j].load() for j in range(4)]
+
+def rotated(buffers:dict[str, UOp], half:int, at:UOp, pair:Sequence[UOp], turned:UOp) -> list[UOp]:
+  """Numbers `at` and `at + 1` of a rotated part of `half` pairs after RoPE where `turned` is true, and as they are elsewhere"""
+  index = (buffers["pos"][0].load().cast(dtypes.weakint) * half + at // 2) * 2
+  cos, sin = (buffers["rope"][(index + i).valid(turned)].load() for i in range(2))
+  a, b = pair
+  return [turned.where(a * cos - b * sin, a), turned.where(a * sin + b * cos, b)]
+
+def norm_linear(x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
+  """x: float32 (T, in); weights: matrices (out_i, in) of RMSNorm(x), or of x without a norm; rope rotates the heads of the first product, residual
+  (T, out_0) is added to it -> float32 (T, out_i) each"""
+  if (t := kernel_target(x, x.shape[1])) and (rope is None or isinstance(rope.pos, Tensor)): return norm_linear_kernel(t, x, norm, weights, rope, residual)
+  return norm_linear_ops(x, norm, weights, rope, residual)
+
+def norm_linear_ops(x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
+  n = x if norm is None else norm(x).contiguous()
+  first, *rest = [w(n) for w in weights]
+  if rope is not None: first = rope.rotate_heads(first)
+  return [first if residual is None else (residual + first).contiguous(), *rest]
+
+def norm_linear_kernel(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
+  outs = {f"y{i}": Tensor.empty(1, w.shape[0], dtype=dtypes.float) for i, w in enumerate(weights)}
+  ins = {"x": x, **({"norm": norm.weight} if norm else {}), **({"rope": rope.table, "pos": rope.pos} if rope else {}),
+         **({} if residual is None else {"residual": residual})}
+  for i, w in enumerate(weights): ins |= w.args(f"w{i}")
+  def body(b:dict[str, UOp]) -> list[UOp]:
+    def part(i:int, w:Weight) -> Rows:
+      rows, matrix, y = w.shape[0], w.matrix(b, f"w{i}"), b[f"y{i}"]
+      def inside(row:UOp) -> UOp: return row.minimum(rows - 1) if rows % 2 else row
+      def finish(sums:list[UOp], team:UOp, keep:UOp) -> list[UOp]:
+        row = team * 2
+        if rope is not None and i == 0:
+          at = row % rope.head - rope.nope
+          sums = rotated(b, rope.table.shape[1], at, sums, at >= 0)
+        if residual is not None and i == 0: sums = [s + b["residual"][inside(row + r)].load() for r, s in enumerate(sums)]
+        return [y[(row + r).valid(keep & (row + r < rows) if rows % 2 else keep)].store(s) for r, s in enumerate(sums)]
+      return Rows(-(-rows // 2), lambda team: [(matrix, inside(team * 2 + r)) for r in range(2)], finish)
+    return matvec(t, x.shape[1] // UNIT, all(w.integer for w in weights), quad(b["x"]), [part(i, w) for i, w in enumerate(weights)],
+                  (quad(b["norm"]), norm.eps) if norm else None)
+  name = "_".join([*["norm"] * (norm is not None), "linear", *["rope"] * (rope is not None), *["residual"] * (residual is not None), *(w.label for w in weights)])
+  return launch(name, outs, ins, body)
+
+def latent_query(q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+  """The heads' queries in latent space, and the tokens' rows of the cache: [RMSNorm(kv)[:L] | RoPE(kv[L:])] written from pos on.
+  q: float32 (T, H·head); kv: float32 (T, L+R); k_b: (H, L, nope); cache: (C, L+R) -> float32 (T, H, L), and the cache"""
+  if (t := kernel_target(q, k_b.shape[2])) and isinstance(rope.pos, Tensor): return latent_query_kernel(t, q, kv, k_b, norm, cache, rope)
+  return latent_query_ops(q, kv, k_b, norm, cache, rope)
+
+def latent_query_ops(q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+  (H, L, nope), T = k_b.shape, q.shape[0]
+  row = norm(kv[:, :L]).cat(rope.rotate(kv[:, L:]), dim=-1)
+  written = Tensor(cache.uop.after(cache[rope.pos:rope.pos+T].uop.store(row.cast(cache.dtype).uop)))
+  return k_b(q.reshape(T, H, -1)[..., :nope]), written
+
+def latent_query_kernel(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+  (H, L, nope), dim = k_b.shape, cache.shape[1]
+  def body(b:dict[str, UOp]) -> list[UOp]:
+    item, matrix = UOp.special(H, "gidx1"), k_b.matrix(b, "w")
+    def finish(sums:list[UOp], team:UOp, keep:UOp) -> list[UOp]:
+      return [b["q_latent"][(item * L + team * 2 + r).valid(keep)].store(s) for r, s in enumerate(sums)]
+    part = Rows(L // 2, lambda team: [(matrix, item * L + team * 2 + r) for r in range(2)], finish)
+    def cache_row(block:UOp, thread:UOp, threads:int) -> list[UOp]:
+      first, pairs, squares = block.eq(0) & item.eq(0), [], None   # one block writes it, the others load nothing for it
+      for start in range(0, dim // 2, threads):
+        at = (thread + start) * 2
+        ok, latent = first & (at < dim), at < L
+        pair = [b["kv"][(at + i).valid(ok)].load() for i in range(2)]
+        squares = add(squares, (ok & latent).where(pair[0] * pair[0] + pair[1] * pair[1], 0.0))
+        pairs.append((at, ok, latent, pair))
+      assert squares is not None
+      sums, warps = local(threads // t.lanes, dtypes.float, 4), threads // t.lanes
+      mine = sums[(thread // t.lanes).valid((thread % t.lanes).eq(0))].store(group_sum(t, squares, t.lanes))
+      sums, total = sums.after(UOp(Ops.BARRIER, src=(mine,))), None
+      for w in range(warps): total = add(total, sums[w].load())
+      factor, done = (total * (1.0 / L) + norm.eps).rsqrt(), []
+      for at, ok, latent, pair in pairs:
+        turned = rotated(b, rope.table.shape[1], at - L, pair, ok & ~latent)
+        for i in range(2):
+          value = latent.where(pair[i] * factor * b["norm"][(at + i).valid(ok & latent)].load(), turned[i])
+          done.append(b["cache"][(b["pos"][0].load().cast(dtypes.weakint) * dim + at + i).valid(ok)].store(value.cast(cache.dtype)))
+      return done
+    return matvec(t, nope // UNIT, k_b.integer, quad(b["q"], item * rope.head), [part], side=cache_row)
+  outs = {"q_latent": Tensor.empty(1, H, L, dtype=dtypes.float), "cache": cache}
+  q_latent, written = launch(f"latent_query_{k_b.label}", outs, {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "pos": rope.pos, **k_b.args("w")}, body)
+  return q_latent, written
