@@ -1,4 +1,4 @@
-"""The numpy oracle against programs that nobody here wrote (transformers, by way of extra/make_goldens.py, and llama.cpp), and its guesses about a file by hand."""
+"""The numpy oracle against what nobody here wrote (transformers, by extra/make_goldens.py, and llama.cpp), and what it guesses about a file."""
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +12,11 @@ def worst(got: np.ndarray, want: np.ndarray) -> float:
   assert got.shape == want.shape and got.dtype == np.float32
   return (((got - want) ** 2).sum(-1) / (want ** 2).sum(-1)).max()
 
-@pytest.mark.parametrize("name", ["small-glm", "small-ds2", "small-youtu"])
-def test_transformers(name: str):
-  golden = np.load(HERE / f"{name}-F16.npz")
-  got = logits(HERE / f"{name}-F16.gguf", golden["ids"])
+@pytest.mark.parametrize("file", ["small-glm-F16", "small-ds2-F16", "small-youtu-F16", "../../models/tiny-glm-Q4_0"])
+def test_transformers(file: str):
+  path = HERE / f"{file}.gguf"
+  golden = np.load(HERE / f"{path.stem}.npz")
+  got = logits(path, golden["ids"])
   assert worst(got[golden["positions"]], golden["logits"]) < 1e-9
   assert np.array_equal(got.argmax(-1), golden["top1"])
 
@@ -25,7 +26,7 @@ def llama_cpp() -> dict[str, np.ndarray]: return dict(np.load(HERE / "llama_cpp.
 @pytest.mark.parametrize("case", CASES)
 def test_llama_cpp(case: str, llama_cpp: dict[str, np.ndarray], tmp_path: Path):
   path, digest = write_case(case, tmp_path)
-  limit = {"F32": 1e-10, "F16": 1e-5, "BF16": 1e-4}.get(CASES[case][1], 5e-3)  # what the rounding of activations explains
+  limit = {"F32": 1e-10, "F16": 1e-5, "BF16": 1e-4}.get(CASES[case][1], 2e-3)  # what the rounding of activations explains
   assert worst(logits(path, llama_cpp[f"{case}/ids"])[POSITIONS], llama_cpp[f"{case}/logits"]) < limit, \
     "same file" if digest == llama_cpp[f"{case}/sha256"] else "extra/mkgguf.py writes another file now: run test/goldens/make.py"
 
@@ -63,8 +64,8 @@ def test_route():
 def config_of(tmp_path: Path, vocab: int = 320, **keys: int | float | str | bool):
   """The config of a file with nothing but keys and an embedding."""
   w = GGUFWriter(tmp_path / "c.gguf", "deepseek2")
-  keys = {"block_count": 3, "context_length": 8192, "attention.head_count": 2, "attention.kv_lora_rank": 64, "attention.key_length": 96, "attention.value_length": 64,
-          "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": 32, **keys}
+  keys = {"block_count": 3, "context_length": 8192, "attention.head_count": 2, "attention.kv_lora_rank": 64, "attention.key_length": 96,
+          "attention.value_length": 64, "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": 32, **keys}
   for k, v in keys.items():
     add = {bool: w.add_bool, int: w.add_uint32, float: w.add_float32, str: w.add_string}[type(v)]
     add(f"deepseek2.{k}", v)
@@ -84,12 +85,13 @@ def test_gating_guess(tmp_path: Path):
 def test_head_sizes(tmp_path: Path):
   c = config_of(tmp_path)
   assert (c.nope, c.rope, c.v) == (64, 32, 64)
-  c = config_of(tmp_path, **{"attention.key_length": 96, "attention.value_length": 64, "attention.key_length_mla": 48, "attention.value_length_mla": 40})
+  c = config_of(tmp_path, **{"attention.key_length_mla": 48, "attention.value_length_mla": 40})
   assert (c.nope, c.rope, c.v) == (16, 32, 40)
   assert rope_and_scale(c, 1)[2] == pytest.approx(48 ** -.5)
 
 def test_yarn_of_deepseek_v2_lite(tmp_path: Path):
-  keys = {"attention.key_length": 192, "rope.dimension_count": 64, "rope.freq_base": 1e4, "rope.scaling.type": "yarn", "rope.scaling.factor": 40., "rope.scaling.original_context_length": 4096}
+  keys = {"attention.key_length": 192, "rope.dimension_count": 64, "rope.freq_base": 1e4, "rope.scaling.type": "yarn", "rope.scaling.factor": 40.,
+          "rope.scaling.original_context_length": 4096}
   cos, sin, scale = rope_and_scale(config_of(tmp_path, **keys, **{"rope.scaling.yarn_log_multiplier": .0707}), 2)
   assert scale == pytest.approx(.11472, abs=1e-5)
   angle, plain = np.arctan2(sin[1], cos[1]), 1e4 ** (-np.arange(32) / 32)

@@ -1,0 +1,120 @@
+"""A plain numpy forward pass of `deepseek2` GGUF files (MLA attention, dense and mixture-of-experts blocks): what the right logits are.
+
+Written to be checked by eye, and to share nothing with the code it judges: the `gguf` package alone reads and dequantizes the file, keys and values
+are expanded per head (no absorption, no cache), every position attends in one masked softmax. Slow, and lean in memory: one matrix is dequantized at
+a time, of experts only the chosen ones, of the vocabulary a slice of rows.
+"""
+from __future__ import annotations
+import gguf, numpy as np
+from math import ceil, floor, log, pi
+from types import SimpleNamespace
+from typing import Any, Iterator
+
+class Weights:
+  """A file's keys and its tensors as float arrays in numpy order, (out, in) or (expert, out, in)."""
+  def __init__(self, path: Any, dtype: type):
+    readers = [p if isinstance(p, gguf.GGUFReader) else gguf.GGUFReader(getattr(p, "path", p)) for p in (path if isinstance(path, list) else [path])]
+    self.reader, self.dtype, self.tensors = readers[0], dtype, {t.name: t for r in readers for t in r.tensors}
+    self.arch = self.reader.get_field("general.architecture").contents()
+  def __contains__(self, name: str) -> bool: return name in self.tensors
+  def key(self, name: str, default: Any = None) -> Any:
+    return default if (field := self.reader.get_field(f"{self.arch}.{name}")) is None else field.contents()
+  def __call__(self, name: str, index: Any = ...) -> np.ndarray:
+    """Rows or experts `index` of a tensor, dequantized; the innermost dimension is packed in blocks and stays whole."""
+    return gguf.quants.dequantize(self.tensors[name].data[index], self.tensors[name].tensor_type).astype(self.dtype)
+  def slices(self, name: str, step: int = 16384) -> Iterator[np.ndarray]:
+    for i in range(0, len(self.tensors[name].data), step): yield self(name, slice(i, i + step))
+
+def config(w: Weights) -> SimpleNamespace:
+  """The file's hyperparameters, with what to take where older or other converters left a key out. Raises ValueError for what is not modelled."""
+  k = w.key
+  # a file without the *_mla keys gives the sizes of an expanded head; with them, key_length and value_length describe the latent form
+  qk, v = k("attention.key_length_mla") or k("attention.key_length"), k("attention.value_length_mla") or k("attention.value_length")
+  blocks = k("block_count") - k("nextn_predict_layers", 0)  # the blocks that only predict further tokens ahead come last and are counted
+  gating = k("expert_gating_func", 0) or (2 if blocks in (47, 48) and len(w.tensors["token_embd.weight"].data) == 154880 else 1)
+  scaling = k("rope.scaling.type", "linear" if k("rope.scaling.factor") else "none")
+  if gating not in (1, 2, 3) or scaling not in ("none", "yarn") or k("expert_group_count", 1) > 1:
+    raise ValueError(f"not modelled: expert gating {gating}, rope scaling {scaling}, {k('expert_group_count', 1)} groups of experts")
+  return SimpleNamespace(blocks=blocks, dense=k("leading_dense_block_count", 0), heads=k("attention.head_count"), rope=k("rope.dimension_count"),
+    nope=qk - k("rope.dimension_count"), v=v, kv_lora=k("attention.kv_lora_rank"), eps=k("attention.layer_norm_rms_epsilon"),
+    base=k("rope.freq_base", 10000.), yarn=k("rope.scaling.factor", 1.) if scaling == "yarn" else None,
+    yarn_context=k("rope.scaling.original_context_length", k("context_length")), yarn_log=k("rope.scaling.yarn_log_multiplier", 0.) / 0.1,
+    used=k("expert_used_count", 0), gating=gating, norm=k("expert_weights_norm", False), scale=k("expert_weights_scale", 0.) or 1.)
+
+def rope_and_scale(c: SimpleNamespace, T: int) -> tuple[np.ndarray, np.ndarray, float]:
+  """cos and sin, (T, rope/2) float64, and what the scores are multiplied by."""
+  freq, magnitude, mscale = c.base ** (-np.arange(0, c.rope, 2) / c.rope), 1., 1.
+  if c.yarn is not None:
+    # YaRN (arXiv 2309.00071): fast pairs keep their angle, slow ones are stretched to the longer context, a ramp lies between
+    turns = lambda n: c.rope * log(c.yarn_context / (n * 2 * pi)) / (2 * log(c.base))  # which pair turns n times within the original context
+    low, high = max(0, floor(turns(32))), min(c.rope - 1, ceil(turns(1)))
+    keep = 1 - np.clip((np.arange(c.rope // 2) - low) / max(.001, high - low), 0, 1)
+    freq = freq * keep + freq / c.yarn * (1 - keep)
+    # DeepSeek moves the growth of the scores from cos and sin to the scale; without its multiplier llama.cpp applies the paper's factor to both
+    paper = 1 + .1 * log(c.yarn)
+    magnitude, mscale = (1., 1 + .1 * c.yarn_log * log(c.yarn)) if c.yarn_log else (paper, paper)
+  angle = np.outer(np.arange(T), freq)
+  return np.cos(angle) * magnitude, np.sin(angle) * magnitude, mscale ** 2 / (c.nope + c.rope) ** .5
+
+def rms_norm(x: np.ndarray, w: np.ndarray, eps: float) -> np.ndarray: return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * w
+def softmax(x: np.ndarray) -> np.ndarray: return (e := np.exp(x - x.max(-1, keepdims=True))) / e.sum(-1, keepdims=True)
+def sigmoid(x: np.ndarray) -> np.ndarray: return np.exp(np.minimum(x, 0)) / (1 + np.exp(-abs(x)))  # exact far below zero too
+def swiglu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+  return ((g := x @ gate.T) * sigmoid(g) * (x @ up.T)) @ down.T
+def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+  """(T, heads, rope) with each pair of neighbours turned by its position's angle."""
+  a, b, cos, sin = x[..., 0::2], x[..., 1::2], cos[:, None].astype(x.dtype), sin[:, None].astype(x.dtype)
+  return np.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape)
+
+def attention(w: Weights, c: SimpleNamespace, blk: str, x: np.ndarray, cos: np.ndarray, sin: np.ndarray, scale: float) -> np.ndarray:
+  T = len(x)
+  low_rank = blk + "attn_q_a.weight" in w
+  q = rms_norm(x @ w(blk + "attn_q_a.weight").T, w(blk + "attn_q_a_norm.weight"), c.eps) if low_rank else x
+  q = q @ w(blk + ("attn_q_b.weight" if low_rank else "attn_q.weight")).T
+  q_nope, q_pe = np.split(q.reshape(T, c.heads, c.nope + c.rope), [c.nope], -1)
+  latent, k_pe = np.split(x @ w(blk + "attn_kv_a_mqa.weight").T, [c.kv_lora], -1)
+  latent = rms_norm(latent, w(blk + "attn_kv_a_norm.weight"), c.eps)
+  if blk + "attn_kv_b.weight" in w: kv_b = w(blk + "attn_kv_b.weight")
+  else: kv_b = np.concatenate([w(blk + "attn_k_b.weight").swapaxes(1, 2), w(blk + "attn_v_b.weight")], 1).reshape(-1, c.kv_lora)
+  k_nope, v = np.split((latent @ kv_b.T).reshape(T, c.heads, c.nope + c.v), [c.nope], -1)
+  q = np.concatenate([q_nope, rotate(q_pe, cos, sin)], -1)
+  k = np.concatenate([k_nope, np.repeat(rotate(k_pe[:, None], cos, sin), c.heads, 1)], -1)
+  future = np.triu(np.ones((T, T), bool), 1)
+  out = [softmax(np.where(future, -np.inf, q[:, h] @ k[:, h].T * scale)) @ v[:, h] for h in range(c.heads)]
+  return np.concatenate(out, -1) @ w(blk + "attn_output.weight").T
+
+def route(logits: np.ndarray, bias: np.ndarray | None, c: SimpleNamespace) -> tuple[np.ndarray, np.ndarray]:
+  """(T, experts) logits -> the chosen experts and their weights, both (T, used). The bias only helps to choose; a tie goes to the lower index."""
+  scores = {1: softmax, 2: sigmoid, 3: lambda x: x}[c.gating](logits)
+  chosen = np.argsort(-(scores if bias is None else scores + bias), -1, kind="stable")[:, :c.used]
+  weights = np.take_along_axis(scores, chosen, -1)
+  if c.gating == 3: weights = softmax(weights)
+  if c.norm: weights = weights / np.maximum(weights.sum(-1, keepdims=True), 2 ** -14)
+  return chosen, weights * c.scale
+
+def mixture(w: Weights, c: SimpleNamespace, blk: str, x: np.ndarray) -> np.ndarray:
+  matrices = lambda kind, *index: [w(f"{blk}ffn_{n}_{kind}.weight", *index) for n in ("gate", "up", "down")]
+  chosen, weights = route(x @ w(blk + "ffn_gate_inp.weight").T, w(blk + "exp_probs_b.bias") if blk + "exp_probs_b.bias" in w else None, c)
+  out = swiglu(x, *matrices("shexp")) if blk + "ffn_gate_shexp.weight" in w else np.zeros_like(x)
+  for e in np.unique(chosen):
+    t, slot = np.nonzero(chosen == e)
+    out[t] += weights[t, slot, None] * swiglu(x[t], *matrices("exps", e))
+  return out
+
+def logits(path: Any, ids: Any, dtype: type = np.float32) -> np.ndarray:
+  """The logits after each of `ids` (T), as (T, vocabulary) of `dtype` (float32 or float64). `path` is a file, an open gguf.GGUFReader, anything with
+  a .path, or a list of these: a file's parts in order. Raises ValueError for what is not modelled."""
+  c = config(w := Weights(path, dtype))
+  cos, sin, scale = rope_and_scale(c, len(ids))
+  x = w("token_embd.weight", np.asarray(ids))
+  for i in range(c.blocks):
+    blk = f"blk.{i}."
+    x = x + attention(w, c, blk, rms_norm(x, w(blk + "attn_norm.weight"), c.eps), cos, sin, scale)
+    h = rms_norm(x, w(blk + "ffn_norm.weight"), c.eps)
+    x = x + (swiglu(h, *[w(f"{blk}ffn_{n}.weight") for n in ("gate", "up", "down")]) if i < c.dense else mixture(w, c, blk, h))
+  x = rms_norm(x, w("output_norm.weight"), c.eps)
+  return np.concatenate([x @ rows.T for rows in w.slices("output.weight" if "output.weight" in w else "token_embd.weight")], -1)
+
+def nmse(got: np.ndarray, want: np.ndarray) -> float:
+  """Median over positions of |got - want|² / |want|²."""
+  return float(np.median(((got - want) ** 2).sum(-1, dtype=np.float64) / (want ** 2).sum(-1, dtype=np.float64)))
