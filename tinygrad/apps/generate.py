@@ -40,7 +40,7 @@ class Generator:
   # ---- graphs ----
   def _decode(self, features:Features, pos:UOp|Tensor) -> Tensor:
     counter = (pos if isinstance(pos, Tensor) else Tensor(pos)).cast(dtypes.uint32).reshape(1).cat(Tensor.zeros(1, dtype=dtypes.uint32)) if features.draw else self.key
-    logits, seen = self.model.logits(self.token, pos)[0], None
+    logits, seen = self.model.logits(self.token, pos).reshape(-1), None
     if features.penalty:
       seen = self.seen.assign(Tensor.arange(self.seen.shape[0]).eq(self.token).cast(dtypes.uint8).maximum(self.seen))
     token = self.token.assign(sample(logits, features, self.values, self.key, counter, seen))

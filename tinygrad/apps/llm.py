@@ -321,5 +321,5 @@ if __name__ == "__main__":
     sys.exit(1)
   except GGUFError as e: leave(f"GGUFError: {e}", 2)
   except MemoryError as e: leave(f"error: out of memory{f': {e}' if str(e) else ''}; a smaller --max_context needs less", 2)
-  except (UserError, ContextFull, ValueError, OSError) as e: leave(f"error: {e}", 2)
+  except (UserError, ContextFull, ValueError) as e: leave(f"error: {e}", 2)
   except KeyboardInterrupt: sys.exit(130)

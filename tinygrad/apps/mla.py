@@ -187,7 +187,7 @@ class Transformer:
     """ids: int32 (T,), the first at position `pos`, which may be int32 (1,) on the device where kernels_fit and T is 1
     -> float32 (T, D) before the last norm, and the last block's cache, whose realization writes every block's rows"""
     c = self.config
-    x, rope = self.token_embd(ids).contiguous(), Rope(self.rope, pos, c.nope_dim + c.rope_dim, c.nope_dim)
+    x, rope = self.token_embd(ids), Rope(self.rope, pos, c.nope_dim + c.rope_dim, c.nope_dim)
     for block, cache in zip(self.blk, self.cache): x, cache = block(x, cache, rope)
     return x, cache
   def logits(self, ids:Tensor, pos:UOp|int|Tensor) -> Tensor:

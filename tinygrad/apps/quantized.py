@@ -21,7 +21,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as GGMLType
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.device import Buffer, LRUAllocator
 from tinygrad.dtype import DType
-from tinygrad.helpers import prod
+from tinygrad.helpers import Context, prod
+from tinygrad.nn.embedding import embedding
 from tinygrad.nn.intrinsics import target
 from tinygrad.nn.matvec import UNIT, Matrix, Rows, Unit, fits, launch, matvec
 
@@ -237,7 +238,7 @@ class QuantizedWeight:
     raw = Tensor.empty(data.size, dtype=dtypes.uint8)
     for t in (raw, *planes.values()): t.uop.buffer.ensure_allocated()
     raw.uop.buffer.copy_from(Buffer("NPY", data.size, dtypes.uint8, opaque=np.asarray(data)))
-    splitter(raw, *planes.values())
+    with Context(JIT=2): splitter(raw, *planes.values())  # kernels one by one: a graph would hold on to its first tensor's buffers
     del raw
     # the host's staging memory and the raw copy are given back before the next tensor takes its own
     Device[Device.DEFAULT].synchronize()
@@ -268,7 +269,7 @@ class QuantizedWeight:
 class QuantizedEmbedding(QuantizedWeight):
   def __call__(self, ids:Tensor) -> Tensor:
     """ids: (T,) integers -> float32 (T, dim)"""
-    return self[ids].dequantize()
+    return embedding(ids, self)
 
 class QuantizedLinear(QuantizedWeight):
   def __call__(self, x:Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 from dataclasses import dataclass
 from tinygrad import Tensor, dtypes
+from tinygrad.nn.embedding import argmax
 
 @dataclass(frozen=True)
 class Sampling:
@@ -56,7 +57,7 @@ def sample(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:
   if features.penalty:
     assert seen is not None
     logits = seen.eq(1).where((logits > 0).where(logits / penalty, logits * penalty), logits)
-  if not features.draw: return logits.argmax(keepdim=True).cast(dtypes.int32)
+  if not features.draw: return argmax(logits)
   x = (logits / temperature).contiguous()
   top = x.max(keepdim=True)
   keep = x.isinf().logical_not()
@@ -68,4 +69,4 @@ def sample(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:
   if features.min_p: keep = keep & (x >= top + min_p.log())
   # Gumbel's trick: the largest x + noise is a draw from softmax(x)
   uniform = (Tensor.random_bits(key, counter, x.shape[0]) >> 8).cast(dtypes.float) * 2.0 ** -24 + 2.0 ** -25
-  return keep.where(x - (-uniform.log()).log(), float("-inf")).argmax(keepdim=True).cast(dtypes.int32)
+  return argmax(keep.where(x - (-uniform.log()).log(), float("-inf")))
