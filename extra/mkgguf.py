@@ -139,6 +139,9 @@ def add_keys(w: GGUFWriter, s: Spec, quant: str):
     w.add_expert_weights_norm(s.weights_norm)
     w.add_expert_weights_scale(s.scale)
     if s.gating is not None and not s.old_style: w.add_uint32(f"{w.arch}.expert_gating_func", s.gating)
+  else:
+    w.add_expert_shared_count(0)  # as converted files of dense models have them
+    w.add_expert_feed_forward_length(s.ff)
 
 # *** tensors and their types ***
 
@@ -195,9 +198,10 @@ def tensor_list(s: Spec, quant: str, full_blocks: int) -> list[tuple[str, tuple[
       mat(b + "ffn_gate_exps.weight", s.experts, s.moe_ff, D)
       mat(b + "ffn_up_exps.weight", s.experts, s.moe_ff, D)
       mat(b + "ffn_down_exps.weight", s.experts, D, s.moe_ff, role=down)
-      mat(b + "ffn_gate_shexp.weight", s.shared * s.moe_ff, D, role="shexp")
-      mat(b + "ffn_up_shexp.weight", s.shared * s.moe_ff, D, role="shexp")
-      mat(b + "ffn_down_shexp.weight", D, s.shared * s.moe_ff, role="down_shexp")
+      if s.shared:
+        mat(b + "ffn_gate_shexp.weight", s.shared * s.moe_ff, D, role="shexp")
+        mat(b + "ffn_up_shexp.weight", s.shared * s.moe_ff, D, role="shexp")
+        mat(b + "ffn_down_shexp.weight", D, s.shared * s.moe_ff, role="down_shexp")
     if i >= s.blocks:
       mat(b + "nextn.eh_proj.weight", D, 2 * D)
       mat(b + "nextn.embed_tokens.weight", s.vocab, D, role="embd")

@@ -211,7 +211,7 @@ class Transformer:
       if isinstance(part, QuantizedLinear): return part.nbytes
       return sum(visit(p) for p in vars(part).values()) if isinstance(part, (Block, Attention, MLP, MoE, Router)) else 0
     return total + sum(visit(b) for b in self.blk)
-  def cache_bytes(self, depth:int) -> int: return len(self.cache) * self.config.cache_dim * 2 * depth
+  def cache_bytes(self, depth:int) -> int: return sum(c.shape[1] * c.dtype.itemsize for c in self.cache) * depth
 
   @staticmethod
   def from_gguf(f:GGUFFile, max_context:int|None=None, progress:Callable[[list[GGUFTensor]], Iterable[GGUFTensor]]=lambda tensors: tensors) -> Transformer:

@@ -217,7 +217,7 @@ def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, un
 BIG = 1 << 24  # bytes
 
 @functools.cache
-def _splitter(kind:GGMLType, shape:tuple[int, ...]) -> tuple[TinyJit, dict[str, tuple[tuple[int, ...], DType]]]:
+def _splitter(device:str, kind:GGMLType, shape:tuple[int, ...]) -> tuple[TinyJit, dict[str, tuple[tuple[int, ...], DType]]]:
   """split_planes for every tensor of a type and shape: a graph (raw, *planes) that fills the planes, and their shapes and dtypes"""
   elements, nbytes = block_size(kind)
   layout = {name: (p.shape, p.dtype) for name, p in split_planes(kind, shape, Tensor.empty(prod(shape) // elements * nbytes, dtype=dtypes.uint8)).items()}
@@ -233,7 +233,7 @@ class QuantizedWeight:
   @classmethod
   def load(cls, kind:GGMLType, shape:tuple[int, ...], data:np.ndarray) -> Self:
     """data: uint8, the tensor's bytes as in the file. They are copied to the device once; the copy is freed when the planes stand."""
-    splitter, layout = _splitter(kind, shape)
+    splitter, layout = _splitter(Device.DEFAULT, kind, shape)
     planes = {name: Tensor.empty(*s, dtype=dtype) for name, (s, dtype) in layout.items()}
     raw = Tensor.empty(data.size, dtype=dtypes.uint8)
     for t in (raw, *planes.values()): t.uop.buffer.ensure_allocated()

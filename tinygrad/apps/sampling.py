@@ -58,15 +58,14 @@ def sample(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:
     assert seen is not None
     logits = seen.eq(1).where((logits > 0).where(logits / penalty, logits * penalty), logits)
   if not features.draw: return argmax(logits)
-  x = (logits / temperature).contiguous()
-  top = x.max(keepdim=True)
+  x = ((logits - logits.max(keepdim=True)) / temperature).contiguous()  # at most 0: no temperature is too low
   keep = x.isinf().logical_not()
   if features.top_k: keep = keep & (_ordered(x) >= _cutoff(_ordered(x), x.ones_like(), top_k.minimum(float(x.shape[0]))))
   if features.top_p:
-    p = keep.where((x - top).exp(), 0.0).contiguous()
+    p = keep.where(x.exp(), 0.0).contiguous()
     # one part in a million less, so that p = 0.999999… of a rounded sum can always be reached
     keep = keep & (_ordered(x) >= _cutoff(_ordered(x), p, top_p * p.sum(keepdim=True) * (1 - 1e-6)))
-  if features.min_p: keep = keep & (x >= top + min_p.log())
+  if features.min_p: keep = keep & (x >= min_p.log())
   # Gumbel's trick: the largest x + noise is a draw from softmax(x)
   uniform = (Tensor.random_bits(key, counter, x.shape[0]) >> 8).cast(dtypes.float) * 2.0 ** -24 + 2.0 ** -25
   return argmax(keep.where(x - (-uniform.log()).log(), float("-inf")))

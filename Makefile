@@ -1,0 +1,25 @@
+# make run     a prompt's answer and a decode benchmark on the built-in model
+# make test    the tests
+# make setup   only what both need: .venv with the pins of pyproject.toml, a C compiler; quick when nothing is to be done
+# make clean   removes .venv and caches
+# PYTHON=… names the Python that .venv is made from; ARGS=… goes to pytest
+
+unexport CC  # tinygrad's CPU device takes its compiler from CC, and only clang will do
+PY := .venv/bin/python
+PROMPT := What is a list?
+
+.PHONY: run test setup clean
+
+run: setup
+	$(PY) tinygrad/apps/llm.py --prompt "$(PROMPT)" --count 200
+	$(PY) tinygrad/apps/llm.py --benchmark 20
+
+test: setup
+	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+setup:
+	@sh extra/setup.sh
+
+clean:
+	rm -rf .venv .pytest_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +

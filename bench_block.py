@@ -1,0 +1,194 @@
+"""The decode proxy: what a token costs, from a handful of blocks.
+
+  python bench_block.py --model glm                        a bank of GLM-4.7-Flash's blocks, random weights, no file
+  python bench_block.py 20 --model models/X.gguf --depth 4096
+  python bench_block.py --count --target METAL             kernels a token of the three models, with no device
+
+Distinct blocks, together larger than the caches, run one after another in one JIT, as in decode. A round replays it for several tokens with the
+device synchronized only before and after, so that gaps between launches count as they do in decode. Attention and feed-forward run the same
+way by themselves; the head (embedding, last norm, output, greedy choice) is the decode graph of a model without blocks.
+A token = dense blocks · dense + MoE blocks · MoE + head.
+"""
+from __future__ import annotations
+import sys
+from pathlib import Path
+ROOT = Path(__file__).resolve().parent
+try: import tinygrad
+except ImportError as e: sys.exit(str(e))
+if not hasattr(tinygrad, "OVERLAY"):
+  sys.exit(f"this measures the fork, but `import tinygrad` found {tinygrad.__file__}: expected {ROOT / 'tinygrad'}")
+
+import copy, ctypes, json, statistics, time
+from typing import Any, Callable
+import numpy as np
+from extra.bench import LANGUAGES, batches, count_kernels, head_bytes, random_weights, read_bytes, stand_in, with_blocks
+from extra.mkgguf import MIXES, MODELS
+from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
+from tinygrad.apps.generate import Generator
+from tinygrad.apps.gguf import GGUFError, GGUFFile, read_gguf
+from tinygrad.apps.llm import Parser, UserError, check_device, find_model
+from tinygrad.apps.machine import peak_bandwidth
+from tinygrad.apps.mla import Block, Config, Transformer
+from tinygrad.apps.rope import Rope
+from tinygrad.apps.sampling import Features
+
+TOKENS, ROUND_SECONDS, MAX_BLOCKS = 64, 0.1, 16  # a round: so many tokens, or fewer where they take longer than this
+
+def cache_size() -> int:
+  """Bytes of the largest cache between the device and its memory: what a bank must exceed four times over"""
+  if Device.DEFAULT.split(":")[0] == "CUDA":
+    from tinygrad.runtime.autogen import cuda
+    cuda.cuDeviceGetAttribute(ctypes.byref(value := ctypes.c_int()), cuda.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, Device[Device.DEFAULT].cu_device)
+    return value.value
+  return 30_000_000 if Device.DEFAULT == "CPU" else 60_000_000
+
+class Timed:
+  """Something that runs once a token. step(i) enqueues the i-th; it holds `units` alike (a bank's blocks), each of which reads `read` bytes"""
+  def __init__(self, step:Callable[[int], Any], jit:Callable[[], TinyJit], units:int, read:float):
+    self.step, self.units, self.read, self.seconds = step, units, read, []
+    self.next, self.tokens = 0, 1
+    self.run()                                             # captures and compiles
+    once = min(self.run(), self.run())
+    self.tokens = max(1, min(TOKENS, int(ROUND_SECONDS / once)))
+    self.run()
+    self.kernels = sum(map(len, batches(jit()))) / units
+  def run(self) -> float:
+    """Seconds a token of one round"""
+    Device[Device.DEFAULT].synchronize()
+    start = time.perf_counter()
+    for i in range(self.next, self.next + self.tokens): self.step(i)
+    Device[Device.DEFAULT].synchronize()
+    self.next += self.tokens
+    return (time.perf_counter() - start) / self.tokens
+  def round(self) -> None: self.seconds.append(self.run() / self.units)
+  @property
+  def median(self) -> float: return statistics.median(self.seconds)
+  def figures(self, peak:float|None) -> dict[str, Any]:
+    p10, p90 = (float(np.percentile(self.seconds, p)) for p in (10, 90))
+    return {"kernels": self.kernels, "bytes": self.read, "median_us": self.median * 1e6, "p10_us": p10 * 1e6, "p90_us": p90 * 1e6,
+            "gb_s": self.read / self.median / 1e9, "ceiling_percent": 100 * self.read / peak / self.median if peak else None,
+            "tokens_a_round": self.tokens, "rounds": len(self.seconds)}
+
+def bank(model:Transformer, which:range, depth:int, run:Callable[[Block, Tensor, Tensor, Rope], tuple[Tensor, Any]], read:float) -> Timed:
+  """Blocks `which` of the model, each doing `run` with what the one before it gave, at position `depth`"""
+  c, at = model.config, Variable("pos", 0, model.max_context - 1)
+  x = Tensor(np.random.default_rng(0).standard_normal((1, c.dim), np.float32)).realize()
+  def chain(pos:UOp|Tensor) -> Tensor:
+    h, rope = x, Rope(model.rope, pos, c.nope_dim + c.rope_dim, c.nope_dim)
+    for i in which: h, _ = run(model.blk[i], h, model.cache[i], rope)
+    return h.realize()
+  # the position is where the decode graph has it: on the device where the kernels can read it there, else a variable of the graph
+  if on_device := model.kernels_fit: position = Tensor([depth], dtype=dtypes.int32).realize()
+  jit = TinyJit((lambda: chain(position)) if on_device else chain)
+  jit.cnt = 1                                              # capture at once: the weights are realized
+  return Timed((lambda i: jit()) if on_device else (lambda i: jit(at.bind(depth + i % TOKENS))), lambda: jit, len(which), read)
+
+def head(model:Transformer, read:float) -> Timed:
+  bare = copy.copy(model)
+  bare.blk, bare.cache = [], []
+  bare.hidden = lambda ids, pos: (bare.token_embd(ids), None)
+  gen = Generator(bare)
+  return Timed(lambda i: gen.decode(Features(), i % model.max_context), lambda: gen.decode_jits[Features()], 1, read)
+
+def spread(blocks:range, n:int) -> list[int]:
+  """n of the blocks at even distances; each several times where there are fewer"""
+  return [blocks[i * len(blocks) // n] for i in range(n)]
+
+def measure(f:GGUFFile, name:str, progress:Callable, rounds:int, depth:int, wanted:int|None) -> dict[str, Any]:
+  c = Config.from_gguf(f)
+  kinds, chosen = {"dense": range(c.n_dense), "MoE": range(c.n_dense, c.n_blocks)}, {}
+  for kind, blocks in kinds.items():
+    if blocks: chosen[kind] = spread(blocks, wanted or min(MAX_BLOCKS, -(-4 * cache_size() // read_bytes(f, c, blocks[-1]))))
+  model = Transformer.from_gguf(with_blocks(f, [i for blocks in chosen.values() for i in blocks]), max(depth + TOKENS, 4096), progress)
+  row = c.cache_dim * model.cache[0].dtype.itemsize * depth
+  peak, source = peak_bandwidth() or (None, "")
+  # the ceiling, before anything is measured
+  token = sum(read_bytes(f, c, i) for i in range(c.n_blocks)) + head_bytes(f, c) + c.n_blocks * row
+  reads = {kind: [statistics.mean(read_bytes(f, c, i, part) for i in blocks) + (row if part != "ffn" else 0) for part in ("", "attn", "ffn")]
+           for kind, blocks in chosen.items()}
+  print(f"model     {name}, device {Device.DEFAULT}, depth {depth}")
+  for kind, blocks in chosen.items():
+    size = len(blocks) * reads[kind][0]
+    print(f"bank      {len(blocks)} {kind} blocks of the model's {len(kinds[kind])}, {size / 1e6:.1f} MB read"
+          f"{'' if size >= 4 * cache_size() else ': small enough that a cache may hold some of it'}")
+  print(f"ceiling   {f'{peak / 1e9:.0f} GB/s ({source})' if peak else 'unknown: no figure for this memory'}")
+  for what, size in (*((f"{kind} block", r[0]) for kind, r in reads.items()), ("a token", token)):
+    print(f"          {what:11s} {size / 1e6:9.2f} MB{f' {size / peak * 1e6:9.1f} us' if peak else ''}", flush=True)
+  if peak: print(f"          {peak / token:.1f} tok/s")
+  # measuring
+  parts:dict[str, Timed] = {}
+  start = 0
+  for kind, blocks in chosen.items():
+    which, start = range(start, start + len(blocks)), start + len(blocks)
+    runs = (("block", lambda b, x, cache, rope: b(x, cache, rope)), ("attention", lambda b, x, cache, rope: b.attn(x, cache, rope)),
+            ("feed-forward", lambda b, x, cache, rope: (b.ffn(x), None)))
+    for (part, run), read in zip(runs, reads[kind]): parts[f"{kind} {part}"] = bank(model, which, depth, run, read)
+  parts["head"] = head(model, head_bytes(f, c))
+  for _ in range(rounds):
+    for timed in parts.values(): timed.round()
+  result = {part: timed.figures(peak) for part, timed in parts.items()}
+  per = [(len(kinds[kind]), parts[f"{kind} block"]) for kind in chosen] + [(1, parts["head"])]
+  seconds, kernels = sum(n * t.median for n, t in per), round(sum(n * t.kernels for n, t in per))
+  print(f"{'':18s} {'kernels':>8s} {'MB':>9s} {'median us':>11s} {'p10':>11s} {'p90':>11s} {'GB/s':>8s}  % of ceiling")
+  for part, r in result.items():
+    print(f"{part:18s} {r['kernels']:8.4g} {r['bytes'] / 1e6:9.2f} {r['median_us']:11.1f} {r['p10_us']:11.1f} {r['p90_us']:11.1f} {r['gb_s']:8.1f}"
+          + (f"  {r['ceiling_percent']:5.1f}" if peak else ""))
+  percent = 100 * token / peak / seconds if peak else None
+  print(f"{'a token':18s} {kernels:8d} {token / 1e6:9.2f} {seconds * 1e6:11.1f} {'':23s} {token / seconds / 1e9:8.1f}"
+        + (f"  {percent:5.1f}" if peak else ""))
+  print(f"proxy     {1 / seconds:.2f} tok/s = 1 / ({' + '.join(f'{n} x {t.median * 1e6:.1f}' for n, t in per)} us)")
+  return {"model": name, "device": Device.DEFAULT, "depth": depth, "blocks": {k: len(b) for k, b in kinds.items()}, "bank": chosen, "parts": result,
+          "kernels_a_token": kernels, "token_bytes": token, "peak_gb_s": peak / 1e9 if peak else None, "token_us": seconds * 1e6,
+          "tok_s": 1 / seconds, "ceiling_percent": percent}
+
+def count(files:dict[str, GGUFFile], target:str) -> dict[str, Any]:
+  print(f"kernels a token for {target}, scheduled and rendered with no device; one block of each kind is scheduled and multiplied")
+  result = {}
+  for name, f in files.items():
+    c = Config.from_gguf(f)
+    kernels, kinds = count_kernels(f, target, render=True)
+    size = sum(read_bytes(f, c, i) for i in range(c.n_blocks)) + head_bytes(f, c)
+    result[name] = {"kernels_a_token": kernels, "kinds": kinds, "token_bytes": size}
+    rest = kernels - sum(n * k for n, k in kinds)
+    print(f"{name:24s} {kernels:5d} = {' + '.join(f'{n} x {k}' for n, k in kinds)} + {rest}; {size / 1e6:.1f} MB of weights", flush=True)
+  return {"target": target, "models": result}
+
+def main() -> None:
+  def whole(low:int) -> Callable[[str], int]:
+    def number(text:str) -> int:
+      if (value := int(text)) < low: raise ValueError
+      return value
+    number.__name__ = f"whole number of at least {low}"
+    return number
+  p = Parser(prog="bench_block.py", description="Measure decoding on a bank of blocks, or count its kernels.", allow_abbrev=False)
+  p.add_argument("rounds", nargs="?", type=whole(1), default=10, help="rounds to measure (default 10)")
+  p.add_argument("--model", metavar="NAME|PATH", help=f"made up, without a file: {', '.join(MODELS)}; or what llm.py takes "
+                 "(default glm; with --count glm, ds2lite and youtu)")
+  p.add_argument("--quant", default="Q4_0", choices=[*MIXES, "F16"], help="types of a made-up model (default Q4_0, the public file's mix)")
+  p.add_argument("--depth", type=whole(0), default=0, metavar="D", help="tokens in the cache (default 0)")
+  p.add_argument("--blocks", type=whole(1), metavar="N", help="blocks in a bank (default: enough to exceed four times the cache)")
+  p.add_argument("--count", action="store_true", help="print kernels a token, with no device, and leave")
+  p.add_argument("--target", choices=LANGUAGES, help="whom --count counts for (default CUDA); implies --count")
+  p.add_argument("--json", metavar="FILE", help="keep the last line, a JSON object, in FILE")
+  args = p.parse_args()
+  if args.json:
+    try: Path(args.json).open("a").close()                 # better before the work than after it
+    except OSError as e: raise UserError(f"--json {args.json}: {e.strerror}") from None
+  counting = args.count or args.target is not None
+  names = [args.model] if args.model else ["glm", "ds2lite", "youtu"] if counting else ["glm"]
+  made_up = names[0] in MODELS
+  files = {f"{n} {args.quant}": stand_in(n, args.quant) for n in names} if made_up else {names[0]: read_gguf(find_model(names[0]))}
+  if counting: result = count(files, args.target or "CUDA")
+  else:
+    check_device()
+    (name, f), = files.items()
+    result = measure(f, name, random_weights if made_up else lambda tensors: tensors, args.rounds, args.depth, args.blocks)
+  print(line := json.dumps(result))
+  if args.json: Path(args.json).write_text(line + "\n")
+
+if __name__ == "__main__":
+  try: main()
+  except (GGUFError, UserError, ValueError, OSError, MemoryError) as e:
+    print(f"{type(e).__name__ if isinstance(e, GGUFError) else 'error'}: {e}", file=sys.stderr)
+    sys.exit(2)
+  except KeyboardInterrupt: sys.exit(130)

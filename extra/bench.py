@@ -1,0 +1,131 @@
+"""What the benchmarks share: models without a file, banks of blocks, what they read, and counting kernels with no device.
+
+A stand-in is a GGUFFile that no disk holds: the keys, names, shapes and types of one of extra/mkgguf.py's models, its data one mapped run of
+zeros. `random_weights`, given to Transformer.from_gguf, fills it tensor by tensor.
+"""
+from __future__ import annotations
+import contextlib, copy, functools, math
+from pathlib import Path
+from typing import Iterator
+from unittest import mock
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from extra.mkgguf import MODELS, Weights, add_keys, tensor_list
+from tinygrad import Device, Tensor, TinyJit, dtypes
+from tinygrad.apps.generate import Generator
+from tinygrad.apps.gguf import GGUFFile, GGUFTensor
+from tinygrad.apps.mla import Config, Transformer
+from tinygrad.apps.quantized import QuantizedWeight, split_planes
+from tinygrad.apps.sampling import Features
+from tinygrad.engine.realize import capturing, compile_linear
+from tinygrad.helpers import Context
+from tinygrad.renderer import Renderer
+from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer, MetalRenderer
+from tinygrad.schedule.rangeify import DEVICE_MAX_BUFS
+from tinygrad.uop.ops import Ops, UOp
+
+# ---- models without a file ----
+
+def stand_in(model:str, quant:str="Q4_0") -> GGUFFile:
+  """A model of extra/mkgguf.py (glm, ds2lite, youtu, small-…) with zeros for weights, and no memory behind them"""
+  spec = MODELS[model]
+  add_keys(writer := GGUFWriter(None, "deepseek2"), spec, quant)
+  tensors = [(name, shape, kind, math.prod(shape) // GGML_QUANT_SIZES[kind][0] * GGML_QUANT_SIZES[kind][1])
+             for name, shape, kind, _ in tensor_list(spec, quant, spec.blocks)]
+  zeros = np.zeros(max(size for *_, size in tensors), np.uint8)
+  kv = {k: float(np.float32(v.value)) if isinstance(v.value, float) else v.value for k, v in writer.kv_data[0].items()}  # a file holds them so
+  return GGUFFile(Path(f"{model}-{quant}"), kv,
+                  {name: GGUFTensor(name, shape, kind, zeros[:size]) for name, shape, kind, size in tensors})
+
+def random_weights(tensors:list[GGUFTensor]) -> Iterator[GGUFTensor]:
+  """The same tensors with random data: products keep the size of their input, norms are about 1"""
+  weights = Weights(seed=0, pool_bytes=1 << 24)
+  for t in tensors:
+    std = 1.0 if t.name == "token_embd.weight" else 0.01 if t.name.endswith("bias") else t.shape[-1] ** -0.5
+    data = weights.norm(t.shape) if t.name.endswith("norm.weight") else weights.make(t.shape, t.type, std)
+    yield t._replace(data=data.reshape(-1))
+
+def of_block(f:GGUFFile, i:int) -> dict[str, GGUFTensor]:
+  """The tensors of block i, by their names within the block"""
+  return {name.removeprefix(f"blk.{i}."): t for name, t in f.tensors.items() if name.startswith(f"blk.{i}.")}
+
+def with_blocks(f:GGUFFile, blocks:list[int]) -> GGUFFile:
+  """The file as if it held just these of its blocks, dense ones first; one named twice is there twice"""
+  c = Config.from_gguf(f)
+  kv = f.kv | {"deepseek2.block_count": len(blocks), "deepseek2.leading_dense_block_count": sum(i < c.n_dense for i in blocks),
+               "deepseek2.nextn_predict_layers": 0, "deepseek2.expert_gating_func": int(c.gating)}  # the guess of a missing key goes by block_count
+  tensors = {name: t for name, t in f.tensors.items() if not name.startswith("blk.")}
+  for j, i in enumerate(blocks): tensors |= {f"blk.{j}.{name}": t._replace(name=f"blk.{j}.{name}") for name, t in of_block(f, i).items()}
+  return GGUFFile(f.path, kv, tensors)
+
+# ---- bytes ----
+
+def read_bytes(f:GGUFFile, c:Config, i:int, part:str="") -> int:
+  """Bytes of weights that one token reads of block i: all of it, or its "attn" or "ffn" part; of the experts, the chosen ones' share"""
+  def share(name:str, size:int) -> int: return size * c.n_chosen // c.n_experts if "_exps." in name else size
+  return sum(share(name, t.data.nbytes) for name, t in of_block(f, i).items() if not part or name.startswith("attn") == (part == "attn"))
+def head_bytes(f:GGUFFile, c:Config) -> int:
+  """… of what is no block's: one row of the embedding, the last norm, the head (the embedding where the two are tied)"""
+  embd = f.tensors["token_embd.weight"]
+  return embd.data.nbytes // c.vocab_size + f.tensors["output_norm.weight"].data.nbytes + f.tensors.get("output.weight", embd).data.nbytes
+
+# ---- kernels ----
+
+def batches(jit:TinyJit) -> list[list[UOp]]:
+  """The calls of a captured JIT, a list a graph batch; what is in no batch stands alone"""
+  assert jit.captured is not None, "nothing is captured yet"
+  return [list(c.src[0].src[0].src) if c.src[0].op is Ops.CUSTOM_FUNCTION and c.src[0].arg == "graph" else [c] for c in jit.captured.linear.src]
+
+LANGUAGES:dict[str, tuple[type[Renderer], str]] = {
+  "CUDA": (CUDARenderer, "sm_90"), "METAL": (MetalRenderer, "Apple9"), "CPU": (ClangRenderer, "x86_64")}
+
+@functools.cache
+def _without_compiler(renderer:type[Renderer]) -> type[Renderer]:
+  """The renderer as it is, but for its compiler, which not every machine has: a kernel stays text"""
+  return type(renderer.__name__, (renderer,), {"__init__": Renderer.__init__})
+
+def _unread(cls:type[QuantizedWeight], kind:GGMLQuantizationType, shape:tuple[int, ...], data:np.ndarray) -> QuantizedWeight:
+  """In place of QuantizedWeight.load: planes of the right shapes and types, with nothing in them"""
+  planes = split_planes(kind, shape, Tensor.empty(data.size, dtype=dtypes.uint8))
+  return cls(kind, shape, {name: Tensor.empty(*p.shape, dtype=p.dtype) for name, p in planes.items()})
+
+@contextlib.contextmanager
+def no_device(target:str) -> Iterator[None]:
+  """Schedules and renders for a target (a key of LANGUAGES) on the NULL device: nothing is compiled, run or stored, and loading reads no weights"""
+  renderer, arch = LANGUAGES[target]
+  null, name = Device["NULL"], renderer.__name__.removesuffix("Renderer").upper()
+  kept, null.renderers = null.renderers, [_without_compiler(renderer)]
+  try:
+    with Context(DEV=f"NULL:{name}:{arch}", PARALLEL=0, BEAM=0, MAX_KERNEL_BUFFERS=DEVICE_MAX_BUFS.get(target, 0)), \
+         mock.patch.object(QuantizedWeight, "load", classmethod(_unread)): yield
+  finally: null.renderers = kept
+
+@contextlib.contextmanager
+def captured() -> Iterator[list[UOp]]:
+  """Collects the calls that are scheduled inside; they are not compiled, not run, and their buffers take no memory"""
+  class Calls(list):
+    def add_linear(self, linear:UOp, var_vals:dict[str, int]) -> None: self.extend(linear.src)
+  capturing.append(calls := Calls())
+  try: yield calls
+  finally: capturing.clear()
+
+def count_kernels(f:GGUFFile, target:str, render:bool=False, max_context:int=4096) -> tuple[int, list[tuple[int, int]]]:
+  """(kernels a token, [(blocks of a kind, kernels a block)], the file's kinds in order) of the greedy decode graph for a target, with no device.
+  Blocks of the same shapes and types are a kind: the first block is scheduled alone and with one of each kind behind it, what that adds is
+  multiplied. render: also lower and render the kernels, which takes longer and finds what the target cannot say."""
+  c, kinds = Config.from_gguf(f), {}
+  for i in range(c.n_blocks): kinds.setdefault(tuple((name, t.shape, t.type) for name, t in of_block(f, i).items()), []).append(i)
+  groups = list(kinds.values())
+  with no_device(target):
+    # the first kind twice: two blocks that shared a weight would be scheduled otherwise
+    with captured(): model = Transformer.from_gguf(with_blocks(f, [0, *(g[0] for g in groups)]), max_context)
+    def calls(blocks:list[int]) -> list[UOp]:
+      m = copy.copy(model)
+      m.blk, m.cache = [model.blk[i] for i in blocks], [model.cache[i] for i in blocks]
+      with captured(): gen = Generator(m)
+      with captured() as kernels: gen._decode(Features(), gen.position.bind(1) if gen.device_position is None else gen.device_position)
+      return kernels
+    alone, pairs = calls([0]), [calls([0, i + 1]) for i in range(len(groups))]
+    if render: compile_linear(UOp(Ops.LINEAR, src=tuple(call for pair in pairs for call in pair)))
+  each = [(len(g), len(pair) - len(alone)) for g, pair in zip(groups, pairs)]
+  return len(alone) - each[0][1] + sum(n * k for n, k in each), each

@@ -1,0 +1,57 @@
+#!/bin/sh
+# Makes .venv with the pins of pyproject.toml, and sees to a C compiler for tinygrad's CPU device. Does nothing when both are there.
+set -eu
+cd "$(dirname "$0")/.."
+
+say() { echo "setup: $*" >&2; }
+die() { say "$@"; exit 1; }
+
+# installs Debian packages where that asks for no password
+apt() {
+  command -v apt-get >/dev/null || return 1
+  if [ "$(id -u)" = 0 ]; then as_root=env; elif sudo -n true 2>/dev/null; then as_root="sudo -n env"; else return 1; fi
+  say "installing $* with apt"
+  $as_root apt-get update -qq >/dev/null &&
+  $as_root DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null </dev/null
+}
+
+# the line to type for clang on this system
+clang_line() {
+  if [ "$(uname)" = Darwin ]; then echo "xcode-select --install"
+  elif command -v dnf >/dev/null; then echo "sudo dnf install clang"
+  elif command -v pacman >/dev/null; then echo "sudo pacman -S clang"
+  else echo "sudo apt-get install clang"; fi
+}
+
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+has_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
+
+# sets python: the first that is new enough and can make a venv; Debian packs the module for that by itself
+find_python() {
+  python=
+  for p in ${PYTHON:-python3.13 python3.12 python3.11 python3 python3.14}; do
+    new_enough "$p" || continue
+    if has_venv "$p"; then python=$p; return; fi
+    [ -n "$python" ] || python=$p
+  done
+  [ -n "$python" ] || die "no Python 3.11 or newer${PYTHON:+ at $PYTHON}; type: $(
+    if [ "$(uname)" = Darwin ]; then echo "brew install python@3.13"; else echo "sudo apt-get install python3.11 python3.11-venv"; fi)"
+  package=$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
+  apt "$package" && has_venv "$python" || die "$python has no venv module; type: sudo apt-get install $package"
+}
+
+if ! clang --version >/dev/null 2>&1; then
+  apt clang && clang --version >/dev/null 2>&1 || die "no clang, the C compiler of tinygrad's CPU device; type: $(clang_line)"
+fi
+
+# a .venv is good for the pyproject.toml that it was made from
+if ! cmp -s pyproject.toml .venv/pyproject.toml || ! .venv/bin/python -c '' 2>/dev/null; then
+  find_python
+  say "installing the pinned packages into .venv with $("$python" --version)"
+  rm -rf .venv
+  "$python" -m venv .venv
+  .venv/bin/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(*p["dependencies"], *p["optional-dependencies"]["test"], sep="\n")' > .venv/pins.txt
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r .venv/pins.txt
+  cp pyproject.toml .venv/
+fi

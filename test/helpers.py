@@ -1,0 +1,73 @@
+"""What several tests share."""
+from __future__ import annotations
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Iterable
+from unittest.mock import patch
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
+from gguf.quants import dequantize
+from extra import mkgguf
+from tinygrad.apps.generate import Generator
+from tinygrad.apps.gguf import read_gguf
+from tinygrad.apps.mla import Transformer
+
+# ---- weights ----
+
+# a type and the places of its blocks' half floats; every other byte may take any value
+HALVES: dict[T, tuple[int, ...]] = {
+  T.F32: (), T.F16: (0,), T.BF16: (),
+  T.Q4_0: (0,),
+  T.Q4_1: (0, 2),
+  T.Q5_0: (0,),
+  T.Q5_1: (0, 2),
+  T.Q8_0: (0,),
+  T.Q2_K: (80, 82),
+  T.Q3_K: (108,),
+  T.Q4_K: (0, 2),
+  T.Q5_K: (0, 2),
+  T.Q6_K: (208,),
+  T.IQ4_NL: (0,),
+  T.IQ4_XS: (0,),
+  T.MXFP4: (),
+}
+
+def finite_halves(rng: np.random.Generator, n: int) -> np.ndarray:
+  """Any bits of a finite half; among them the extremes, denormals and both zeros."""
+  bits = rng.integers(0, 1 << 16, n).astype(np.uint16)
+  bits[(bits & 0x7c00) == 0x7c00] &= 0x83ff
+  bits[:8] = [0x0000, 0x8000, 0x0001, 0x8001, 0x03ff, 0x7bff, 0xfbff, 0x3c00]
+  return rng.permutation(bits)
+
+def random_weight(kind: T, shape: tuple[int, ...], extreme: bool = False) -> tuple[np.ndarray, np.ndarray]:
+  """(bytes as in a file, the float32 matrix by the gguf package). Scales are near 1, or (extreme) whatever their bits can say."""
+  rng, (elements, nbytes) = np.random.default_rng([kind, *shape]), GGML_QUANT_SIZES[kind]
+  blocks = rng.integers(0, 256, (int(np.prod(shape)) // elements, nbytes)).astype(np.uint8)
+  if kind in (T.F32, T.BF16) or (kind is T.F16 and not extreme):
+    values = rng.standard_normal(len(blocks)).astype(np.float32)
+    if extreme: values *= np.float32(2.0) ** rng.integers(-140, 120, len(blocks))  # denormals too
+    if kind is T.F16: values = values.astype(np.float16).view(np.uint16)
+    else: values = values.view(np.uint32) >> (16 if kind is T.BF16 else 0)
+    blocks = values.astype(np.uint32 if kind is T.F32 else np.uint16).view(np.uint8).reshape(-1, nbytes)
+  else:
+    for at in HALVES[kind]:
+      halves = finite_halves(rng, len(blocks)) if extreme else rng.uniform(.5, 1.5, len(blocks)).astype(np.float16).view(np.uint16)
+      blocks[:, at:at + 2] = halves.view(np.uint8).reshape(-1, 2)
+    if kind is T.MXFP4: blocks[:, 0] = np.arange(len(blocks)) * 17 % 255 if extreme else rng.integers(126, 130, len(blocks))
+  with np.errstate(over="ignore"): want = dequantize(blocks.reshape(-1), kind).reshape(shape)
+  return blocks.reshape(-1), want
+
+# ---- models ----
+
+# models whose rows are all whole blocks of every type: a dense block and one with experts
+WIDE: dict[str, Any] = dict(blocks=2, dim=256, heads=2, kv_lora=256, nope=256, rope=32, v=128, ff=256, moe_ff=256, vocab=320, experts=4, used=2)
+# and the least of one
+SMALL: dict[str, Any] = dict(blocks=2, dim=64, heads=2, kv_lora=64, nope=32, rope=32, v=32, ff=96, moe_ff=32, vocab=320)
+
+def write_mixed(path: Path, model: str, types: Iterable[T], **overrides: Any) -> Path:
+  """A file whose matrices take the types in turn."""
+  turn, plain = cycle(types), mkgguf.tensor_list
+  def mixed(*args: Any) -> list: return [(name, shape, t if t is T.F32 else next(turn), std) for name, shape, t, std in plain(*args)]
+  with patch.object(mkgguf, "tensor_list", mixed): return mkgguf.write_model(path, model, "Q8_0", **overrides)[0]
+
+def generator(path: Path, max_context: int = 64) -> Generator: return Generator(Transformer.from_gguf(read_gguf(path), max_context))

@@ -1,0 +1,94 @@
+"""A CUDA device without a GPU: the sources that tinygrad renders for CUDA, compiled as C++ by clang and run with fibers for threads.
+
+For checking what kernels compute, on any machine. It shows wrong results, reads of shared memory that nobody wrote (NaN), accesses past a buffer's
+end, and threads that part before a barrier or a shuffle. It does not show races, nor anything about speed.
+  `with on_cuda(): …` makes it the default device; tensors of the CPU device stay there.
+"""
+from __future__ import annotations
+import contextlib, ctypes, functools, hashlib, mmap, pathlib, platform, subprocess, sys, tempfile, types
+from typing import Any, Iterator
+from tinygrad.device import Allocator, BufferSpec, Compiled, Compiler, CompileError, Program, TinyELF
+from tinygrad.helpers import Context, Target, getenv, round_up
+from tinygrad.nn.intrinsics import TARGETS
+from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer
+
+HERE = pathlib.Path(__file__).parent
+ARCH = "sm_90"
+
+@functools.cache
+def _clang() -> tuple[str, ...]:
+  cc = getenv("CC", "clang")
+  macros = subprocess.run([cc, "-dM", "-E", "-x", "c", "/dev/null"], capture_output=True, text=True, check=True).stdout
+  version = int(macros.split("__clang_major__ ")[1].split()[0])
+  march = ("-march=x86-64-v3",) if platform.machine() in ("x86_64", "AMD64") else ()  # converts halves without a library
+  return (cc, *march, *(("-Xclang", "-fnative-half-type", "-Xclang", "-fallow-half-arguments-and-returns") if version < 16 else ()))
+
+class MockCompiler(Compiler):
+  """Source -> a shared object that holds the kernel and the runtime"""
+  def __init__(self) -> None:
+    super().__init__("mockcuda_" + hashlib.sha256(b"".join(f.read_bytes() for f in sorted(HERE.glob("*.*")))).hexdigest()[:16])
+  def compile(self, src: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+      kernel, out = pathlib.Path(folder) / "kernel.cpp", pathlib.Path(folder) / "kernel.so"
+      waits = any(word in src for word in ("__syncthreads", "__shfl"))  # else its threads may run one after another
+      kernel.write_text(f'#include "device.h"\nextern "C" {{ int mock_fibers = {int(waits)}; }}\n{src}')
+      run = subprocess.run([*_clang(), "-O1", "-fPIC", "-shared", "-fno-math-errno", "-fno-strict-aliasing", "-std=c++17",
+                            "-Wno-everything", f"-I{HERE}", "-x",
+                            "c++", str(kernel), str(HERE / "runtime.cpp"), "-lm", "-o", str(out)], capture_output=True, text=True)
+      if run.returncode: raise CompileError(f"{run.stderr}\n{src}")
+      return out.read_bytes()
+
+class MockRenderer(CUDARenderer):
+  def __init__(self, target: Target):
+    CStyleLanguage.__init__(self, target)
+    self.compiler, self.tensor_cores = MockCompiler(), []
+
+class MockProgram(Program):
+  def __init__(self, dev: Compiled, obj: TinyELF):
+    with tempfile.NamedTemporaryFile(suffix=".so") as f:
+      f.write(obj.lib)
+      f.flush()
+      lib = ctypes.CDLL(f.name)
+    self.name, self.launch, self.kernel = obj.name, lib.mock_launch, ctypes.cast(getattr(lib, obj.name), ctypes.c_void_p)
+    self.launch.restype = ctypes.c_char_p
+    self.fibers = ctypes.c_int.in_dll(lib, "mock_fibers").value
+  def __call__(self, *bufs: int, global_size=(1, 1, 1), local_size=(1, 1, 1), vals: tuple[int, ...] = (), wait=False, **kw: Any) -> float | None:
+    args = (ctypes.c_uint64 * max(len(bufs) + len(vals), 1))(*bufs, *(v & 0xffffffffffffffff for v in vals))
+    wrong = self.launch(self.kernel, args, len(bufs) + len(vals), (ctypes.c_int * 3)(*global_size), (ctypes.c_int * 3)(*local_size), self.fibers)
+    if wrong is not None: raise RuntimeError(f"{self.name}: {wrong.decode()}")
+    return 1e-3 if wait else None
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes, _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t], [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+class MockAllocator(Allocator):
+  """A buffer ends where a page begins that nobody may touch."""
+  def __init__(self, dev: Compiled):
+    super().__init__(dev)
+    self.maps: dict[int, tuple[int, int]] = {}
+  def _alloc(self, size: int, options: BufferSpec) -> int:
+    room = round_up(size, mmap.PAGESIZE)
+    base = _libc.mmap(None, room + mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if base in (None, ctypes.c_void_p(-1).value): raise MemoryError(size)
+    _libc.mprotect(base + room, mmap.PAGESIZE, 0)
+    at = base + room - round_up(size, 16)
+    ctypes.memset(at, 0xff, size)  # nobody may count on zeros
+    self.maps[at] = base, room + mmap.PAGESIZE
+    return at
+  def _free(self, opaque: int, options: BufferSpec) -> None: _libc.munmap(*self.maps.pop(opaque))
+  def _copyin(self, dest: int, src: memoryview) -> None: ctypes.memmove(dest, bytes(src), src.nbytes)
+  def _copyout(self, dest: memoryview, src: int) -> None: dest.cast("B")[:] = ctypes.string_at(src, dest.nbytes)
+  def _offset(self, buf: int, size: int, offset: int) -> int: return buf + offset
+
+class MockCUDADevice(Compiled):
+  def __init__(self, device: str): super().__init__(device, MockAllocator(self), [MockRenderer], MockProgram, arch=ARCH)
+
+@contextlib.contextmanager
+def on_cuda() -> Iterator[None]:
+  # a name of its own: a real CUDA device, or the search for one, may have been met before in this process
+  module = types.ModuleType("tinygrad.runtime.ops_mockcuda")
+  module.MockCUDADevice = MockCUDADevice  # type: ignore[attr-defined]
+  sys.modules[module.__name__], TARGETS["MOCKCUDA"] = module, TARGETS["CUDA"]
+  with Context(DEV="MOCKCUDA"): yield

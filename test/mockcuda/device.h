@@ -1,0 +1,39 @@
+// CUDA C's dialect for a C++ compiler: what a rendered kernel's source is compiled behind. A missing name is a compile error, on purpose.
+#pragma once
+#define __global__
+#define __device__ static
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __shared__ static __attribute__((section("shared")))
+
+struct Dim { int x, y, z; };
+extern Dim blockIdx, threadIdx, blockDim;
+extern "C" void mock_wait(int at_shuffle);
+extern "C" unsigned long mock_exchange(unsigned long mine, int lane_xor);
+#define __syncthreads() mock_wait(0)
+template <class T> static inline T __shfl_xor_sync(unsigned, T value, int lane_xor) {
+  static_assert(sizeof(T) <= 8, "a shuffle moves 8 bytes at most");
+  unsigned long word = 0;
+  __builtin_memcpy(&word, &value, sizeof(T));
+  word = mock_exchange(word, lane_xor);
+  __builtin_memcpy(&value, &word, sizeof(T));
+  return value;
+}
+static inline int __dp4a(int a, int b, int c) {
+  for (int i = 0; i < 4; i++) c += (int)(signed char)(a >> 8 * i) * (int)(signed char)(b >> 8 * i);
+  return c;
+}
+static inline float __int_as_float(int v) { float f; __builtin_memcpy(&f, &v, 4); return f; }
+
+#define VECTORS(T) \
+  struct __align__(2 * sizeof(T)) T##2 { T x, y; }; static inline T##2 make_##T##2(T x, T y) { return {x, y}; }
+#define VECTORS4(T) VECTORS(T) \
+  struct __align__(4 * sizeof(T) < 16 ? 4 * sizeof(T) : 16) T##4 { T x, y, z, w; }; \
+  static inline T##4 make_##T##4(T x, T y, T z, T w) { return {x, y, z, w}; }
+typedef unsigned int uint; typedef unsigned char uchar; typedef unsigned short ushort;
+VECTORS4(float) VECTORS4(int) VECTORS4(uint) VECTORS4(uchar) VECTORS4(char) VECTORS4(short) VECTORS4(ushort)
+
+#define FLOAT_FUNCTION(name) static inline float name(float x) { return __builtin_##name(x); }
+FLOAT_FUNCTION(exp2) FLOAT_FUNCTION(log2) FLOAT_FUNCTION(sin) FLOAT_FUNCTION(sqrt) FLOAT_FUNCTION(trunc)
+static inline float max(float a, float b) { return a > b ? a : b; }

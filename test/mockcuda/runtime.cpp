@@ -1,0 +1,110 @@
+// Runs one launch on the host: the threads of a block are fibers that change over at __syncthreads and at shuffles, warp by warp.
+// Returns a text where a GPU would hang or fault: threads of a warp that part before a shuffle, of a block before a barrier, a bad address.
+#include <setjmp.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+struct Dim { int x, y, z; };
+Dim blockIdx, threadIdx, blockDim;
+enum State { RUN, BARRIER, SHUFFLE, DONE };
+static const int MOST = 1024, LANES = 32;
+static const size_t STACK = 256 << 10;
+
+struct Fiber { ucontext_t context; State state; unsigned long word[2]; int shuffles; };
+static Fiber fiber[MOST];
+static ucontext_t scheduler;
+static int current;
+static void* entry;
+static uint64_t arg[48];
+static sigjmp_buf fault;
+static char message[200];
+
+extern "C" __attribute__((weak)) char __start_shared[];  // the kernel's shared memory
+extern "C" __attribute__((weak)) char __stop_shared[];
+
+static void call() {
+  typedef uint64_t A;
+  typedef void (*Kernel)(A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A,A);
+  A* a = arg;  // pointers and ints take a register or 8 bytes each; a kernel looks at as many as it has
+  ((Kernel)entry)(a[0],a[1],a[2],a[3],a[4],a[5],a[6],a[7],a[8],a[9],a[10],a[11],a[12],a[13],a[14],a[15],a[16],a[17],a[18],a[19],a[20],a[21],
+    a[22],a[23],a[24],a[25],a[26],a[27],a[28],a[29],a[30],a[31],a[32],a[33],a[34],a[35],a[36],
+    a[37],a[38],a[39],a[40],a[41],a[42],a[43],a[44],a[45],a[46],a[47]);
+}
+static void whole() { call(); fiber[current].state = DONE; }
+static void place(int i) { current = i; threadIdx = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)}; }
+static void resume(int i) { place(i); fiber[i].state = RUN; swapcontext(&scheduler, &fiber[i].context); }
+
+extern "C" void mock_wait(int at_shuffle) {
+  Fiber& f = fiber[current];
+  f.state = at_shuffle ? SHUFFLE : BARRIER;
+  swapcontext(&f.context, &scheduler);
+}
+extern "C" unsigned long mock_exchange(unsigned long mine, int lane_xor) {
+  int me = current, turn = fiber[me].shuffles++ & 1;  // two words: a lane may be one shuffle ahead of another, never two
+  fiber[me].word[turn] = mine;
+  mock_wait(1);
+  return fiber[me ^ lane_xor].word[turn];
+}
+
+static bool run_block(int threads, char* stacks) {
+  if (__start_shared) memset(__start_shared, 0xff, __stop_shared - __start_shared);  // NaN until it is written
+  for (int i = 0; i < threads; i++) {
+    Fiber& f = fiber[i];
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = stacks + i * STACK;
+    f.context.uc_stack.ss_size = STACK;
+    f.context.uc_link = &scheduler;
+    makecontext(&f.context, whole, 0);
+    f.state = RUN;
+    f.shuffles = 0;
+  }
+  for (;;) {
+    int waiting = 0;
+    for (int warp = 0; warp < threads; warp += LANES) {
+      int end = warp + LANES < threads ? warp + LANES : threads;
+      do for (int i = warp; i < end; i++) if (fiber[i].state != DONE) resume(i);
+      while ([&] {
+        for (int i = warp + 1; i < end; i++) if (fiber[i].state != fiber[warp].state) return false;
+        return fiber[warp].state == SHUFFLE;
+      }());
+      for (int i = warp; i < end; i++) {
+        if (fiber[i].state == SHUFFLE || fiber[i].state != fiber[warp].state) return false;
+        waiting += fiber[i].state == BARRIER;
+      }
+    }
+    if (!waiting) return true;
+    if (waiting != threads) return false;
+  }
+}
+
+static void on_fault(int) { siglongjmp(fault, 1); }
+
+extern "C" const char* mock_launch(void* kernel, const uint64_t* args, int n, const int* grid, const int* block, int fibers) {
+  static char* stacks = nullptr;
+  if (!stacks) stacks = (char*)mmap(0, MOST * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  int threads = block[0] * block[1] * block[2];
+  if (n > 48 || threads > MOST) return "more than 48 arguments or 1024 threads";
+  entry = kernel;
+  memcpy(arg, args, n * sizeof *arg);
+  blockDim = {block[0], block[1], block[2]};
+  struct sigaction action = {}, segv, bus;
+  action.sa_handler = on_fault;
+  action.sa_flags = SA_NODEFER;
+  sigaction(SIGSEGV, &action, &segv);
+  sigaction(SIGBUS, &action, &bus);
+  const char* wrong = nullptr;
+  if (sigsetjmp(fault, 1)) wrong = "reads or writes outside its buffers";
+  else for (int z = 0; z < grid[2] && !wrong; z++) for (int y = 0; y < grid[1] && !wrong; y++) for (int x = 0; x < grid[0] && !wrong; x++) {
+    blockIdx = {x, y, z};
+    if (!fibers) for (int i = 0; i < threads; i++) { place(i); call(); }
+    else if (!run_block(threads, stacks)) wrong = "threads part before a barrier or a shuffle";
+  }
+  sigaction(SIGSEGV, &segv, nullptr);
+  sigaction(SIGBUS, &bus, nullptr);
+  if (wrong) snprintf(message, sizeof message, "block (%d, %d, %d), thread %d: %s", blockIdx.x, blockIdx.y, blockIdx.z, current, wrong);
+  return wrong ? message : nullptr;
+}

@@ -1,0 +1,114 @@
+"""Logits against the naive numpy forward pass (oracle.py) and transformers' (goldens), for every block format, family and kind of file.
+
+The limit on a GPU is what its int8 activations and a cache of half floats may cost. Where there are no kernels all arithmetic is float32: about
+1e-12, and 1e-8 from an attn_kv_b, whose k_b is kept in half precision.
+"""
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Iterator
+import numpy as np, pytest
+from gguf import GGMLQuantizationType as T
+from extra.mkgguf import write_model
+from goldens.make import HERE
+from helpers import SMALL, WIDE, generator, write_mixed
+from oracle import logits, nmse, route
+from tinygrad import Tensor, TinyJit, dtypes
+from tinygrad.apps.generate import CHUNK, Generator
+from tinygrad.apps.gguf import read_gguf
+from tinygrad.apps.mla import Gating
+from tinygrad.apps.quantized import FLOATS, FORMATS
+from tinygrad.nn.intrinsics import target
+from tinygrad.nn.moe import choose_experts
+
+LIMIT = 1e-7 if target() is None else 1e-3
+TYPES = [*FORMATS, *FLOATS]
+FAMILIES: dict[str, dict[str, Any]] = {"small-glm": dict(q_lora=256), "small-ds": {}, "small-youtu": dict(q_lora=256, experts=0)}
+
+def tokens(n: int, vocab: int = 320) -> list[int]: return np.random.default_rng(n).integers(0, vocab, n).tolist()
+
+@pytest.mark.parametrize("shift", [0, 7])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_type(family: str, shift: int, tmp_path: Path):
+  """All 16 in one file, turned so that each stands in several roles; one wrong matrix would show in every position"""
+  path, ids = write_mixed(tmp_path / "m.gguf", family, TYPES[shift:] + TYPES[:shift], **WIDE | FAMILIES[family], seed=shift), tokens(CHUNK + 8)
+  assert {t.type for t in read_gguf(path).tensors.values()} == set(TYPES)
+  assert nmse(generator(path).logits(ids), logits(path, ids)) < LIMIT
+
+# what a file may be, each with an own way through from_gguf or the forward pass
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+  "an MTP block, no gating key, tied": ("small-glm", "F32", dict(q_lora=64, mtp=True, gating=None, tied=True)),
+  "attn_kv_b": ("small-ds", "Q8_0", dict(old_style=True)),
+  "attn_kv_b beside q_lora, sigmoid": ("small-glm", "F16", dict(q_lora=96, old_style=True)),
+  "softmax over the chosen, two dense blocks, weights as they are":
+    ("small-glm", "F32", dict(q_lora=64, gating=3, dense=2, blocks=3, weights_norm=False)),
+  "softmax, normalized, without a bias": ("small-ds", "BF16", dict(gating=1, weights_norm=True, scale=2.5, experts=7, used=5)),
+}
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_files(kind: str, tmp_path: Path):
+  model, quant, overrides = KINDS[kind]
+  (path,), ids = write_model(tmp_path / "m.gguf", model, quant, seed=3, **SMALL | overrides), tokens(CHUNK + 8)
+  assert nmse(generator(path).logits(ids), logits(path, ids)) < LIMIT
+
+@pytest.mark.parametrize("file", ["small-glm-F16", "small-ds2-F16", "small-youtu-F16", "../../models/tiny-glm-Q4_0"])
+def test_transformers(file: str):
+  path, n = HERE / f"{file}.gguf", 3 * CHUNK + 5
+  golden = np.load(HERE / f"{path.stem}.npz")
+  n = min(n, len(golden["ids"]))
+  at = golden["positions"] < n
+  got, want = generator(path, 128).logits(golden["ids"][:n].tolist()), golden["logits"][at]
+  assert len(want) >= 3 and nmse(got[golden["positions"][at]], want) < LIMIT
+  assert (got.argmax(-1) == golden["top1"][:n]).mean() > .98
+
+# ---- one model in several ways ----
+
+@pytest.fixture(scope="module")
+def yarn_model(tmp_path_factory) -> Iterator[tuple[Path, Generator]]:
+  path, = write_model(tmp_path_factory.mktemp("mla") / "m.gguf", "small-ds", "F16", seed=4, **SMALL)
+  yield path, generator(path, 4 * CHUNK)
+
+def test_many_chunks(yarn_model: tuple[Path, Generator]):
+  """Each length of the last chunk's kind: shorter than a chunk, a whole one, one more, and the context to its last token"""
+  path, g = yarn_model
+  ids = tokens(4 * CHUNK)
+  want = logits(path, ids)
+  for n in (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 9, 4 * CHUNK):
+    got = g.logits(ids[:n])
+    assert got.shape == (n, 320) and got.dtype == np.float32 and nmse(got, want[:n]) < LIMIT, n
+
+def test_one_by_one(yarn_model: tuple[Path, Generator]):
+  """Decoding a token at a time gives what a chunk gives, over the end of a chunk"""
+  path, g = yarn_model
+  ids = tokens(CHUNK + 9)
+  step = TinyJit(lambda token, pos: g.model.logits(token, pos).realize())
+  got = np.concatenate([step(Tensor([t]).realize(), g.position.bind(i)).numpy() for i, t in enumerate(ids)])
+  assert nmse(got, logits(path, ids)) < LIMIT and nmse(got, g.logits(ids)) < LIMIT
+  assert (got.argmax(-1) == g.logits(ids).argmax(-1)).all()
+
+def test_the_future_does_not_count(yarn_model: tuple[Path, Generator]):
+  path, g = yarn_model
+  a, b = tokens(CHUNK + 20), tokens(CHUNK + 20)[:CHUNK] + tokens(20)
+  assert a[:CHUNK] == b[:CHUNK] and a[CHUNK:] != b[CHUNK:]
+  x, y = g.logits(a), g.logits(b)
+  assert nmse(x[:CHUNK], y[:CHUNK]) < 1e-12 and nmse(x[CHUNK:], y[CHUNK:]) > 1e-2
+
+# ---- the router ----
+
+@pytest.mark.parametrize("gating,norm,biased", list(product(Gating, (False, True), (False, True))))
+def test_router(gating: Gating, norm: bool, biased: bool):
+  rng = np.random.default_rng([gating, norm, biased])
+  x, bias = rng.standard_normal((1, 64)).astype(np.float32) * 2, rng.standard_normal(64).astype(np.float32) if biased else None
+  names = SimpleNamespace(gating=int(gating), used=6, norm=norm, scale=1.8)
+  sel, weights = choose_experts(Tensor(x), None if bias is None else Tensor(bias), 6, int(gating), norm, 1.8)
+  Tensor.realize(sel, weights)
+  chosen, want = route(x.astype(np.float64), bias, names)
+  assert sel.dtype == dtypes.int32 and np.array_equal(sel.numpy(), chosen) and np.allclose(weights.numpy(), want, rtol=1e-5)
+  if biased: assert not np.array_equal(chosen, route(x.astype(np.float64), None, names)[0])  # a bias that decides
+
+def test_router_ties_and_tiny_sums():
+  def to(*logits: float) -> tuple[list[int], list[float]]:
+    sel, weights = choose_experts(Tensor([logits]), None, 3, int(Gating.SIGMOID), True, 1.0)
+    return sel.numpy()[0].tolist(), weights.numpy()[0].tolist()
+  assert to(1, 1, 1, 1, 1, 1) == ([0, 1, 2], pytest.approx([1 / 3] * 3))
+  assert to(0, 2, 1, 2, -1, 1)[0] == [1, 3, 2]                                     # the lower index first
+  assert to(-30, -20, -30, -30, -30, -30)[1][0] == pytest.approx(2 ** 14 / (1 + np.exp(20)), rel=1e-4)  # the sum is held up from below
