@@ -176,7 +176,7 @@ def assert_same_as_package(path: Path):
   assert list(f.tensors) == [t.name for t in stock.tensors]
   for t in stock.tensors:
     mine = f.tensor(t.name, *reversed(t.shape.tolist()))
-    assert mine.type == t.tensor_type and mine.data.ndim == 1 and not mine.data.flags.writeable
+    assert mine.type == t.tensor_type and mine.data.ndim == 1 and mine.data.mode == "c"
     assert isinstance(mapping_of(mine.data), np.memmap)
     assert np.array_equal(mine.data, t.data.view(np.uint8).reshape(-1))
 

@@ -3,7 +3,8 @@
 The kernels take one new token over the whole cache; several tokens (prefill) take the plain-ops form.
 
 Replaces the scores, softmax and weighted sum that the scheduler would make of it, each a pass over the cache.
-Layout: the cache is cut into splits of a fixed number of positions; a block takes a split and a few heads, its four warps every fourth position.
+Layout: what is written of the cache is cut into as many equal splits as give BLOCKS blocks, so that a context of any length fills the machine once; a
+block takes a split and a few heads, its four warps every fourth position.
 A lane holds its share of the queries and of the sums in registers, so the cache is read once a group of heads, with no barrier on the way;
 softmax is online, float32, with its maximum subtracted. The warps of a block meet in shared memory, the splits in `mla_combine`.
 """
@@ -15,7 +16,9 @@ from tinygrad.nn.intrinsics import Target, group_reduce, group_sum, target
 from tinygrad.nn.matvec import add, launch, local
 from tinygrad.uop.ops import Ops
 
-WARPS, HEADS, AT_ONCE, MAX_SPLITS = 4, 2, 4, 128  # of a block, of a block, positions a warp reads at once, of a cache
+WARPS, HEADS, AT_ONCE = 4, 2, 4   # of a block, of a block, positions a warp reads at once
+STEP = WARPS * AT_ONCE           # positions a block reads at once
+BLOCKS = 384                     # as many as a large GPU holds at once (three a multiprocessor of 132)
 NEVER = -1e30  # a score that no position has; finite, so that differences stay numbers
 
 def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int|Tensor, scale:float) -> Tensor:
@@ -24,7 +27,7 @@ def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int|Tensor, s
   if isinstance(pos, Tensor):
     t = target()
     assert t is not None, "a position on the device is for kernels"
-    return mla_combine(t, *mla_splits(t, q_latent[0], q.reshape(q_latent.shape[1], -1), cache, pos, scale), pos, cache.shape[0]).unsqueeze(0)
+    return mla_combine(t, *mla_splits(t, q_latent[0], q.reshape(q_latent.shape[1], -1), cache, pos, scale), pos).unsqueeze(0)
   return mla_attention_ops(q_latent, q, cache, pos, scale)
 
 def mla_attention_ops(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int, scale:float) -> Tensor:
@@ -37,10 +40,11 @@ def mla_attention_ops(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int, scal
     scores = scores + future.reshape(T, 1, pos+T)
   return scores.softmax(-1) @ keys[:, :L]
 
-def split_length(positions:int) -> int:
-  """Positions a split: the least that keeps a cache of `positions` within MAX_SPLITS, in whole rounds of the block's warps"""
-  step = WARPS * AT_ONCE
-  return max(2 * step, -(-positions // (MAX_SPLITS * step)) * step)
+def group_heads(heads:int) -> int: return HEADS if heads % HEADS == 0 else 1
+def split_count(heads:int, positions:int) -> int: return max(min(BLOCKS // (heads // group_heads(heads)), -(-positions // STEP)), 1)
+def split_length(last:UOp, splits:int) -> UOp:
+  """Positions a split, when `last` is the last one written: whole steps"""
+  return (last // (splits * STEP) + 1) * STEP
 
 def fits(t:Target, heads:int, latent:int, rope:int) -> bool:
   """Whether the lanes share a cached vector evenly and a block's sums have room in shared memory"""
@@ -50,13 +54,13 @@ def mla_splits(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, sc
   """q_latent: float32 (H, L); q: float32 (H, nope+R), whose last R numbers are the rotated part; cache: half (C, L+R), written up to pos; pos: int32 (1,)
   -> float32 (splits, H, L), the splits' weighted sums, and (splits, H, 2), their maximum (in base 2) and sum of weights; splits past pos are not written"""
   (H, L), (_, q_dim), (C, dim) = q_latent.shape, q.shape, cache.shape
-  R, lanes, length = dim - L, t.lanes, split_length(C)
-  G, splits = HEADS if H % HEADS == 0 else 1, -(-C // length)
+  R, lanes, G, splits = dim - L, t.lanes, group_heads(H), split_count(H, C)
   n, r = L // lanes, R // lanes                                              # of the latent and the rotated part, a lane's share
   def body(b:dict[str, UOp]) -> list[UOp]:
     split, group, thread = UOp.special(splits, "gidx0"), UOp.special(H // G, "gidx1"), UOp.special(WARPS * lanes, "lidx0")
     warp, lane = thread // lanes, thread % lanes
     last = b["pos"][0].load().cast(dtypes.weakint)
+    length = split_length(last, splits)
     active = split * length <= last
     def latent_dim(i:int) -> UOp: return (i // 4 * lanes + lane) * 4 + i % 4
     def rope_dim(i:int) -> UOp: return lane * r + i
@@ -66,8 +70,7 @@ def mla_splits(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, sc
     # running maximum, sum of weights and weighted sums
     state = UOp.placeholder((G * (n + 2),), dtypes.float, slot=2, addrspace=AddrSpace.REG)
     state = state.after(UOp.group(*[state[h * (n + 2) + i].store(NEVER if i == 0 else 0.0) for h in range(G) for i in range(n + 2)]))
-    rounds = active.where((last - split * length) // (WARPS * AT_ONCE) + 1, 0).minimum(length // (WARPS * AT_ONCE))
-    at = UOp.range(rounds, 0)
+    at = UOp.range(active.where(((last - split * length) // STEP + 1).minimum(length // STEP), 0), 0)
     now = state.after(at)
     keys, valid = [], []
     for j in range(AT_ONCE):
@@ -119,13 +122,14 @@ def mla_splits(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, sc
   sums, tops = launch(f"mla_splits_{splits}_{H}_{L}_{R}", outs, {"q_latent": q_latent, "q": q, "cache": cache, "pos": pos}, body, cache.nbytes())
   return sums, tops
 
-def mla_combine(t:Target, sums:Tensor, tops:Tensor, pos:Tensor, positions:int) -> Tensor:
-  """The splits of mla_splits over a cache of `positions` become float32 (H, L). A warp takes every eighth split, a lane four numbers."""
-  (splits, H, L), length, warps, lanes = sums.shape, split_length(positions), 8, t.lanes
+def mla_combine(t:Target, sums:Tensor, tops:Tensor, pos:Tensor) -> Tensor:
+  """The splits of mla_splits become float32 (H, L). A warp takes every eighth split, a lane four numbers."""
+  (splits, H, L), warps, lanes = sums.shape, 8, t.lanes
   def body(b:dict[str, UOp]) -> list[UOp]:
     part, head, thread = UOp.special(L // (4 * lanes), "gidx0"), UOp.special(H, "gidx1"), UOp.special(warps * lanes, "lidx0")
     warp, lane = thread // lanes, thread % lanes
-    count = b["pos"][0].load().cast(dtypes.weakint) // length + 1
+    last = b["pos"][0].load().cast(dtypes.weakint)
+    count = last // split_length(last, splits) + 1
     def entry(s:UOp, i:int) -> UOp: return b["tops"][((s * H + head) * 2 + i).valid(s < count)].load()
     top = None
     for first in range(0, splits, lanes):
