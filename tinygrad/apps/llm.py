@@ -199,7 +199,7 @@ def perplexity(model:Model, text:str) -> dict[str, Any]:
   if len(ids) < 2: raise UserError(f"--perplexity: expected a text of at least 2 tokens, found {len(ids)}")
   windows, half = ([ids[i:i + window] for i in range(0, len(ids) - window + 1, window)], window // 2) if len(ids) >= window else ([ids], 0)
   nll, scored = 0.0, 0
-  for part in tqdm(windows, desc="perplexity", leave=False):
+  for part in tqdm(windows, desc="perplexity", leave=False, disable=not sys.stderr.isatty()):
     if tok.add_bos and tok.bos_id is not None: part = [tok.bos_id, *part[1:]]
     logits = model.logits(part)[half:-1].astype(np.float64)
     top = logits.max(-1, keepdims=True)
