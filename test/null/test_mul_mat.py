@@ -46,10 +46,10 @@ def test_every_type(kind: T):
   if kind in FOUR_BITS: assert "*((uint4*)((data" in before
   check(w(tx, tsel), np.einsum("ti,tkoi->tko", x[:, 0], want.astype(np.float64)[sel]), w.integer)
 
-# a single unit, one short of a warp, tails of a warp, a row over several warps; 1408 and 2816 are DeepSeek-V2-Lite's
+# a single unit, one short of a warp, tails of a warp, a row over several warps, x too wide for shared memory; 1408 and 2816 are DeepSeek-V2-Lite's
 @pytest.mark.parametrize("kind,rows,width", [
   (T.Q4_0, 1, 32), (T.Q4_0, 33, 64), (T.Q4_0, 5, 992), (T.Q4_0, 16, 2048), (T.Q4_0, 5, 5120), (T.Q4_0, 1, 4128),
-  (T.Q5_0, 6, 1408), (T.Q8_0, 3, 2816), (T.Q6_K, 3, 1536), (T.F16, 5, 992), (T.F16, 3, 4128)], ids=lambda v: getattr(v, "name", str(v)))
+  (T.Q5_0, 6, 1408), (T.Q8_0, 3, 2816), (T.Q6_K, 3, 1536), (T.F16, 5, 992), (T.F16, 3, 4128), (T.F16, 3, 12800)], ids=lambda v: getattr(v, "name", str(v)))
 def test_shapes(kind: T, rows: int, width: int):
   data, want = random_weight(kind, (rows, width))
   w, x = QuantizedLinear.load(kind, (rows, width), data), normal(24, width)

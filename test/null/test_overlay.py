@@ -14,6 +14,7 @@ SCRIPTS = ["tinygrad/apps/llm.py", "bench_block.py", "profile_model.py"]
 # the SHA-256 of each upstream file that we wrap, as in tinygrad 0.14.0: what we wrapped is what is installed
 WRAPPED = {
   "__init__.py": "fc24d5d0df1b1a14bbee0bd2641a61ca5f34ec7d83f1b0b755adf6eb83d5c0be",
+  "runtime/graph/cuda.py": "613edd9b4a89787dd3753ba91cc9b699b21c0daef1871d24252a3dcf57e0f457",
 }
 
 def python(*args:str|Path, cwd:Path, **env:str) -> subprocess.CompletedProcess[str]:
@@ -120,8 +121,10 @@ def edit(path:Path, old:str, new:str) -> None:
   path.write_text(text.replace(old, new))
 
 def test_a_changed_upstream_file(clone, tmp_path):
-  shutil.copytree(WHEEL / "nn", tmp_path / "wheel/nn", ignore=shutil.ignore_patterns("__pycache__"))
-  (wheel := tmp_path / "wheel").joinpath("__init__.py").write_bytes((WHEEL / "__init__.py").read_bytes() + b"\n")
+  wheel = tmp_path / "wheel"
+  for m in WRAPPED:
+    (wheel / m).parent.mkdir(parents=True, exist_ok=True)
+    (wheel / m).write_bytes((WHEEL / m).read_bytes() + (b"\n" if m == "__init__.py" else b""))
   complaint, = check_hashes(clone, WRAPPED, wheel)
   assert complaint.startswith("__init__.py: expected ")
 
@@ -134,13 +137,13 @@ def test_a_missing_row_and_a_stale_one(clone):
 def test_an_incomplete_register(clone):
   wrap(clone)
   assert check_register(clone) == ["nn/optim.py: not in README.md's register"]
-  full = "| `__init__.py` | a | b | c |"
+  full = [f"| `{m}` | a | b | c |" for m in WRAPPED]
   for row, complaint in (("| `nn/optim.py` | a | | c |", "expected four filled cells"), ("| `nn/optim.py` | a | b |", "expected four filled cells")):
-    register(clone, full, row)
+    register(clone, *full, row)
     assert len(found := check_register(clone)) == 1 and complaint in found[0]
-  register(clone, full, "| `nn/optim.py` | a | b | c |", "| `nn/gone.py` | a | b | c |")
+  register(clone, *full, "| `nn/optim.py` | a | b | c |", "| `nn/gone.py` | a | b | c |")
   assert check_register(clone) == ["nn/gone.py: in README.md's register and wraps nothing"]
-  register(clone, full, "| `nn/optim.py` | a | b | c |", full)
+  register(clone, *full, "| `nn/optim.py` | a | b | c |", full[0])
   assert check_register(clone) == ["README.md: a path has two rows"]
   (clone / "README.md").write_text("# a fork\n")
   assert check_register(clone) == ["README.md: no heading `Wrapped modules`"]

@@ -1,10 +1,12 @@
 """Prefill, decode and what stays between turns: the owner of the JITs and of the cache's length."""
 from __future__ import annotations
+import sys
 from typing import Iterator
 import numpy as np
-from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
+from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
 from tinygrad.apps.mla import Transformer
 from tinygrad.apps.sampling import Features, Sampling, sample
+from tinygrad.nn.intrinsics import target
 from tinygrad.uop.ops import Ops
 
 CHUNK = 32  # prompt tokens a prefill step
@@ -30,6 +32,9 @@ class Generator:
     vocab = model.config.vocab_size
     # where kernels read the position from the device, a step moves it on itself, and nothing in its graph changes from token to token
     self.device_position = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize() if model.kernels_fit else None
+    if self.device_position is None and not Device.DEFAULT.startswith("CPU"):
+      print(f"{Device.DEFAULT}: {'no kernels for this device' if target() is None else 'a dimension of this model is not one that the kernels take'}: "
+            "decoding by plain ops, slowly", file=sys.stderr)
     self.token = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize()
     self.values = Tensor.zeros(5, dtype=dtypes.float).contiguous().realize()
     self.key = Tensor.zeros(2, dtype=dtypes.uint32).contiguous().realize()

@@ -16,7 +16,7 @@ from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear
 from tinygrad.apps.rope import Rope, Yarn, rope_table
 from tinygrad.nn.intrinsics import target
-from tinygrad.nn.matvec import fits as matvec_fits
+from tinygrad.nn.matvec import UNIT
 from tinygrad.nn.mla_attention import fits as attention_fits, mla_attention
 from tinygrad.nn.moe import choose_experts, expert_down, gate_up
 from tinygrad.nn.norm_linear import latent_query, norm_linear
@@ -200,7 +200,7 @@ class Transformer:
     c, t = self.config, target()
     widths = [c.dim, c.nope_dim, c.kv_lora_rank, c.n_heads * c.v_dim, c.hidden_dim] + [c.q_lora_rank] * (c.q_lora_rank > 0)
     if c.n_experts: widths += [c.expert_dim * n for n in (c.n_chosen, c.n_shared) if n]
-    return t is not None and all(matvec_fits(t, w) for w in widths) and attention_fits(t, c.n_heads, c.kv_lora_rank, c.rope_dim)
+    return t is not None and all(w % UNIT == 0 for w in widths) and attention_fits(t, c.n_heads, c.kv_lora_rank, c.rope_dim)
 
   @property
   def weight_bytes_a_token(self) -> int:

@@ -23,8 +23,8 @@ from tinygrad.device import Buffer, LRUAllocator
 from tinygrad.dtype import DType
 from tinygrad.helpers import Context, prod
 from tinygrad.nn.embedding import embedding
-from tinygrad.nn.intrinsics import target
-from tinygrad.nn.matvec import UNIT, Matrix, Rows, Unit, fits, launch, matvec
+from tinygrad.nn.intrinsics import after_previous, target
+from tinygrad.nn.matvec import UNIT, Matrix, Rows, Unit, launch, matvec
 
 # ---- bytes -> codes: the file's order of bits, one function a family. raw: (n, bytes a block) uint32, returns (n, elements) uint32 ----
 
@@ -287,16 +287,17 @@ def mul_mat_reference(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tens
 def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
   """y = W·x, for a matrix, a stack with one a head, or the matrices that ids name (clamped); shapes as in QuantizedLinear and QuantizedExpertWeights"""
   t, (*stack, rows, width) = target(), w.shape
-  if t is None or not fits(t, width): return mul_mat_reference(x, w, ids)
+  if t is None or width % UNIT: return mul_mat_reference(x, w, ids)
   out_shape, matrices = (*(x.shape[:-1] if ids is None else ids.shape), rows), prod(stack)
   items = prod(out_shape[:-1])
   share = items // prod(x.shape[:-1])
   def body(b:dict[str, UOp]) -> list[UOp]:
-    item, matrix = UOp.special(items, "gidx1"), w.matrix(b, "w")
-    which = item % matrices if ids is None else b["ids"][item].load().maximum(0).minimum(matrices - 1).cast(dtypes.weakint)
-    def finish(sums:list[UOp], team:UOp, keep:UOp) -> list[UOp]:
+    item, matrix, previous = UOp.special(items, "gidx1"), w.matrix(b, "w"), None if ids is None else after_previous(t)
+    which = item % matrices if previous is None else b["ids"][item + previous].load().maximum(0).minimum(matrices - 1).cast(dtypes.weakint)
+    def finish(sums:list[UOp], team:UOp, keep:UOp, _:UOp) -> list[UOp]:
       return [b["y"][(item * rows + team * 2 + r).valid(keep & (team * 2 + r < rows) if rows % 2 else keep)].store(y) for r, y in enumerate(sums)]
     part = Rows(-(-rows // 2), lambda team: [(matrix, which * rows + ((team * 2 + r).minimum(rows - 1) if rows % 2 else team * 2 + r)) for r in range(2)], finish)
-    return matvec(t, width // UNIT, w.integer, lambda k: [b["x"][(item // share) * width + k * 4 + j].load() for j in range(4)], [part])
+    return matvec(t, width // UNIT, w.integer, lambda k: [b["x"][(item // share) * width + k * 4 + j].load() for j in range(4)], [part],
+                  previous=previous, items=items)
   name = f"mul_mat{'' if ids is None else '_id'}_{w.kind.name.lower()}_{items}_{rows}_{width}"
   return launch(name, {"y": Tensor.empty(*out_shape, dtype=dtypes.float)}, {"x": x, **({} if ids is None else {"ids": ids}), **w.args("w")}, body)[0]

@@ -1,6 +1,6 @@
 """The few instructions that UOps cannot say, a row a target. Everything else in a kernel is UOps and renders for every target."""
 from __future__ import annotations
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from tinygrad import Device, UOp, dtypes
 from tinygrad.renderer.cstyle import CUDARenderer, MetalRenderer
 from tinygrad.uop.ops import Ops
@@ -10,6 +10,7 @@ class Target:
   """What a kernel may ask of a GPU. Texts are C expressions over {0}, {1}, … (the operands); {o} is a lane distance."""
   shuffle_xor: str
   dot4: str|None = None        # int32 sum of four int8 products and a third operand, each word holding four bytes
+  wait: str|None = None        # statements: the next kernel may start; go on when the kernels before this one are done
   lanes: int = 32
   shared_bytes: int = 32768
 
@@ -18,12 +19,17 @@ TARGETS = {
   "METAL": Target("simd_shuffle_xor({{0}}, (ushort){o})"),
 }
 
+# from Hopper on a kernel may start while those before it still run, up to the point where it waits for them (programmatic dependent launch)
+HOPPER = replace(TARGETS["CUDA"], wait='asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); asm volatile("griddepcontrol.wait;" ::: "memory")')
+
 def target(device:str|None=None) -> Target|None:
   """The device's row, or None where there is none: the CPU, a GPU that nobody has written one for. NULL, which schedules with no device at all,
   stands for the one whose language it renders."""
   name = (device or Device.DEFAULT).split(":")[0]
-  if name == "NULL": name = next((n for n, r in (("CUDA", CUDARenderer), ("METAL", MetalRenderer)) if isinstance(Device[name].renderer, r)), name)
-  return TARGETS.get(name)
+  if name not in ("CUDA", "NULL"): return TARGETS.get(name)
+  renderer = Device[name].renderer
+  if isinstance(renderer, CUDARenderer): return HOPPER if int(renderer.target.arch.removeprefix("sm_") or 0) >= 90 else TARGETS["CUDA"]
+  return TARGETS["METAL"] if isinstance(renderer, MetalRenderer) else None
 
 def shuffle(t:Target, x:UOp, distance:int) -> UOp:
   """x of the lane whose number differs in the bit `distance`. A CUSTOM is a statement of its own, evaluated once; CUSTOMI is repeated at every use."""
@@ -40,6 +46,12 @@ def dot4(t:Target, a:UOp, b:UOp, c:UOp) -> UOp:
   """int32 c + Σ a[i]·b[i] over the four int8 of two words"""
   assert t.dot4 is not None
   return UOp(Ops.CUSTOMI, dtypes.int, src=(a, b, c), arg=t.dot4)
+
+def after_previous(t:Target, *loads:UOp) -> UOp:
+  """A zero that is known only when the kernels before this one are done: an index it is added to reads what they wrote. Loads of constants that are given are
+  issued before. Elsewhere a kernel starts when those before it are done, and this is a plain zero."""
+  if t.wait is None: return UOp.const(0)
+  return UOp(Ops.CUSTOM, dtypes.int, src=loads or (UOp.const(0, dtypes.int),), arg=f"0; {t.wait}").cast(dtypes.weakint)
 
 def round_to_int(x:UOp) -> UOp:
   """The nearest integer, halves away from zero"""

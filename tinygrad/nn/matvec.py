@@ -17,12 +17,12 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops
-from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, round_to_int
+from tinygrad.nn.intrinsics import Target, after_previous, dot4, group_reduce, group_sum, round_to_int
 
 UNIT = 32                          # weights
 STEPS = 6                          # units a lane takes of a row before the row is spread over more warps
 WARPS, MANY_WARPS, MANY_JOBS = 8, 16, 4096
-FEW_BLOCKS = 32
+FEW_BLOCKS = 64
 
 @dataclass(frozen=True)
 class Unit:
@@ -43,32 +43,43 @@ Matrix = Callable[[UOp, UOp, UOp|None], Unit]
 
 @dataclass(frozen=True)
 class Rows:
-  """A part of a launch: `teams` jobs. of(team) names a job's rows, (matrix, row) each; finish(sums, team, keep) stores what became of them where
-  keep is true (it is on one lane of the team)."""
+  """A part of a launch: `teams` jobs. of(team) names a job's rows, (matrix, row) each; finish(sums, team, keep, previous) stores what became of
+  them where keep is true (it is on one lane of the team); what earlier kernels wrote it reads at indices that previous, a zero, is added to."""
   teams: int
   of: Callable[[UOp], Sequence[tuple[Matrix, UOp]]]
-  finish: Callable[[list[UOp], UOp, UOp], list[UOp]]
+  finish: Callable[[list[UOp], UOp, UOp, UOp], list[UOp]]
 
 def local(size:int, dtype:DType, slot:int) -> UOp: return UOp.placeholder((size,), dtype, slot=slot, addrspace=AddrSpace.LOCAL)
 def add(a:UOp|None, b:UOp) -> UOp: return b if a is None else a + b
 
+def float_dot(x:list[UOp]) -> Callable[[Unit], UOp]:
+  """The product of a unit with 32 float32 values"""
+  def dot(w:Unit) -> UOp:
+    width, y = UNIT // len(w.scales), None
+    for g, (scale, minimum) in enumerate(w.scales):
+      products, total = None, None
+      for i in range(g * width, (g + 1) * width):
+        products = add(products, w.value(i) * x[i])
+        if minimum is not None: total = add(total, x[i])
+      y = add(y, scale * products if minimum is None else scale * products + minimum * total)
+    return y
+  return dot
+
 class FloatVector:
   """x in shared memory as float32. Word j of unit u lies at (j·pitch + u)·4: neighbouring lanes read neighbouring 16 bytes."""
-  def __init__(self, target:Target, units:int): self.pitch = units + 1; self.shared = local(8 * self.pitch * 4, dtypes.float, 0)
+  def __init__(self, units:int): self.pitch = units + 1; self.shared = local(8 * self.pitch * 4, dtypes.float, 0)
   def stage(self, k:UOp, x:list[UOp]) -> list[UOp]: return [self.shared[(k % 8 * self.pitch + k // 8) * 4 + j].store(v) for j, v in enumerate(x)]
   def after(self, barrier:UOp) -> None: self.shared = self.shared.after(barrier)
-  def read(self, u:UOp) -> Callable[[Unit], UOp]:
-    x = [self.shared[(j * self.pitch + u) * 4 + byte].load() for j in range(8) for byte in range(4)]
-    def dot(w:Unit) -> UOp:
-      width, y = UNIT // len(w.scales), None
-      for g, (scale, minimum) in enumerate(w.scales):
-        products, total = None, None
-        for i in range(g * width, (g + 1) * width):
-          products = add(products, w.value(i) * x[i])
-          if minimum is not None: total = add(total, x[i])
-        y = add(y, scale * products if minimum is None else scale * products + minimum * total)
-      return y
-    return dot
+  def read(self, u:UOp) -> Callable[[Unit], UOp]: return float_dot([self.shared[(j * self.pitch + u) * 4 + byte].load() for j in range(8) for byte in range(4)])
+  @staticmethod
+  def fits(target:Target, units:int) -> bool: return 8 * (units + 1) * 16 + 2048 <= target.shared_bytes
+
+class DeviceVector:
+  """x where it lies, for a vector too wide for shared memory: lanes read it with a stride, and leave the rest to the caches."""
+  def __init__(self, x:Callable[[UOp], list[UOp]]): self.x = x
+  def stage(self, k:UOp, x:list[UOp]) -> list[UOp]: return []
+  def after(self, barrier:UOp) -> None: pass
+  def read(self, u:UOp) -> Callable[[Unit], UOp]: return float_dot([v for j in range(8) for v in self.x(u * 8 + j)])
 
 class Int8Vector:
   """x in shared memory as int8, four to a word: words 0–3 of unit u at u·4, words 4–7 at (pitch + u)·4; beside them its scale and, for each
@@ -109,19 +120,22 @@ def layout(units:int, lanes:int, jobs:int) -> tuple[int, int, int]:
   A row stays within a warp up to STEPS units a lane, over the most lanes that leave at most a tenth of them idle."""
   width, warps = lanes, -(-units // (lanes * STEPS))
   while warps == 1 and width > 1 and units < 0.9 * width * -(-units // width): width //= 2
-  teams = max((MANY_WARPS if jobs >= MANY_JOBS else WARPS) // warps, 1) * (lanes // width)
+  teams = max((MANY_WARPS if jobs * width // lanes >= MANY_JOBS else WARPS) // warps, 1) * (lanes // width)
   # too few jobs to fill the machine: smaller blocks, and a row over as many lanes as it has units
   while jobs < FEW_BLOCKS * teams and teams * width * warps >= 2 * lanes: teams //= 2
   while teams == 1 and warps * width * 2 <= units: warps *= 2
   return width, warps, teams
 
 def matvec(target:Target, units:int, integer:bool, x:Callable[[UOp], list[UOp]], parts:list[Rows],
-           norm:tuple[Callable[[UOp], list[UOp]], float]|None=None, side:Callable[[UOp, UOp, int], list[UOp]]|None=None) -> list[UOp]:
-  """The stores of a launch over gidx0; what else numbers the blocks (a head, a token) is the caller's, in x and parts.
+           norm:tuple[Callable[[UOp], list[UOp]], float]|None=None, side:Callable[[UOp, UOp, int, UOp], list[UOp]]|None=None,
+           previous:UOp|None=None, items:int=1) -> list[UOp]:
+  """The stores of a launch over gidx0; what else numbers the blocks (a head, a token: `items` of them) is the caller's, in x
+  and parts.
   x(k): the values 4k … 4k+3 of the vector, float32; units: of 32 values; integer: whether every matrix has integer codes; norm: the weight of an
-  RMSNorm of x, likewise, and its epsilon; side(block, thread, threads): the stores of a small job done beside."""
+  RMSNorm of x, likewise, and its epsilon; side(block, thread, threads, previous): the stores of a small job done beside; previous: after_previous of a caller whose rows
+  depend on the kernels before."""
   integer = integer and target.dot4 is not None
-  lanes, warps_of_row, teams = layout(units, target.lanes, sum(part.teams for part in parts))
+  lanes, warps_of_row, teams = layout(units, target.lanes, items * sum(part.teams for part in parts))
   span = lanes * warps_of_row
   threads, steps, blocks = teams * span, -(-units // span), [-(-part.teams // teams) for part in parts]
   g, t = UOp.special(sum(blocks), "gidx0"), UOp.special(threads, "lidx0")
@@ -140,16 +154,19 @@ def matvec(target:Target, units:int, integer:bool, x:Callable[[UOp], list[UOp]],
     rows = part.of(job if inside is None else inside.where(job, 0))
     weights.append([[matrix(row, u if ok is None else ok.where(u, 0), both(inside, ok)) for u, ok in unit_of] for matrix, row in rows])
   loads = [u for u in UOp.sink(*(v for part in weights for row in part for w in row for v in w.registers())).toposort() if u.op is Ops.LOAD]
-  # x
-  vector, quads, stores, squares = (Int8Vector if integer else FloatVector)(target, units), units * 8, [], None
+  # x, and all that the kernels before have made
+  if previous is None: previous = after_previous(target, *loads)
+  def weighted(k:UOp) -> list[UOp]:
+    values = x(k + previous)
+    return values if norm is None else [v * w for v, w in zip(values, norm[0](k))]
+  vector = Int8Vector(target, units) if integer else FloatVector(units) if FloatVector.fits(target, units) else DeviceVector(weighted)
+  quads, stores, squares = units * 8, [], None
   for first in range(0, quads, threads):
     k, ok = t + first, None
     if first + threads > quads: ok, k = k < quads, (k < quads).where(k, quads - 8 + t % 8)  # the rest stage the last unit again
-    values = x(k)
     if norm is not None:
-      for v in values: squares = add(squares, v * v if ok is None else ok.where(v * v, 0.0))
-      values = [v * w for v, w in zip(values, norm[0](k))]
-    stores += vector.stage(k, values)
+      for v in x(k + previous): squares = add(squares, v * v if ok is None else ok.where(v * v, 0.0))
+    stores += vector.stage(k, weighted(k))
   if squares is not None:
     square_sums = local(threads // target.lanes, dtypes.float, 2)
     stores.append(square_sums[(t // target.lanes).valid((t % target.lanes).eq(0))].store(group_sum(target, squares, target.lanes)))
@@ -184,13 +201,9 @@ def matvec(target:Target, units:int, integer:bool, x:Callable[[UOp], list[UOp]],
   for i, part in enumerate(parts):
     (job, inside), n = job_of(i, number), len(weights[i])
     keep = both(here, inside)
-    done += part.finish(sums[:n], job, keep)
+    done += part.finish(sums[:n], job, keep, previous)
     sums = sums[n:]
-  return done + (side(g, t, threads) if side else [])
-
-def fits(target:Target, width:int) -> bool:
-  """Whether a vector of `width` values is whole units and has room in shared memory, as float32"""
-  return width % UNIT == 0 and 8 * (width // UNIT + 1) * 16 + 2048 <= target.shared_bytes
+  return done + (side(g, t, threads, previous) if side else [])
 
 def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:Callable[[dict[str, UOp]], list[UOp]], mem:int|None=None) -> list[Tensor]:
   """Runs a kernel of the given stores: body gets the flat buffers by name. mem: bytes it moves, where the renderer cannot count them.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.nn.intrinsics import Target, group_reduce, group_sum, target
+from tinygrad.nn.intrinsics import Target, after_previous, group_reduce, group_sum, target
 from tinygrad.nn.matvec import add, launch, local
 from tinygrad.uop.ops import Ops
 
@@ -58,15 +58,15 @@ def mla_splits(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, sc
   n, r = L // lanes, R // lanes                                              # of the latent and the rotated part, a lane's share
   def body(b:dict[str, UOp]) -> list[UOp]:
     split, group, thread = UOp.special(splits, "gidx0"), UOp.special(H // G, "gidx1"), UOp.special(WARPS * lanes, "lidx0")
-    warp, lane = thread // lanes, thread % lanes
+    warp, lane, previous = thread // lanes, thread % lanes, after_previous(t)
     last = b["pos"][0].load().cast(dtypes.weakint)
     length = split_length(last, splits)
     active = split * length <= last
     def latent_dim(i:int) -> UOp: return (i // 4 * lanes + lane) * 4 + i % 4
     def rope_dim(i:int) -> UOp: return lane * r + i
     factor = scale * math.log2(math.e)
-    query = [[b["q_latent"][(group * G + h) * L + latent_dim(i)].load() * factor for i in range(n)] +
-             [b["q"][(group * G + h) * q_dim + q_dim - R + rope_dim(i)].load() * factor for i in range(r)] for h in range(G)]
+    query = [[b["q_latent"][(group * G + h) * L + latent_dim(i) + previous].load() * factor for i in range(n)] +
+             [b["q"][(group * G + h) * q_dim + q_dim - R + rope_dim(i) + previous].load() * factor for i in range(r)] for h in range(G)]
     # running maximum, sum of weights and weighted sums
     state = UOp.placeholder((G * (n + 2),), dtypes.float, slot=2, addrspace=AddrSpace.REG)
     state = state.after(UOp.group(*[state[h * (n + 2) + i].store(NEVER if i == 0 else 0.0) for h in range(G) for i in range(n + 2)]))
@@ -76,7 +76,7 @@ def mla_splits(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, sc
     for j in range(AT_ONCE):
       p = split * length + (at * AT_ONCE + j) * WARPS + warp
       valid.append(p <= last)
-      p = p.minimum(last)
+      p = p.minimum(last) + previous
       keys.append([b["cache"][p * dim + latent_dim(i)].load().cast(dtypes.float) for i in range(n)] +
                   [b["cache"][p * dim + L + rope_dim(i)].load().cast(dtypes.float) for i in range(r)])
     updates = []
@@ -127,10 +127,10 @@ def mla_combine(t:Target, sums:Tensor, tops:Tensor, pos:Tensor) -> Tensor:
   (splits, H, L), warps, lanes = sums.shape, 8, t.lanes
   def body(b:dict[str, UOp]) -> list[UOp]:
     part, head, thread = UOp.special(L // (4 * lanes), "gidx0"), UOp.special(H, "gidx1"), UOp.special(warps * lanes, "lidx0")
-    warp, lane = thread // lanes, thread % lanes
+    warp, lane, previous = thread // lanes, thread % lanes, after_previous(t)
     last = b["pos"][0].load().cast(dtypes.weakint)
     count = last // split_length(last, splits) + 1
-    def entry(s:UOp, i:int) -> UOp: return b["tops"][((s * H + head) * 2 + i).valid(s < count)].load()
+    def entry(s:UOp, i:int) -> UOp: return b["tops"][((s * H + head) * 2 + i + previous).valid(s < count)].load()
     top = None
     for first in range(0, splits, lanes):
       s = lane + first
@@ -142,7 +142,7 @@ def mla_combine(t:Target, sums:Tensor, tops:Tensor, pos:Tensor) -> Tensor:
       s = warp + first
       weight = (s < count).where((entry(s, 0) - top).exp2(), 0.0)
       total = add(total, weight * entry(s, 1))
-      for i in range(4): y[i] = add(y[i], weight * b["sums"][((s * H + head) * L + (part * lanes + lane) * 4 + i).valid(s < count)].load())
+      for i in range(4): y[i] = add(y[i], weight * b["sums"][((s * H + head) * L + (part * lanes + lane) * 4 + i + previous).valid(s < count)].load())
     shared, totals = local(warps * lanes * 4, dtypes.float, 0), local(warps, dtypes.float, 1)
     barrier = UOp(Ops.BARRIER, src=(*(shared[(warp * lanes + lane) * 4 + i].store(v) for i, v in enumerate(y)), totals[warp.valid(lane.eq(0))].store(total)))
     shared, totals, value, weight = shared.after(barrier), totals.after(barrier), None, None

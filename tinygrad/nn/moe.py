@@ -5,12 +5,14 @@ registers of both, which cost more than a launch."""
 from __future__ import annotations
 from typing import Sequence
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn.intrinsics import Target
+from tinygrad.nn.intrinsics import Target, after_previous
 from tinygrad.nn.matvec import UNIT, Matrix, Rows, Unit, add, launch, local, matvec
 from tinygrad.nn.norm_linear import Norm, Weight, kernel_target, quad
 from tinygrad.uop.ops import Ops
 
-def expert_of(b:dict[str, UOp], k:UOp, experts:int) -> UOp: return b["sel"][k].load().maximum(0).minimum(experts - 1).cast(dtypes.weakint)
+def expert_of(b:dict[str, UOp], k:UOp, experts:int) -> UOp:
+  """The chosen expert number k, an index that comes after the kernel that chose"""
+  return b["sel"][k].load().maximum(0).minimum(experts - 1).cast(dtypes.weakint)
 
 LOG2_E = 1.4426950408889634
 SOFTMAX, SIGMOID, SOFTMAX_WEIGHT = 1, 2, 3   # GGUF's expert_gating_func; the third is softmax over the chosen logits only
@@ -38,24 +40,23 @@ def choose_experts_ops(logits:Tensor, bias:Tensor|None, count:int, gating:int, n
 
 def choose_experts_kernel(t:Target, logits:Tensor, bias:Tensor|None, count:int, gating:int, normalize:bool, scale:float) -> tuple[Tensor, Tensor]:
   E = logits.shape[1]
-  threads = E  # not one more: behind the gate of a store tinygrad would drop the clamp of an idle thread's index, of its loads too
   def body(b:dict[str, UOp]) -> list[UOp]:
-    thread = UOp.special(threads, "lidx0")
-    mine = thread if threads == E else thread.minimum(E - 1)
-    everyone = [b["logits"][i].load() for i in range(E)]
+    # a thread an expert, and not one more: behind the gate of a store tinygrad would drop the clamp of an idle thread's index, of its loads too
+    thread, previous = UOp.special(E, "lidx0"), after_previous(t)
+    everyone = [b["logits"][previous + i].load() for i in range(E)]
     def total(values:list[UOp], op) -> UOp:  # a tree: short chains
       while len(values) > 1: values = [op(*values[i:i+2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
       return values[0]
     def exp(x:UOp) -> UOp: return (x * LOG2_E).exp2()
-    logit = b["logits"][mine].load()
+    logit = b["logits"][thread + previous].load()
     if gating == SIGMOID: score = 1 / (1 + exp(-logit))
     elif gating == SOFTMAX: score = exp(logit - total(everyone, UOp.maximum)) / total([exp(x - total(everyone, UOp.maximum)) for x in everyone], UOp.add)
     else: score = logit
-    choice = score if bias is None else score + b["bias"][mine].load()
+    choice = score if bias is None else score + b["bias"][thread].load()
     shared, chosen = local(E, dtypes.float, 0), local(count, dtypes.float, 1)
-    shared = shared.after(UOp(Ops.BARRIER, src=(shared[mine].store(choice),)))
-    ahead = total([((other := shared[i].load()) > choice).where(1, ((other >= choice) & (i < mine)).where(1, 0)) for i in range(E)], UOp.add)
-    wins = (ahead < count) & (thread < E)
+    shared = shared.after(UOp(Ops.BARRIER, src=(shared[thread].store(choice),)))
+    ahead = total([((other := shared[i].load()) > choice).where(1, ((other >= choice) & (i < thread)).where(1, 0)) for i in range(E)], UOp.add)
+    wins = ahead < count
     slot = wins.where(ahead, 0).cast(dtypes.weakint)
     chosen = chosen.after(UOp(Ops.BARRIER, src=(chosen[slot.valid(wins)].store(score),)))
     weights = [chosen[i].load() for i in range(count)]
@@ -86,14 +87,15 @@ def gate_up_kernel(t:Target, x:Tensor, norm:Norm, weights:tuple[Weight, Weight],
   (*stack, F, _), K = weights[0].shape, 1 if sel is None else sel.shape[1]
   chosen = {} if sel is None or scale is None else {"sel": sel, "scale": scale}
   def body(b:dict[str, UOp]) -> list[UOp]:
-    gate, up = weights[0].matrix(b, "gate"), weights[1].matrix(b, "up")
+    gate, up, chosen_by = weights[0].matrix(b, "gate"), weights[1].matrix(b, "up"), after_previous(t) if chosen else None
     def of(team:UOp) -> Sequence[tuple[Matrix, UOp]]:
-      row = expert_of(b, team // F, stack[0]) * F + team % F if chosen else team
+      row = team if chosen_by is None else expert_of(b, team // F + chosen_by, stack[0]) * F + team % F
       return [(gate, row), (up, row)]
-    def finish(sums:list[UOp], team:UOp, keep:UOp) -> list[UOp]:
+    def finish(sums:list[UOp], team:UOp, keep:UOp, previous:UOp) -> list[UOp]:
       y = sums[0] / (1 + (sums[0] * -LOG2_E).exp2()) * sums[1]
-      return [b["y"][team.valid(keep)].store(y * b["scale"][(team // F).valid(keep)].load() if chosen else y)]
-    return matvec(t, x.shape[1] // UNIT, all(w.integer for w in weights), quad(b["x"]), [Rows(K * F, of, finish)], (quad(b["norm"]), norm.eps))
+      return [b["y"][team.valid(keep)].store(y * b["scale"][(team // F + previous).valid(keep)].load() if chosen else y)]
+    return matvec(t, x.shape[1] // UNIT, all(w.integer for w in weights), quad(b["x"]), [Rows(K * F, of, finish)], (quad(b["norm"]), norm.eps),
+                  previous=chosen_by)
   y = Tensor.empty(*((1, K, F) if chosen else (1, F)), dtype=dtypes.float)
   ins = {"x": x, "norm": norm.weight, **chosen, **weights[0].args("gate"), **weights[1].args("up")}
   return launch(f"gate_up_{f'{K}_of_' if chosen else ''}{weights[0].label}", {"y": y}, ins, body)[0]
@@ -109,9 +111,10 @@ def expert_down_kernel(t:Target, hidden:Tensor, down:Weight, sel:Tensor, residua
   (E, D, F), K = down.shape, sel.shape[1]
   each = F // UNIT  # units an expert: a row of the product runs through all chosen experts
   def body(b:dict[str, UOp]) -> list[UOp]:
-    matrix = down.matrix(b, "w")
-    def chosen(row:UOp, unit:UOp, gate:UOp|None) -> Unit: return matrix(expert_of(b, unit // each, E) * D + row, unit % each, gate)
-    def finish(sums:list[UOp], team:UOp, keep:UOp) -> list[UOp]:
-      return [b["y"][(team * 2 + r).valid(keep)].store(s + b["residual"][(team * 2 + r).valid(keep)].load()) for r, s in enumerate(sums)]
-    return matvec(t, K * each, down.integer, quad(b["x"]), [Rows(D // 2, lambda team: [(chosen, team * 2 + r) for r in range(2)], finish)])
+    matrix, chosen_by = down.matrix(b, "w"), after_previous(t)
+    def chosen(row:UOp, unit:UOp, gate:UOp|None) -> Unit: return matrix(expert_of(b, unit // each + chosen_by, E) * D + row, unit % each, gate)
+    def finish(sums:list[UOp], team:UOp, keep:UOp, previous:UOp) -> list[UOp]:
+      return [b["y"][(team * 2 + r).valid(keep)].store(s + b["residual"][(team * 2 + r + previous).valid(keep)].load()) for r, s in enumerate(sums)]
+    return matvec(t, K * each, down.integer, quad(b["x"]), [Rows(D // 2, lambda team: [(chosen, team * 2 + r) for r in range(2)], finish)],
+                  previous=chosen_by)
   return launch(f"expert_down_{K}_{down.label}", {"y": Tensor.empty(1, D, dtype=dtypes.float)}, {"x": hidden, "sel": sel, "residual": residual, **down.args("w")}, body)[0]

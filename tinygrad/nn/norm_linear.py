@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Callable, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, group_sum, target
-from tinygrad.nn.matvec import UNIT, Matrix, Rows, add, fits, launch, local, matvec
+from tinygrad.nn.matvec import UNIT, Matrix, Rows, add, launch, local, matvec
 from tinygrad.uop.ops import Ops
 
 class Weight(Protocol):
@@ -34,9 +34,9 @@ class Rope(Protocol):
   def rotate_heads(self, q:Tensor) -> Tensor: ...
 
 def kernel_target(x:Tensor, *widths:int) -> Target|None:
-  """The target whose kernels take this step: one token, vectors that fit. None: the plain-ops form"""
+  """The target whose kernels take this step: one token, vectors of whole units. None: the plain-ops form"""
   t = target() if x.shape[0] == 1 else None
-  return t if t is not None and all(fits(t, w) for w in widths) else None
+  return t if t is not None and all(w % UNIT == 0 for w in widths) else None
 
 def quad(buffer:UOp, offset:UOp|int=0) -> Callable[[UOp], list[UOp]]: return lambda k: [buffer[offset + k * 4 + j].load() for j in range(4)]
 
@@ -68,12 +68,12 @@ def norm_linear_kernel(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weig
     def part(i:int, w:Weight) -> Rows:
       rows, matrix, y = w.shape[0], w.matrix(b, f"w{i}"), b[f"y{i}"]
       def inside(row:UOp) -> UOp: return row.minimum(rows - 1) if rows % 2 else row
-      def finish(sums:list[UOp], team:UOp, keep:UOp) -> list[UOp]:
+      def finish(sums:list[UOp], team:UOp, keep:UOp, previous:UOp) -> list[UOp]:
         row = team * 2
         if rope is not None and i == 0:
           at = row % rope.head - rope.nope
           sums = rotated(b, rope.table.shape[1], at, sums, at >= 0)
-        if residual is not None and i == 0: sums = [s + b["residual"][inside(row + r)].load() for r, s in enumerate(sums)]
+        if residual is not None and i == 0: sums = [s + b["residual"][inside(row + r) + previous].load() for r, s in enumerate(sums)]
         return [y[(row + r).valid(keep & (row + r < rows) if rows % 2 else keep)].store(s) for r, s in enumerate(sums)]
       return Rows(-(-rows // 2), lambda team: [(matrix, inside(team * 2 + r)) for r in range(2)], finish)
     return matvec(t, x.shape[1] // UNIT, all(w.integer for w in weights), quad(b["x"]), [part(i, w) for i, w in enumerate(weights)],
@@ -97,15 +97,15 @@ def latent_query_kernel(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, ca
   (H, L, nope), dim = k_b.shape, cache.shape[1]
   def body(b:dict[str, UOp]) -> list[UOp]:
     item, matrix = UOp.special(H, "gidx1"), k_b.matrix(b, "w")
-    def finish(sums:list[UOp], team:UOp, keep:UOp) -> list[UOp]:
+    def finish(sums:list[UOp], team:UOp, keep:UOp, _:UOp) -> list[UOp]:
       return [b["q_latent"][(item * L + team * 2 + r).valid(keep)].store(s) for r, s in enumerate(sums)]
     part = Rows(L // 2, lambda team: [(matrix, item * L + team * 2 + r) for r in range(2)], finish)
-    def cache_row(block:UOp, thread:UOp, threads:int) -> list[UOp]:
+    def cache_row(block:UOp, thread:UOp, threads:int, previous:UOp) -> list[UOp]:
       first, pairs, squares = block.eq(0) & item.eq(0), [], None   # one block writes it, the others load nothing for it
       for start in range(0, dim // 2, threads):
         at = (thread + start) * 2
         ok, latent = first & (at < dim), at < L
-        pair = [b["kv"][(at + i).valid(ok)].load() for i in range(2)]
+        pair = [b["kv"][(at + i + previous).valid(ok)].load() for i in range(2)]
         squares = add(squares, (ok & latent).where(pair[0] * pair[0] + pair[1] * pair[1], 0.0))
         pairs.append((at, ok, latent, pair))
       assert squares is not None
@@ -120,7 +120,7 @@ def latent_query_kernel(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, ca
           value = latent.where(pair[i] * factor * b["norm"][(at + i).valid(ok & latent)].load(), turned[i])
           done.append(b["cache"][(b["pos"][0].load().cast(dtypes.weakint) * dim + at + i).valid(ok)].store(value.cast(cache.dtype)))
       return done
-    return matvec(t, nope // UNIT, k_b.integer, quad(b["q"], item * rope.head), [part], side=cache_row)
+    return matvec(t, nope // UNIT, k_b.integer, quad(b["q"], item * rope.head), [part], side=cache_row, items=H)
   outs = {"q_latent": Tensor.empty(1, H, L, dtype=dtypes.float), "cache": cache}
   q_latent, written = launch(f"latent_query_{k_b.label}", outs, {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "pos": rope.pos, **k_b.args("w")}, body)
   return q_latent, written
