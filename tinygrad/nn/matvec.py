@@ -122,7 +122,7 @@ def layout(units:int, lanes:int, jobs:int) -> tuple[int, int, int]:
   while warps == 1 and width > 1 and units < 0.9 * width * -(-units // width): width //= 2
   teams = max((MANY_WARPS if jobs * width // lanes >= MANY_JOBS else WARPS) // warps, 1) * (lanes // width)
   # too few jobs to fill the machine: smaller blocks, and a row over as many lanes as it has units
-  while jobs < FEW_BLOCKS * teams and teams * width * warps >= 2 * lanes: teams //= 2
+  while teams > 1 and jobs < FEW_BLOCKS * teams and teams * width * warps >= 2 * lanes: teams //= 2
   while teams == 1 and warps * width * 2 <= units: warps *= 2
   return width, warps, teams
 
