@@ -33,8 +33,8 @@ class Generator:
     # where kernels read the position from the device, a step moves it on itself, and nothing in its graph changes from token to token
     self.device_position = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize() if model.kernels_fit else None
     if self.device_position is None and not Device.DEFAULT.startswith("CPU"):
-      print(f"{Device.DEFAULT}: {'no kernels for this device' if target() is None else 'a dimension of this model is not one that the kernels take'}: "
-            "decoding by plain ops, slowly", file=sys.stderr)
+      why = "no kernels for this device" if target() is None else "a dimension of this model is not one that the kernels take"
+      print(f"{Device.DEFAULT}: {why}: decoding by plain ops, slowly", file=sys.stderr)
     self.token = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize()
     self.values = Tensor.zeros(5, dtype=dtypes.float).contiguous().realize()
     self.key = Tensor.zeros(2, dtype=dtypes.uint32).contiguous().realize()
@@ -44,7 +44,10 @@ class Generator:
 
   # ---- graphs ----
   def _decode(self, features:Features, pos:UOp|Tensor) -> Tensor:
-    counter = (pos if isinstance(pos, Tensor) else Tensor(pos)).cast(dtypes.uint32).reshape(1).cat(Tensor.zeros(1, dtype=dtypes.uint32)) if features.draw else self.key
+    counter = self.key
+    if features.draw:  # a token's draw is numbered by its position
+      number = (pos if isinstance(pos, Tensor) else Tensor(pos)).cast(dtypes.uint32).reshape(1)
+      counter = number.cat(Tensor.zeros(1, dtype=dtypes.uint32))
     logits, seen = self.model.logits(self.token, pos).reshape(-1), None
     if features.penalty:
       seen = self.seen.assign(Tensor.arange(self.seen.shape[0]).eq(self.token).cast(dtypes.uint8).maximum(self.seen))
@@ -78,7 +81,8 @@ class Generator:
     """Makes the cache hold ids[:-1], reusing the longest prefix it holds already, and the token buffer ids[-1]: decode may start at len(ids)-1.
     Raises ContextFull for a prompt that leaves no room for an answer, ValueError for an empty one or a token out of range."""
     self._check(ids)
-    if len(ids) >= self.max_context: raise ContextFull(f"the prompt has {len(ids)} tokens, max_context is {self.max_context}: nothing is left for an answer")
+    if len(ids) >= self.max_context:
+      raise ContextFull(f"the prompt has {len(ids)} tokens, max_context is {self.max_context}: nothing is left for an answer")
     todo = len(ids) - 1
     start = next((i for i, (a, b) in enumerate(zip(self.cached, ids[:todo])) if a != b), min(len(self.cached), todo))
     self.cached = self.cached[:start]

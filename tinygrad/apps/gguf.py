@@ -29,7 +29,8 @@ class GGUFError(Exception):
     super().__init__(line if len(line) <= 500 else line[:400] + " ... " + line[-95:])
 
 class GGUFTensor(NamedTuple):
-  """One weight as it lies in the file. shape: numpy order, (out, in) or (E, out, in); data: uint8, 1-D, mapped (copy-on-write), the tensor's bytes and no others."""
+  """One weight as it lies in the file. shape: numpy order, (out, in) or (E, out, in); data: uint8, 1-D, mapped
+  (copy-on-write), the tensor's bytes and no others."""
   name: str
   shape: tuple[int, ...]
   type: GGMLType

@@ -13,7 +13,8 @@ if __name__ == "__main__":
   sys.path[0] = str(ROOT)
   try: import tinygrad
   except ImportError as e: sys.exit(str(e))
-  if not hasattr(tinygrad, "OVERLAY"): sys.exit(f"this is the fork's command line, but `import tinygrad` found {tinygrad.__file__}: expected {ROOT / 'tinygrad'}")
+  if not hasattr(tinygrad, "OVERLAY"):
+    sys.exit(f"this is the fork's command line, but `import tinygrad` found {tinygrad.__file__}: expected {ROOT / 'tinygrad'}")
 
 import argparse, itertools, json, math, os, shutil, socket, statistics, time
 from typing import Any, Iterator
@@ -44,7 +45,8 @@ MODELS = {
   "youtu-llm:2b-Q4_K_M": ("AaryanK/Youtu-LLM-2B-GGUF", "Youtu-LLM-2B.q4_k_m.gguf"),
 }
 ALIASES = {
-  "glm-4.7:flash": "glm-4.7:flash-unsloth-Q4_0", "glm-4.7:flash-Q4_0": "glm-4.7:flash-unsloth-Q4_0", "glm-4.7:flash-Q4_K_M": "glm-4.7:flash-unsloth-Q4_K_M",
+  "glm-4.7:flash": "glm-4.7:flash-unsloth-Q4_0", "glm-4.7:flash-Q4_0": "glm-4.7:flash-unsloth-Q4_0",
+  "glm-4.7:flash-Q4_K_M": "glm-4.7:flash-unsloth-Q4_K_M",
   "deepseek-v2-lite": "deepseek-v2-lite-Q4_0", "youtu-llm:2b": "youtu-llm:2b-Q4_0",
 }
 BUILT_IN = ROOT / "models" / "tiny-glm-Q4_0.gguf"
@@ -84,7 +86,8 @@ def check_device() -> None:
   except Exception as e:  # each device fails in its own way
     raise UserError(f"cannot open the device: {' '.join(str(e).split())}; the variable DEV names another, as in DEV=CPU") from None
   if isinstance(compiler, ClangCompiler) and shutil.which(cc := getenv("CC", "clang")) is None:
-    raise UserError(f"the device {Device.DEFAULT} needs a C compiler: expected {cc!r} on the PATH, found none; `make setup` installs clang or says how")
+    raise UserError(f"the device {Device.DEFAULT} needs a C compiler: expected {cc!r} on the PATH, found none; "
+                    "`make setup` installs clang or says how")
 
 # ---- from Python ----
 
@@ -121,7 +124,8 @@ class Model:
     at = min((held.find(s) for s in stops if s in held), default=len(held))
     if held[:at]: yield held[:at]
 
-  def chat(self, messages:list[dict[str, Any]], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=(), **template) -> Iterator[str]:
+  def chat(self, messages:list[dict[str, Any]], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=(),
+           **template) -> Iterator[str]:
     """Answers [{"role": "user", "content": …}, …] in the model's own form, as pieces of text. Raises GGUFError where the file has no usable
     template, ContextFull."""
     if self._chat is None: raise GGUFError(self._chat_error)
@@ -150,8 +154,8 @@ def benchmark(model:Model, name:str, count:int, depth:int, load_seconds:float) -
   """Prints the ceiling, then decodes `count` tokens after `depth` others. Returns what the JSON line holds."""
   t, gen = model.transformer, model.generator
   if depth + 2 + count > t.max_context:
-    raise UserError(f"--depth {depth} and --benchmark {count}: expected at most {t.max_context - 2} tokens together, found {depth + count}: the cache holds "
-                    f"{t.max_context} (the model's own context is {t.config.context_length})")
+    raise UserError(f"--depth {depth} and --benchmark {count}: expected at most {t.max_context - 2} tokens together, found {depth + count}: "
+                    f"the cache holds {t.max_context} (the model's own context is {t.config.context_length})")
   weights, cache, peak = t.weight_bytes_a_token, t.cache_bytes(depth), peak_bandwidth()
   print(f"device    {Device.DEFAULT}")
   print(f"a token   reads {weights / 1e6:.1f} MB of weights and {cache / 1e6:.1f} MB of cache at depth {depth}")
@@ -185,10 +189,10 @@ def benchmark(model:Model, name:str, count:int, depth:int, load_seconds:float) -
   (p10, p90), median = (float(np.percentile(times, p)) for p in (10, 90)), statistics.median(times)
   percent = f", {100 * ceiling / median:.1f} % of the ceiling" if ceiling else ""
   print(f"median    {median * 1e3:.3f} ms, {1 / median:.1f} tok/s (p10 {p10 * 1e3:.3f} ms, p90 {p90 * 1e3:.3f} ms){percent}")
-  return {"model": name, "device": Device.DEFAULT, "depth": depth, "tokens": count, "median_ms": median * 1e3, "p10_ms": p10 * 1e3, "p90_ms": p90 * 1e3,
-          "tok_s": 1 / median, "weight_bytes": weights, "cache_bytes": cache, "peak_gb_s": peak[0] / 1e9 if peak else None,
-          "ceiling_percent": 100 * ceiling / median if ceiling else None, "kernels": gen.kernels_a_token, "load_s": load_seconds, "first_token_s": first,
-          "prefill_tok_s": prefill, "device_bytes": GlobalCounters.mem_used}
+  return {"model": name, "device": Device.DEFAULT, "depth": depth, "tokens": count, "median_ms": median * 1e3, "p10_ms": p10 * 1e3,
+          "p90_ms": p90 * 1e3, "tok_s": 1 / median, "weight_bytes": weights, "cache_bytes": cache, "peak_gb_s": peak[0] / 1e9 if peak else None,
+          "ceiling_percent": 100 * ceiling / median if ceiling else None, "kernels": gen.kernels_a_token, "load_s": load_seconds,
+          "first_token_s": first, "prefill_tok_s": prefill, "device_bytes": GlobalCounters.mem_used}
 
 def perplexity(model:Model, text:str) -> dict[str, Any]:
   """exp of the mean negative log-likelihood, over windows of at most 512 tokens of which the second half is scored (the whole of a text that is
@@ -257,8 +261,10 @@ def parser() -> Parser:
   add("raw_prompt", nargs="?", const=True, metavar="TEXT", help="continue TEXT (or --prompt's) as it is, without the chat template")
   add("count", type=whole(1), metavar="N", help="at most N new tokens (default: until the model stops or the context is full)")
   defaults = Sampling()
-  for name, kind, text in (("temperature", float, "0 is greedy"), ("top_k", int, "keep the k likeliest tokens, 0 all"), ("top_p", float, "keep the likeliest tokens up to this probability"),
-                           ("min_p", float, "keep tokens this likely, relative to the likeliest"), ("repeat_penalty", float, "make tokens of the context less likely"), ("seed", int, "of the draws")):
+  for name, kind, text in (("temperature", float, "0 is greedy"), ("top_k", int, "keep the k likeliest tokens, 0 all"),
+                           ("top_p", float, "keep the likeliest tokens up to this probability"),
+                           ("min_p", float, "keep tokens this likely, relative to the likeliest"),
+                           ("repeat_penalty", float, "make tokens of the context less likely"), ("seed", int, "of the draws")):
     add(name, type=kind, default=getattr(defaults, name), metavar="X", help=f"{text} (default {getattr(defaults, name)})")
   add("stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; may be given more than once")
   add("benchmark", nargs="?", type=whole(1), const=20, metavar="N", help="time the decoding of N tokens (default 20)")

@@ -85,7 +85,8 @@ class Config:
     experts = integer("expert_count", 0, low=0, high=1 << 16)
     yarn, scaling = None, f.key(f"{arch}.rope.scaling.type", str, "none")
     if scaling == "yarn":
-      yarn = Yarn(real("rope.scaling.factor"), integer("rope.scaling.original_context_length"), real("rope.scaling.yarn_log_multiplier", 0.0, low=-1.0),
+      yarn = Yarn(real("rope.scaling.factor"), integer("rope.scaling.original_context_length"),
+                  real("rope.scaling.yarn_log_multiplier", 0.0, low=-1.0),
                   real("rope.scaling.yarn_beta_fast", 32.0), real("rope.scaling.yarn_beta_slow", 1.0))
     elif scaling != "none": raise bad("rope.scaling.type", "none or yarn", repr(scaling))
     config = dict(
@@ -155,7 +156,8 @@ class Router:
     return choose_experts(logits, self.exp_probs_b, c.n_chosen, int(c.gating), c.normalize_weights, c.weights_scale)
 
 class MoE:
-  def __init__(self, norm:RMSNorm, router:Router, gate:QuantizedExpertWeights, up:QuantizedExpertWeights, down:QuantizedExpertWeights, shared:MLP|None):
+  def __init__(self, norm:RMSNorm, router:Router, gate:QuantizedExpertWeights, up:QuantizedExpertWeights, down:QuantizedExpertWeights,
+               shared:MLP|None):
     self.ffn_norm, self.router, self.shared = norm, router, shared
     self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps = gate, up, down
   def __call__(self, x:Tensor) -> Tensor:
@@ -214,7 +216,8 @@ class Transformer:
   def cache_bytes(self, depth:int) -> int: return sum(c.shape[1] * c.dtype.itemsize for c in self.cache) * depth
 
   @staticmethod
-  def from_gguf(f:GGUFFile, max_context:int|None=None, progress:Callable[[list[GGUFTensor]], Iterable[GGUFTensor]]=lambda tensors: tensors) -> Transformer:
+  def from_gguf(f:GGUFFile, max_context:int|None=None,
+                progress:Callable[[list[GGUFTensor]], Iterable[GGUFTensor]]=lambda tensors: tensors) -> Transformer:
     """Loads every tensor that decoding reads onto the device, one after another; each is checked before the first is read.
     max_context: tokens, the model's own context by default. progress wraps the list of tensors to load, as tqdm does.
     Raises GGUFError for a missing key or tensor and for a wrong shape."""

@@ -150,7 +150,8 @@ def _place(width:int) -> Tensor:
 
 def split_planes(kind:GGMLType, shape:tuple[int, ...], raw:Tensor) -> Planes:
   """The planes of a matrix, unrealized. raw: uint8, the tensor's bytes as in the file; shape: (…, out, in).
-  Code planes are named q0, q1 and have shape (…, out, units, words a unit); the others (…, out, units or blocks). A float matrix is one plane w."""
+  Code planes are named q0, q1 and have shape (…, out, units, words a unit); the others (…, out, units or blocks). A float matrix is one
+  plane w."""
   if kind in FLOATS: return {"w": raw.bitcast(dtypes.uint16 if kind is GGMLType.BF16 else FLOATS[kind]).reshape(shape)}
   fmt, (elements, nbytes), rows = FORMATS[kind], block_size(kind), shape[:-1]
   blocks = raw.reshape(-1, nbytes).cast(dtypes.uint32)
@@ -220,7 +221,8 @@ BIG = 1 << 24  # bytes
 def _splitter(device:str, kind:GGMLType, shape:tuple[int, ...]) -> tuple[TinyJit, dict[str, tuple[tuple[int, ...], DType]]]:
   """split_planes for every tensor of a type and shape: a graph (raw, *planes) that fills the planes, and their shapes and dtypes"""
   elements, nbytes = block_size(kind)
-  layout = {name: (p.shape, p.dtype) for name, p in split_planes(kind, shape, Tensor.empty(prod(shape) // elements * nbytes, dtype=dtypes.uint8)).items()}
+  some = split_planes(kind, shape, Tensor.empty(prod(shape) // elements * nbytes, dtype=dtypes.uint8))
+  layout = {name: (p.shape, p.dtype) for name, p in some.items()}
   def split(raw:Tensor, *planes:Tensor) -> None:
     Tensor.realize(*(plane.assign(p) for plane, p in zip(planes, split_planes(kind, shape, raw).values())))
   jit = TinyJit(split)
@@ -255,7 +257,8 @@ class QuantizedWeight:
   def matrix(self, buffers:dict[str, UOp], name:str) -> Matrix:
     """What a kernel reads the weights with; a stack's rows are numbered through"""
     def unit(row:UOp, u:UOp, gate:UOp|None) -> Unit:
-      return _unit(self.kind, self.shape[-1] // UNIT, lambda plane, at: buffers[f"{name}.{plane}"][at if gate is None else at.valid(gate)].load(), row, u)
+      def plane(which:str, at:UOp) -> UOp: return buffers[f"{name}.{which}"][at if gate is None else at.valid(gate)].load()
+      return _unit(self.kind, self.shape[-1] // UNIT, plane, row, u)
     return unit
   @property
   def label(self) -> str: return "_".join([self.kind.name.lower(), *map(str, self.shape)])
@@ -285,7 +288,8 @@ def mul_mat_reference(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tens
   return (x.unsqueeze(-2) * (w if ids is None else w[ids]).dequantize()).sum(-1)
 
 def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
-  """y = W·x, for a matrix, a stack with one a head, or the matrices that ids name (clamped); shapes as in QuantizedLinear and QuantizedExpertWeights"""
+  """y = W·x, for a matrix, a stack with one a head, or the matrices that ids name (clamped); shapes as in QuantizedLinear and
+  QuantizedExpertWeights"""
   t, (*stack, rows, width) = target(), w.shape
   if t is None or width % UNIT: return mul_mat_reference(x, w, ids)
   out_shape, matrices = (*(x.shape[:-1] if ids is None else ids.shape), rows), prod(stack)
@@ -296,7 +300,8 @@ def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
     which = item % matrices if previous is None else b["ids"][item + previous].load().maximum(0).minimum(matrices - 1).cast(dtypes.weakint)
     def finish(sums:list[UOp], team:UOp, keep:UOp, _:UOp) -> list[UOp]:
       return [b["y"][(item * rows + team * 2 + r).valid(keep & (team * 2 + r < rows) if rows % 2 else keep)].store(y) for r, y in enumerate(sums)]
-    part = Rows(-(-rows // 2), lambda team: [(matrix, which * rows + ((team * 2 + r).minimum(rows - 1) if rows % 2 else team * 2 + r)) for r in range(2)], finish)
+    def row(team:UOp, r:int) -> UOp: return which * rows + ((team * 2 + r).minimum(rows - 1) if rows % 2 else team * 2 + r)
+    part = Rows(-(-rows // 2), lambda team: [(matrix, row(team, r)) for r in range(2)], finish)
     return matvec(t, width // UNIT, w.integer, lambda k: [b["x"][(item // share) * width + k * 4 + j].load() for j in range(4)], [part],
                   previous=previous, items=items)
   name = f"mul_mat{'' if ids is None else '_id'}_{w.kind.name.lower()}_{items}_{rows}_{width}"

@@ -68,5 +68,6 @@ def argmax_kernel(t:Target, x:Tensor) -> Tensor:
   def whole(b:dict[str, UOp]) -> list[UOp]:
     thread = UOp.special(blocks, "lidx0")
     return [b["y"][(thread * 0).valid(thread.eq(0))].store(block_best(b["values"], b["places"], blocks, thread * 0, thread, blocks, 1)[1])]
-  values, places = launch(f"argmax_part_{V}", {"values": Tensor.empty(blocks, dtype=dtypes.float), "places": Tensor.empty(blocks, dtype=dtypes.int32)}, {"x": x}, part)
+  outs = {"values": Tensor.empty(blocks, dtype=dtypes.float), "places": Tensor.empty(blocks, dtype=dtypes.int32)}
+  values, places = launch(f"argmax_part_{V}", outs, {"x": x}, part)
   return launch("argmax_whole", {"y": Tensor.empty(1, dtype=dtypes.int32)}, {"values": values, "places": places}, whole)[0]

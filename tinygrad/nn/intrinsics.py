@@ -20,7 +20,8 @@ TARGETS = {
 }
 
 # from Hopper on a kernel may start while those before it still run, up to the point where it waits for them (programmatic dependent launch)
-HOPPER = replace(TARGETS["CUDA"], wait='asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); asm volatile("griddepcontrol.wait;" ::: "memory")')
+HOPPER = replace(TARGETS["CUDA"], wait='asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); '
+                                       'asm volatile("griddepcontrol.wait;" ::: "memory")')
 
 def target(device:str|None=None) -> Target|None:
   """The device's row, or None where there is none: the CPU, a GPU that nobody has written one for. NULL, which schedules with no device at all,
@@ -32,7 +33,8 @@ def target(device:str|None=None) -> Target|None:
   return TARGETS["METAL"] if isinstance(renderer, MetalRenderer) else None
 
 def shuffle(t:Target, x:UOp, distance:int) -> UOp:
-  """x of the lane whose number differs in the bit `distance`. A CUSTOM is a statement of its own, evaluated once; CUSTOMI is repeated at every use."""
+  """x of the lane whose number differs in the bit `distance`"""
+  # a CUSTOM is a statement of its own, evaluated once; a CUSTOMI's text is repeated at every use
   return UOp(Ops.CUSTOM, x.dtype, src=(x,), arg=t.shuffle_xor.format(o=distance))
 
 def group_reduce(t:Target, x:UOp, lanes:int, op, step:int=1) -> UOp:
@@ -48,8 +50,8 @@ def dot4(t:Target, a:UOp, b:UOp, c:UOp) -> UOp:
   return UOp(Ops.CUSTOMI, dtypes.int, src=(a, b, c), arg=t.dot4)
 
 def after_previous(t:Target, *loads:UOp) -> UOp:
-  """A zero that is known only when the kernels before this one are done: an index it is added to reads what they wrote. Loads of constants that are given are
-  issued before. Elsewhere a kernel starts when those before it are done, and this is a plain zero."""
+  """A zero that is known only when the kernels before this one are done: an index it is added to reads what they wrote. Loads of constants
+  that are given are issued before. Elsewhere a kernel starts when those before it are done, and this is a plain zero."""
   if t.wait is None: return UOp.const(0)
   return UOp(Ops.CUSTOM, dtypes.int, src=loads or (UOp.const(0, dtypes.int),), arg=f"0; {t.wait}").cast(dtypes.weakint)
 

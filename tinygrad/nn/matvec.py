@@ -70,7 +70,8 @@ class FloatVector:
   def __init__(self, units:int): self.pitch = units + 1; self.shared = local(8 * self.pitch * 4, dtypes.float, 0)
   def stage(self, k:UOp, x:list[UOp]) -> list[UOp]: return [self.shared[(k % 8 * self.pitch + k // 8) * 4 + j].store(v) for j, v in enumerate(x)]
   def after(self, barrier:UOp) -> None: self.shared = self.shared.after(barrier)
-  def read(self, u:UOp) -> Callable[[Unit], UOp]: return float_dot([self.shared[(j * self.pitch + u) * 4 + byte].load() for j in range(8) for byte in range(4)])
+  def read(self, u:UOp) -> Callable[[Unit], UOp]:
+    return float_dot([self.shared[(j * self.pitch + u) * 4 + byte].load() for j in range(8) for byte in range(4)])
   @staticmethod
   def fits(target:Target, units:int) -> bool: return 8 * (units + 1) * 16 + 2048 <= target.shared_bytes
 
@@ -132,8 +133,8 @@ def matvec(target:Target, units:int, integer:bool, x:Callable[[UOp], list[UOp]],
   """The stores of a launch over gidx0; what else numbers the blocks (a head, a token: `items` of them) is the caller's, in x
   and parts.
   x(k): the values 4k … 4k+3 of the vector, float32; units: of 32 values; integer: whether every matrix has integer codes; norm: the weight of an
-  RMSNorm of x, likewise, and its epsilon; side(block, thread, threads, previous): the stores of a small job done beside; previous: after_previous of a caller whose rows
-  depend on the kernels before."""
+  RMSNorm of x, likewise, and its epsilon; side(block, thread, threads, previous): the stores of a small job done beside;
+  previous: after_previous of a caller whose rows depend on the kernels before."""
   integer = integer and target.dot4 is not None
   lanes, warps_of_row, teams = layout(units, target.lanes, items * sum(part.teams for part in parts))
   span = lanes * warps_of_row
@@ -210,6 +211,8 @@ def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:Callabl
   Returns the outs, written."""
   names, tensors = [*outs, *ins], [t.flatten() for t in (*outs.values(), *ins.values())]
   info = KernelInfo(name=name, opts_to_apply=(), estimates=None if mem is None else Estimates(0, mem, mem))
-  def fxn(*buffers:UOp) -> UOp: return UOp.group(*body(dict(zip(names, (b.flatten() for b in buffers))))).sink(arg=info).rtag(1)  # tagged: scheduled already
+  def fxn(*buffers:UOp) -> UOp:
+    stores = body(dict(zip(names, (b.flatten() for b in buffers))))
+    return UOp.group(*stores).sink(arg=info).rtag(1)  # tagged: scheduled already
   written = tensors[0].custom_kernel(*tensors[1:], fxn=fxn)
   return [w.reshape(t.shape) for w, t in zip(written, outs.values())]

@@ -22,8 +22,8 @@ BLOCKS = 384                     # as many as a large GPU holds at once (three a
 NEVER = -1e30  # a score that no position has; finite, so that differences stay numbers
 
 def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int|Tensor, scale:float) -> Tensor:
-  """q_latent: float32 (T, H, L); q: float32 (T, H·head), each head's last R numbers rotated; cache: (C, L+R), with the tokens from pos on written; pos: a
-  number or Variable, or int32 (1,) on the device -> float32 (T, H, L), softmax(q·k·scale)·v"""
+  """q_latent: float32 (T, H, L); q: float32 (T, H·head), each head's last R numbers rotated; cache: (C, L+R), with the tokens from pos on
+  written; pos: a number or Variable, or int32 (1,) on the device -> float32 (T, H, L), softmax(q·k·scale)·v"""
   if isinstance(pos, Tensor):
     t = target()
     assert t is not None, "a position on the device is for kernels"
@@ -51,8 +51,9 @@ def fits(t:Target, heads:int, latent:int, rope:int) -> bool:
   return latent % (4 * t.lanes) == 0 and rope % t.lanes == 0 and WARPS * min(HEADS, heads) * (latent + 2) * 4 <= t.shared_bytes
 
 def mla_splits(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:float) -> tuple[Tensor, Tensor]:
-  """q_latent: float32 (H, L); q: float32 (H, nope+R), whose last R numbers are the rotated part; cache: half (C, L+R), written up to pos; pos: int32 (1,)
-  -> float32 (splits, H, L), the splits' weighted sums, and (splits, H, 2), their maximum (in base 2) and sum of weights; splits past pos are not written"""
+  """q_latent: float32 (H, L); q: float32 (H, nope+R), whose last R numbers are the rotated part; cache: half (C, L+R), written up to pos;
+  pos: int32 (1,) -> float32 (splits, H, L), the splits' weighted sums, and (splits, H, 2), their maximum (in base 2) and sum of weights; splits past
+  pos are not written"""
   (H, L), (_, q_dim), (C, dim) = q_latent.shape, q.shape, cache.shape
   R, lanes, G, splits = dim - L, t.lanes, group_heads(H), split_count(H, C)
   n, r = L // lanes, R // lanes                                              # of the latent and the rotated part, a lane's share
@@ -144,9 +145,11 @@ def mla_combine(t:Target, sums:Tensor, tops:Tensor, pos:Tensor) -> Tensor:
       total = add(total, weight * entry(s, 1))
       for i in range(4): y[i] = add(y[i], weight * b["sums"][((s * H + head) * L + (part * lanes + lane) * 4 + i + previous).valid(s < count)].load())
     shared, totals = local(warps * lanes * 4, dtypes.float, 0), local(warps, dtypes.float, 1)
-    barrier = UOp(Ops.BARRIER, src=(*(shared[(warp * lanes + lane) * 4 + i].store(v) for i, v in enumerate(y)), totals[warp.valid(lane.eq(0))].store(total)))
+    written = [shared[(warp * lanes + lane) * 4 + i].store(v) for i, v in enumerate(y)]
+    barrier = UOp(Ops.BARRIER, src=(*written, totals[warp.valid(lane.eq(0))].store(total)))
     shared, totals, value, weight = shared.after(barrier), totals.after(barrier), None, None
     at = thread.minimum(lanes * 4 - 1)
     for w in range(warps): value, weight = add(value, shared[w * lanes * 4 + at].load()), add(weight, totals[w].load())
     return [b["context"][(head * L + part * (lanes * 4) + at).valid(thread < lanes * 4)].store(value / weight)]
-  return launch(f"mla_combine_{splits}_{H}_{L}", {"context": Tensor.empty(H, L, dtype=dtypes.float)}, {"sums": sums, "tops": tops, "pos": pos}, body)[0]
+  context = Tensor.empty(H, L, dtype=dtypes.float)
+  return launch(f"mla_combine_{splits}_{H}_{L}", {"context": context}, {"sums": sums, "tops": tops, "pos": pos}, body)[0]

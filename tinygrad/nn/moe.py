@@ -50,7 +50,9 @@ def choose_experts_kernel(t:Target, logits:Tensor, bias:Tensor|None, count:int, 
     def exp(x:UOp) -> UOp: return (x * LOG2_E).exp2()
     logit = b["logits"][thread + previous].load()
     if gating == SIGMOID: score = 1 / (1 + exp(-logit))
-    elif gating == SOFTMAX: score = exp(logit - total(everyone, UOp.maximum)) / total([exp(x - total(everyone, UOp.maximum)) for x in everyone], UOp.add)
+    elif gating == SOFTMAX:
+      top = total(everyone, UOp.maximum)
+      score = exp(logit - top) / total([exp(x - top) for x in everyone], UOp.add)
     else: score = logit
     choice = score if bias is None else score + b["bias"][thread].load()
     shared, chosen = local(E, dtypes.float, 0), local(count, dtypes.float, 1)
@@ -72,8 +74,8 @@ def choose_experts_kernel(t:Target, logits:Tensor, bias:Tensor|None, count:int, 
   return sel, weights
 
 def gate_up(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], sel:Tensor|None=None, scale:Tensor|None=None) -> Tensor:
-  """silu(gate·n) · (up·n) with n = RMSNorm(x). x: float32 (T, D); weights: gate and up, (F, D) -> float32 (T, F); or, with sel int32 (T, K) and scale
-  float32 (T, K), stacks (E, F, D), of which the chosen are taken, their results times scale -> float32 (T, K, F)"""
+  """silu(gate·n) · (up·n) with n = RMSNorm(x). x: float32 (T, D); weights: gate and up, (F, D) -> float32 (T, F); or, with sel int32 (T, K)
+  and scale float32 (T, K), stacks (E, F, D), of which the chosen are taken, their results times scale -> float32 (T, K, F)"""
   if t := kernel_target(x, x.shape[1]): return gate_up_kernel(t, x, norm, weights, sel, scale)
   return gate_up_ops(x, norm, weights, sel, scale)
 
@@ -101,7 +103,8 @@ def gate_up_kernel(t:Target, x:Tensor, norm:Norm, weights:tuple[Weight, Weight],
   return launch(f"gate_up_{f'{K}_of_' if chosen else ''}{weights[0].label}", {"y": y}, ins, body)[0]
 
 def expert_down(hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor) -> Tensor:
-  """residual + Σ_k down[sel[k]] · hidden[k]. hidden: float32 (T, K, F), weighted already; down: (E, D, F); residual: float32 (T, D) -> float32 (T, D)"""
+  """residual + Σ_k down[sel[k]] · hidden[k]. hidden: float32 (T, K, F), weighted already; down: (E, D, F); residual: float32 (T, D)
+  -> float32 (T, D)"""
   if t := kernel_target(hidden, hidden.shape[1] * hidden.shape[2]): return expert_down_kernel(t, hidden, down, sel, residual)
   return expert_down_ops(hidden, down, sel, residual)
 
@@ -117,4 +120,5 @@ def expert_down_kernel(t:Target, hidden:Tensor, down:Weight, sel:Tensor, residua
       return [b["y"][(team * 2 + r).valid(keep)].store(s + b["residual"][(team * 2 + r + previous).valid(keep)].load()) for r, s in enumerate(sums)]
     return matvec(t, K * each, down.integer, quad(b["x"]), [Rows(D // 2, lambda team: [(chosen, team * 2 + r) for r in range(2)], finish)],
                   previous=chosen_by)
-  return launch(f"expert_down_{K}_{down.label}", {"y": Tensor.empty(1, D, dtype=dtypes.float)}, {"x": hidden, "sel": sel, "residual": residual, **down.args("w")}, body)[0]
+  ins = {"x": hidden, "sel": sel, "residual": residual, **down.args("w")}
+  return launch(f"expert_down_{K}_{down.label}", {"y": Tensor.empty(1, D, dtype=dtypes.float)}, ins, body)[0]

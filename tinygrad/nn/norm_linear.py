@@ -50,7 +50,8 @@ def rotated(buffers:dict[str, UOp], half:int, at:UOp, pair:Sequence[UOp], turned
 def norm_linear(x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
   """x: float32 (T, in); weights: matrices (out_i, in) of RMSNorm(x), or of x without a norm; rope rotates the heads of the first product, residual
   (T, out_0) is added to it -> float32 (T, out_i) each"""
-  if (t := kernel_target(x, x.shape[1])) and (rope is None or isinstance(rope.pos, Tensor)): return norm_linear_kernel(t, x, norm, weights, rope, residual)
+  if (t := kernel_target(x, x.shape[1])) and (rope is None or isinstance(rope.pos, Tensor)):
+    return norm_linear_kernel(t, x, norm, weights, rope, residual)
   return norm_linear_ops(x, norm, weights, rope, residual)
 
 def norm_linear_ops(x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
@@ -78,7 +79,8 @@ def norm_linear_kernel(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weig
       return Rows(-(-rows // 2), lambda team: [(matrix, inside(team * 2 + r)) for r in range(2)], finish)
     return matvec(t, x.shape[1] // UNIT, all(w.integer for w in weights), quad(b["x"]), [part(i, w) for i, w in enumerate(weights)],
                   (quad(b["norm"]), norm.eps) if norm else None)
-  name = "_".join([*["norm"] * (norm is not None), "linear", *["rope"] * (rope is not None), *["residual"] * (residual is not None), *(w.label for w in weights)])
+  parts = {"norm": norm, "linear": weights, "rope": rope, "residual": residual}
+  name = "_".join([part for part, there in parts.items() if there is not None] + [w.label for w in weights])
   return launch(name, outs, ins, body)
 
 def latent_query(q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
@@ -122,5 +124,6 @@ def latent_query_kernel(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, ca
       return done
     return matvec(t, nope // UNIT, k_b.integer, quad(b["q"], item * rope.head), [part], side=cache_row, items=H)
   outs = {"q_latent": Tensor.empty(1, H, L, dtype=dtypes.float), "cache": cache}
-  q_latent, written = launch(f"latent_query_{k_b.label}", outs, {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "pos": rope.pos, **k_b.args("w")}, body)
+  ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "pos": rope.pos, **k_b.args("w")}
+  q_latent, written = launch(f"latent_query_{k_b.label}", outs, ins, body)
   return q_latent, written

@@ -1,8 +1,8 @@
 """Wraps the wheel's CUDA graph: programmatic dependent launch.
 
-A kernel that waits for its predecessors itself (`griddepcontrol.wait`, see nn/intrinsics.py) may start while they still run: its edges become programmatic ones, and only
-those that no other edge implies are kept. Kernels without the instruction keep full edges. The wheel's class adds edges together with nodes, so the edges of a waiting
-kernel are held back, added after the nodes, and the graph is instantiated again.
+A kernel that waits for its predecessors itself (`griddepcontrol.wait`, see nn/intrinsics.py) may start while they still run: its edges become
+programmatic ones, and only those that no other edge implies are kept. Kernels without the instruction keep full edges. The wheel's class adds
+edges together with nodes, so the edges of a waiting kernel are held back, added after the nodes, and the graph is instantiated again.
 """
 from __future__ import annotations
 import ctypes, functools, sys
