@@ -21,8 +21,8 @@ from tinygrad.nn.intrinsics import Target, after_previous, dot4, group_reduce, g
 
 UNIT = 32                          # weights
 STEPS = 6                          # units a lane takes of a row before the row is spread over more warps
-WARPS, MANY_WARPS, MANY_JOBS = 8, 16, 4096
-FEW_BLOCKS = 64
+WARPS, MANY_WARPS, MANY_JOBS = 8, 16, 4096  # of a block; of a block of a launch with that many warps' work
+FEW_BLOCKS = 64                    # a launch of fewer blocks is cut finer
 
 @dataclass(frozen=True)
 class Unit:
