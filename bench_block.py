@@ -26,7 +26,7 @@ from extra.mkgguf import MIXES, MODELS
 from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
 from tinygrad.apps.generate import Generator
 from tinygrad.apps.gguf import GGUFError, GGUFFile, read_gguf
-from tinygrad.apps.llm import Parser, UserError, check_device, find_model
+from tinygrad.apps.llm import Parser, UserError, check_device, find_model, whole
 from tinygrad.apps.machine import peak_bandwidth
 from tinygrad.apps.mla import Block, Config, Transformer
 from tinygrad.apps.rope import Rope
@@ -154,12 +154,6 @@ def count(files:dict[str, GGUFFile], target:str) -> dict[str, Any]:
   return {"target": target, "models": result}
 
 def main() -> None:
-  def whole(low:int) -> Callable[[str], int]:
-    def number(text:str) -> int:
-      if (value := int(text)) < low: raise ValueError
-      return value
-    number.__name__ = f"whole number of at least {low}"
-    return number
   p = Parser(prog="bench_block.py", description="Measure decoding on a bank of blocks, or count its kernels.", allow_abbrev=False)
   p.add_argument("rounds", nargs="?", type=whole(1), default=10, help="rounds to measure (default 10)")
   p.add_argument("--model", metavar="NAME|PATH", help=f"made up, without a file: {', '.join(MODELS)}; or what llm.py takes "

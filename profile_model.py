@@ -23,7 +23,7 @@ from extra.bench import batches
 from tinygrad import Device
 from tinygrad.apps.generate import ContextFull
 from tinygrad.apps.gguf import GGUFError, read_gguf
-from tinygrad.apps.llm import Model, Parser, UserError, find_model, load
+from tinygrad.apps.llm import Model, Parser, UserError, find_model, load, whole
 from tinygrad.apps.machine import peak_bandwidth
 from tinygrad.apps.mla import Config
 from tinygrad.apps.sampling import Features
@@ -100,12 +100,6 @@ def run(model:Model, name:str, count:int, depth:int, with_source:bool) -> dict[s
           "alone_ms": alone * 1e3, "peak_gb_s": peak[0] / 1e9 if peak else None, "kernels": rows}
 
 def main() -> None:
-  def whole(low:int):
-    def number(text:str) -> int:
-      if (value := int(text)) < low: raise ValueError
-      return value
-    number.__name__ = f"whole number of at least {low}"
-    return number
   p = Parser(prog="profile_model.py", description="Decode tokens, then show the decode graph's kernels by cumulative time.", allow_abbrev=False)
   p.add_argument("model", metavar="MODEL", help="a GGUF file, or a name of llm.py --list-models")
   p.add_argument("tokens", metavar="N", nargs="?", type=whole(1), default=16, help="tokens to decode (default 16)")

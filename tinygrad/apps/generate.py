@@ -5,6 +5,7 @@ from typing import Iterator
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
 from tinygrad.apps.mla import Transformer
+from tinygrad.apps.quantized import capturing_jit
 from tinygrad.apps.sampling import Features, Sampling, sample
 from tinygrad.nn.intrinsics import target
 from tinygrad.uop.ops import Ops
@@ -13,12 +14,6 @@ CHUNK = 32  # prompt tokens a prefill step
 
 class ContextFull(Exception):
   """The prompt does not fit. str(e) is one line."""
-
-def _capturing_jit(fxn) -> TinyJit:
-  """A TinyJit that captures on its first call: weights and caches are realized already, there is nothing to leave out of the graph"""
-  jit = TinyJit(fxn)
-  jit.cnt = 1
-  return jit
 
 class Generator:
   """Runs one sequence. The token to feed next lives on the device: a decode step reads it, and writes the one it chose."""
@@ -40,7 +35,7 @@ class Generator:
     self.key = Tensor.zeros(2, dtype=dtypes.uint32).contiguous().realize()
     self.seen = Tensor.zeros(vocab, dtype=dtypes.uint8).contiguous().realize()
     self.decode_jits: dict[Features, TinyJit] = {}
-    self.prefill_jit, self.logits_jit = _capturing_jit(self._prefill), _capturing_jit(self._logits)
+    self.prefill_jit, self.logits_jit = capturing_jit(self._prefill), capturing_jit(self._logits)
 
   # ---- graphs ----
   def _decode(self, features:Features, pos:UOp|Tensor) -> Tensor:
@@ -60,9 +55,9 @@ class Generator:
   def decode(self, features:Features, pos:int) -> Tensor:
     """Feeds the token on the device at position `pos` and returns the device's token buffer, int32 (1,), now holding the next one"""
     if self.device_position is None:
-      if features not in self.decode_jits: self.decode_jits[features] = _capturing_jit(lambda pos: self._decode(features, pos))
+      if features not in self.decode_jits: self.decode_jits[features] = capturing_jit(lambda pos: self._decode(features, pos))
       return self.decode_jits[features](self.position.bind(pos))
-    if features not in self.decode_jits: self.decode_jits[features] = _capturing_jit(lambda: self._decode(features, self.device_position))
+    if features not in self.decode_jits: self.decode_jits[features] = capturing_jit(lambda: self._decode(features, self.device_position))
     if pos != self.next_position: self._set(self.device_position, [pos])
     self.next_position = pos + 1
     return self.decode_jits[features]()

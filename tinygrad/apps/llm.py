@@ -17,7 +17,7 @@ if __name__ == "__main__":
     sys.exit(f"this is the fork's command line, but `import tinygrad` found {tinygrad.__file__}: expected {ROOT / 'tinygrad'}")
 
 import argparse, itertools, json, math, os, shutil, socket, statistics, time
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 import numpy as np
@@ -245,14 +245,16 @@ def converse(model:Model, count:int|None, sampling:Sampling, stops:tuple[str, ..
 class Parser(argparse.ArgumentParser):
   def error(self, message:str) -> Any: self.exit(2, f"{self.prog}: {message} (see --help)\n")
 
+def whole(low:int) -> Callable[[str], int]:
+  """The type of an option that takes a whole number of at least `low`"""
+  def number(text:str) -> int:
+    if (value := int(text)) < low: raise ValueError
+    return value
+  number.__name__ = f"whole number of at least {low}"
+  return number
+
 def parser() -> Parser:
   p = Parser(prog="llm.py", description="Run MLA and mixture-of-experts models from a GGUF file.", allow_abbrev=False)
-  def whole(low:int):
-    def number(text:str) -> int:
-      if (value := int(text)) < low: raise ValueError
-      return value
-    number.__name__ = f"whole number of at least {low}"
-    return number
   def add(name:str, **kw) -> None: p.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), **kw)
   add("model", default=str(BUILT_IN), metavar="NAME|PATH", help="a name of --list-models or a GGUF file (default: the built-in tiny model)")
   add("list_models", action="store_true", help="list the models known by name")

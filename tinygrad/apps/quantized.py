@@ -24,7 +24,8 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import Context, prod
 from tinygrad.nn.embedding import embedding
 from tinygrad.nn.intrinsics import after_previous, target
-from tinygrad.nn.matvec import UNIT, Matrix, Rows, Unit, launch, matvec
+from tinygrad.nn.matvec import UNIT, Matrix, Unit, launch, matvec, row_pairs
+from tinygrad.nn.norm_linear import quad
 
 # ---- bytes -> codes: the file's order of bits, one function a family. raw: (n, bytes a block) uint32, returns (n, elements) uint32 ----
 
@@ -217,6 +218,12 @@ def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, un
 
 BIG = 1 << 24  # bytes
 
+def capturing_jit(fxn:Callable) -> TinyJit:
+  """A TinyJit that captures on its first call: what it reads is realized already, there is nothing to leave out of the graph"""
+  jit = TinyJit(fxn)
+  jit.cnt = 1
+  return jit
+
 @functools.cache
 def _splitter(device:str, kind:GGMLType, shape:tuple[int, ...]) -> tuple[TinyJit, dict[str, tuple[tuple[int, ...], DType]]]:
   """split_planes for every tensor of a type and shape: a graph (raw, *planes) that fills the planes, and their shapes and dtypes"""
@@ -225,9 +232,7 @@ def _splitter(device:str, kind:GGMLType, shape:tuple[int, ...]) -> tuple[TinyJit
   layout = {name: (p.shape, p.dtype) for name, p in some.items()}
   def split(raw:Tensor, *planes:Tensor) -> None:
     Tensor.realize(*(plane.assign(p) for plane, p in zip(planes, split_planes(kind, shape, raw).values())))
-  jit = TinyJit(split)
-  jit.cnt = 1  # capture at once: there is nothing to warm up
-  return jit, layout
+  return capturing_jit(split), layout
 
 class QuantizedWeight:
   """A matrix, or a stack of them, in its GGUF type on the device. shape: (…, out, in); planes as split_planes lays them out."""
@@ -296,13 +301,9 @@ def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
   items = prod(out_shape[:-1])
   share = items // prod(x.shape[:-1])
   def body(b:dict[str, UOp]) -> list[UOp]:
-    item, matrix, previous = UOp.special(items, "gidx1"), w.matrix(b, "w"), None if ids is None else after_previous(t)
+    item, previous = UOp.special(items, "gidx1"), None if ids is None else after_previous(t)
     which = item % matrices if previous is None else b["ids"][item + previous].load().maximum(0).minimum(matrices - 1).cast(dtypes.weakint)
-    def finish(sums:list[UOp], team:UOp, keep:UOp, _:UOp) -> list[UOp]:
-      return [b["y"][(item * rows + team * 2 + r).valid(keep & (team * 2 + r < rows) if rows % 2 else keep)].store(y) for r, y in enumerate(sums)]
-    def row(team:UOp, r:int) -> UOp: return which * rows + ((team * 2 + r).minimum(rows - 1) if rows % 2 else team * 2 + r)
-    part = Rows(-(-rows // 2), lambda team: [(matrix, row(team, r)) for r in range(2)], finish)
-    return matvec(t, width // UNIT, w.integer, lambda k: [b["x"][(item // share) * width + k * 4 + j].load() for j in range(4)], [part],
-                  previous=previous, items=items)
+    part = row_pairs(w.matrix(b, "w"), rows, b["y"], which * rows, item * rows)
+    return matvec(t, width // UNIT, w.integer, quad(b["x"], item // share * width), [part], previous=previous, items=items)
   name = f"mul_mat{'' if ids is None else '_id'}_{w.kind.name.lower()}_{items}_{rows}_{width}"
   return launch(name, {"y": Tensor.empty(*out_shape, dtype=dtypes.float)}, {"x": x, **({} if ids is None else {"ids": ids}), **w.args("w")}, body)[0]

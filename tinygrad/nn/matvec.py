@@ -49,6 +49,19 @@ class Rows:
   of: Callable[[UOp], Sequence[tuple[Matrix, UOp]]]
   finish: Callable[[list[UOp], UOp, UOp, UOp], list[UOp]]
 
+def row_pairs(matrix:Matrix, rows:int, y:UOp, first:UOp|int=0, at:UOp|int=0, turn:Callable[[list[UOp], UOp], list[UOp]]|None=None,
+              residual:UOp|None=None) -> Rows:
+  """The part that most launches are: y[at + i] = matrix row first + i times x, for i < rows, two rows a team. turn(sums, i) changes the sums of rows i
+  and i + 1; residual[i] is added."""
+  def inside(row:UOp) -> UOp: return row.minimum(rows - 1) if rows % 2 else row
+  def finish(sums:list[UOp], team:UOp, keep:UOp, previous:UOp) -> list[UOp]:
+    row, done = team * 2, []
+    for r, s in enumerate(sums if turn is None else turn(sums, row)):
+      ok = keep & (row + r < rows) if rows % 2 else keep
+      done.append(y[(at + row + r).valid(ok)].store(s if residual is None else s + residual[(row + r + previous).valid(ok)].load()))
+    return done
+  return Rows(-(-rows // 2), lambda team: [(matrix, first + inside(team * 2 + r)) for r in range(2)], finish)
+
 def local(size:int, dtype:DType, slot:int) -> UOp: return UOp.placeholder((size,), dtype, slot=slot, addrspace=AddrSpace.LOCAL)
 def add(a:UOp|None, b:UOp) -> UOp: return b if a is None else a + b
 

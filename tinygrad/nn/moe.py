@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, after_previous
-from tinygrad.nn.matvec import UNIT, Matrix, Rows, Unit, add, launch, local, matvec
+from tinygrad.nn.matvec import UNIT, Matrix, Rows, Unit, launch, local, matvec, row_pairs
 from tinygrad.nn.norm_linear import Norm, Weight, kernel_target, quad
 from tinygrad.uop.ops import Ops
 
@@ -116,9 +116,6 @@ def expert_down_kernel(t:Target, hidden:Tensor, down:Weight, sel:Tensor, residua
   def body(b:dict[str, UOp]) -> list[UOp]:
     matrix, chosen_by = down.matrix(b, "w"), after_previous(t)
     def chosen(row:UOp, unit:UOp, gate:UOp|None) -> Unit: return matrix(expert_of(b, unit // each + chosen_by, E) * D + row, unit % each, gate)
-    def finish(sums:list[UOp], team:UOp, keep:UOp, previous:UOp) -> list[UOp]:
-      return [b["y"][(team * 2 + r).valid(keep)].store(s + b["residual"][(team * 2 + r + previous).valid(keep)].load()) for r, s in enumerate(sums)]
-    return matvec(t, K * each, down.integer, quad(b["x"]), [Rows(D // 2, lambda team: [(chosen, team * 2 + r) for r in range(2)], finish)],
-                  previous=chosen_by)
+    return matvec(t, K * each, down.integer, quad(b["x"]), [row_pairs(chosen, D, b["y"], residual=b["residual"])], previous=chosen_by)
   ins = {"x": hidden, "sel": sel, "residual": residual, **down.args("w")}
   return launch(f"expert_down_{K}_{down.label}", {"y": Tensor.empty(1, D, dtype=dtypes.float)}, ins, body)[0]

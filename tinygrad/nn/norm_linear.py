@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Callable, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, group_sum, target
-from tinygrad.nn.matvec import UNIT, Matrix, Rows, add, launch, local, matvec
+from tinygrad.nn.matvec import UNIT, Matrix, add, launch, local, matvec, row_pairs
 from tinygrad.uop.ops import Ops
 
 class Weight(Protocol):
@@ -66,19 +66,12 @@ def norm_linear_kernel(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weig
          **({} if residual is None else {"residual": residual})}
   for i, w in enumerate(weights): ins |= w.args(f"w{i}")
   def body(b:dict[str, UOp]) -> list[UOp]:
-    def part(i:int, w:Weight) -> Rows:
-      rows, matrix, y = w.shape[0], w.matrix(b, f"w{i}"), b[f"y{i}"]
-      def inside(row:UOp) -> UOp: return row.minimum(rows - 1) if rows % 2 else row
-      def finish(sums:list[UOp], team:UOp, keep:UOp, previous:UOp) -> list[UOp]:
-        row = team * 2
-        if rope is not None and i == 0:
-          at = row % rope.head - rope.nope
-          sums = rotated(b, rope.table.shape[1], at, sums, at >= 0)
-        if residual is not None and i == 0: sums = [s + b["residual"][inside(row + r) + previous].load() for r, s in enumerate(sums)]
-        return [y[(row + r).valid(keep & (row + r < rows) if rows % 2 else keep)].store(s) for r, s in enumerate(sums)]
-      return Rows(-(-rows // 2), lambda team: [(matrix, inside(team * 2 + r)) for r in range(2)], finish)
-    return matvec(t, x.shape[1] // UNIT, all(w.integer for w in weights), quad(b["x"]), [part(i, w) for i, w in enumerate(weights)],
-                  (quad(b["norm"]), norm.eps) if norm else None)
+    def turn(sums:list[UOp], row:UOp) -> list[UOp]:
+      at = row % rope.head - rope.nope
+      return rotated(b, rope.table.shape[1], at, sums, at >= 0)
+    parts = [row_pairs(w.matrix(b, f"w{i}"), w.shape[0], b[f"y{i}"], turn=turn if rope is not None and i == 0 else None,
+                       residual=b.get("residual") if i == 0 else None) for i, w in enumerate(weights)]
+    return matvec(t, x.shape[1] // UNIT, all(w.integer for w in weights), quad(b["x"]), parts, (quad(b["norm"]), norm.eps) if norm else None)
   parts = {"norm": norm, "linear": weights, "rope": rope, "residual": residual}
   name = "_".join([part for part, there in parts.items() if there is not None] + [w.label for w in weights])
   return launch(name, outs, ins, body)
@@ -98,10 +91,8 @@ def latent_query_ops(q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, r
 def latent_query_kernel(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   (H, L, nope), dim = k_b.shape, cache.shape[1]
   def body(b:dict[str, UOp]) -> list[UOp]:
-    item, matrix = UOp.special(H, "gidx1"), k_b.matrix(b, "w")
-    def finish(sums:list[UOp], team:UOp, keep:UOp, _:UOp) -> list[UOp]:
-      return [b["q_latent"][(item * L + team * 2 + r).valid(keep)].store(s) for r, s in enumerate(sums)]
-    part = Rows(L // 2, lambda team: [(matrix, item * L + team * 2 + r) for r in range(2)], finish)
+    item = UOp.special(H, "gidx1")
+    part = row_pairs(k_b.matrix(b, "w"), L, b["q_latent"], item * L, item * L)
     def cache_row(block:UOp, thread:UOp, threads:int, previous:UOp) -> list[UOp]:
       first, pairs, squares = block.eq(0) & item.eq(0), [], None   # one block writes it, the others load nothing for it
       for start in range(0, dim // 2, threads):
