@@ -51,8 +51,8 @@ class Rows:
 
 def row_pairs(matrix:Matrix, rows:int, y:UOp, first:UOp|int=0, at:UOp|int=0, turn:Callable[[list[UOp], UOp], list[UOp]]|None=None,
               residual:UOp|None=None) -> Rows:
-  """The part that most launches are: y[at + i] = matrix row first + i times x, for i < rows, two rows a team. turn(sums, i) changes the sums of rows i
-  and i + 1; residual[i] is added."""
+  """The part that most launches are: y[at + i] = matrix row first + i times x, for i < rows, two rows a team. turn(sums, i) changes the sums of
+  rows i and i + 1; residual[i] is added."""
   def inside(row:UOp) -> UOp: return row.minimum(rows - 1) if rows % 2 else row
   def finish(sums:list[UOp], team:UOp, keep:UOp, previous:UOp) -> list[UOp]:
     row, done = team * 2, []
