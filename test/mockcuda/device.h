@@ -10,15 +10,29 @@
 struct Dim { int x, y, z; };
 extern Dim blockIdx, threadIdx, blockDim;
 extern "C" void mock_wait(int at_shuffle);
-extern "C" unsigned long mock_exchange(unsigned long mine, int lane_xor);
+extern "C" const char* mock_exchange(const void* mine, int bytes, int lane);
+extern "C" int mock_lane();
+extern "C" const int mock_stride;  // bytes from a lane's place to the next one's
 #define __syncthreads() mock_wait(0)
 template <class T> static inline T __shfl_xor_sync(unsigned, T value, int lane_xor) {
   static_assert(sizeof(T) <= 8, "a shuffle moves 8 bytes at most");
-  unsigned long word = 0;
-  __builtin_memcpy(&word, &value, sizeof(T));
-  word = mock_exchange(word, lane_xor);
-  __builtin_memcpy(&value, &word, sizeof(T));
+  __builtin_memcpy(&value, mock_exchange(&value, sizeof(T), mock_lane() ^ lane_xor), sizeof(T));
   return value;
+}
+// mma.sync.m16n8k16: lane 4r + q holds of a the rows r and r + 8, of b the column r, of c the columns 2q and 2q + 1
+template <class A, class B, class C> static inline C mock_mma(A a, B b, C c) {
+  struct { A a; B b; } mine = {a, b}, of[32];
+  int lane = mock_lane();
+  const char* first = mock_exchange(&mine, sizeof mine, 0);
+  for (int i = 0; i < 32; i++) __builtin_memcpy(&of[i], first + i * mock_stride, sizeof mine);
+  float* sum = (float*)&c;
+  for (int i = 0; i < 4; i++) for (int k = 0; k < 16; k++) {
+    int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    auto* x = (decltype(a.x)*)&of[row % 8 * 4 + k % 8 / 2].a;
+    auto* y = (decltype(b.x)*)&of[column * 4 + k % 8 / 2].b;
+    sum[i] += (float)x[k % 2 + row / 8 * 2 + k / 8 * 4] * (float)y[k % 2 + k / 8 * 2];
+  }
+  return c;
 }
 static inline int __dp4a(int a, int b, int c) {
   for (int i = 0; i < 4; i++) c += (int)(signed char)(a >> 8 * i) * (int)(signed char)(b >> 8 * i);

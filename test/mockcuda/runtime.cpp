@@ -12,9 +12,9 @@ struct Dim { int x, y, z; };
 Dim blockIdx, threadIdx, blockDim;
 enum State { RUN, BARRIER, SHUFFLE, DONE };
 static const int MOST = 1024, LANES = 32;
-static const size_t STACK = 256 << 10;
+static const size_t STACK = 256 << 10, WIDE = 32;
 
-struct Fiber { ucontext_t context; State state; unsigned long word[2]; int shuffles; };
+struct Fiber { ucontext_t context; State state; char word[2][WIDE]; int shuffles; };
 static Fiber fiber[MOST];
 static ucontext_t scheduler;
 static int current;
@@ -43,12 +43,15 @@ extern "C" void mock_wait(int at_shuffle) {
   f.state = at_shuffle ? SHUFFLE : BARRIER;
   swapcontext(&f.context, &scheduler);
 }
-extern "C" unsigned long mock_exchange(unsigned long mine, int lane_xor) {
-  int me = current, turn = fiber[me].shuffles++ & 1;  // two words: a lane may be one shuffle ahead of another, never two
-  fiber[me].word[turn] = mine;
+// gives the lane's bytes to its warp and returns those of the lane `lane`; two places: a lane may be one exchange ahead of another, never two
+extern "C" const char* mock_exchange(const void* mine, int bytes, int lane) {
+  int me = current, turn = fiber[me].shuffles++ & 1;
+  memcpy(fiber[me].word[turn], mine, bytes);
   mock_wait(1);
-  return fiber[me ^ lane_xor].word[turn];
+  return fiber[me / LANES * LANES + lane].word[turn];
 }
+extern "C" const int mock_stride = sizeof(Fiber);
+extern "C" int mock_lane() { return current % LANES; }
 
 static bool run_block(int threads, char* stacks) {
   if (__start_shared) memset(__start_shared, 0xff, __stop_shared - __start_shared);  // NaN until it is written

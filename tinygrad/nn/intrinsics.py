@@ -1,9 +1,34 @@
 """The few instructions that UOps cannot say, a row a target. Everything else in a kernel is UOps and renders for every target."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
+from typing import Callable
 from tinygrad import Device, UOp, dtypes
 from tinygrad.renderer.cstyle import CUDARenderer, MetalRenderer
 from tinygrad.uop.ops import Ops
+
+Place = Callable[[UOp, int], tuple[UOp, UOp]]
+
+@dataclass(frozen=True)
+class Mma:
+  """c + a·b of small matrices that lie over a warp's registers: a (M, K) and b (K, N) halves, c (M, N) float32. Of each, a lane holds `counts`
+  elements; a(lane, i) names the (row, column) of the lane's element i, and so do b and c."""
+  M: int
+  N: int
+  K: int
+  counts: tuple[int, int, int]
+  a: Place
+  b: Place
+  c: Place
+  renderer: str
+  def __call__(self, a:list[UOp], b:list[UOp], c:list[UOp]) -> list[UOp]:
+    d = UOp.wmma(UOp.stack(*a), UOp.stack(*b), UOp.stack(*c), (self.N, self.M, self.K), self.renderer, 32, None)
+    return [d.index(i) for i in range(self.counts[2])]
+
+# the lane's place in a tensor core's fragments (PTX, mma.m16n8k16) and in a simdgroup_matrix
+MMA_CUDA = Mma(16, 8, 16, (8, 4, 4), lambda lane, i: (lane // 4 + i // 2 % 2 * 8, lane % 4 * 2 + i % 2 + i // 4 * 8),
+               lambda lane, i: (lane % 4 * 2 + i % 2 + i // 2 * 8, lane // 4), lambda lane, i: (lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2), "CUDA")
+def _simdgroup(lane:UOp, i:int) -> tuple[UOp, UOp]: return lane // 16 * 4 + lane // 2 % 4, lane // 8 % 2 * 4 + lane % 2 * 2 + i
+MMA_METAL = Mma(8, 8, 8, (2, 2, 2), _simdgroup, _simdgroup, _simdgroup, "METAL")
 
 @dataclass(frozen=True)
 class Target:
@@ -11,12 +36,13 @@ class Target:
   shuffle_xor: str
   dot4: str|None = None        # int32 sum of four int8 products and a third operand, each word holding four bytes
   wait: str|None = None        # statements: the next kernel may start; go on when the kernels before this one are done
+  mma: Mma|None = None
   lanes: int = 32
   shared_bytes: int = 32768
 
 TARGETS = {
-  "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", "__dp4a((int)({0}), {1}, {2})", shared_bytes=49152),
-  "METAL": Target("simd_shuffle_xor({{0}}, (ushort){o})"),
+  "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", "__dp4a((int)({0}), {1}, {2})", mma=MMA_CUDA, shared_bytes=49152),
+  "METAL": Target("simd_shuffle_xor({{0}}, (ushort){o})", mma=MMA_METAL),
 }
 
 # from Hopper on a kernel may start while those before it still run, up to the point where it waits for them (programmatic dependent launch)
