@@ -45,7 +45,7 @@ def cases(model:str, depth:int) -> dict[str, tuple[Callable, Callable]]:
   hd, hq, hl, hv, hf = x(D), x(q_lora or D), x(H * (nope + R)), x(H * v), x(max(used, 1) * ffn)
   kv, lat = x(L + R), Tensor.randn(1, H, L).contiguous().realize()
   n_d, n_q, n_l = norm(D), norm(q_lora or D), norm(L)
-  sel, w = Tensor([[(7 * i) % max(experts, 1) for i in range(max(used, 1))]], dtype=dtypes.int32).realize(), x(max(used, 1))
+  sel = Tensor([[(7 * i) % max(experts, 1) for i in range(max(used, 1))]], dtype=dtypes.int32).realize()
   logits = x(max(experts, 1))
   def cache() -> Tensor: return Tensor.randn(positions, L + R, dtype=dtypes.half).contiguous().realize()
   out:dict[str, tuple[Callable, Callable]] = {}
@@ -61,15 +61,13 @@ def cases(model:str, depth:int) -> dict[str, tuple[Callable, Callable]]:
   out["v_b"] = (lambda: (lin(G.Q8_0, H, v, L),), lambda m: m[0](lat))
   out["attn_output"] = (lambda: (lin(G.Q4_0, D, H * v),), lambda m: norm_linear.norm_linear(hv, None, m, residual=hd))
   if experts:
-    out["router"] = (lambda: (lin(G.F32, experts, D),), lambda m: norm_linear.norm_linear(hd, n_d, m))
-    out["choose"] = (lambda: (), lambda m: moe.choose_experts(logits, None, used, 2, True, 1.8))
     def exp(kind:G, *shape:int): return random_weight(QuantizedExpertWeights, kind, experts, *shape)
-    out["gate_up experts"] = (lambda: (exp(G.Q4_0, ffn, D), exp(G.Q4_0, ffn, D)), lambda m: moe.gate_up(hd, n_d, m, sel, w))
-    out["gate_up shared"] = (lambda: (lin(G.Q5_K, shared * ffn, D), lin(G.Q5_K, shared * ffn, D)), lambda m: moe.gate_up(hd, n_d, m))
-    out["expert_down"] = (lambda: (exp(G.Q4_0, D, ffn),), lambda m: moe.expert_down(hf.reshape(1, used, ffn), m[0], sel, hd))
-    kind = G.Q6_K if ffn * shared % 256 == 0 else G.Q8_0
-    hs = x(shared * ffn)
-    out["shared down"] = (lambda: (lin(kind, D, shared * ffn),), lambda m: norm_linear.norm_linear(hs, None, m, residual=hd))
+    hs, F, choice = x(shared * ffn), shared * ffn, moe.Choice(used, 2, True, 1.8)
+    kind = G.Q6_K if F % 256 == 0 else G.Q8_0
+    out["gate_up shared|router"] = (lambda: (lin(G.Q5_K, F, D), lin(G.Q5_K, F, D), lin(G.F32, experts, D)), lambda m: moe.gate_up(hd, n_d, m[:2], m[2]))
+    out["gate_up experts"] = (lambda: (exp(G.Q4_0, ffn, D), exp(G.Q4_0, ffn, D)), lambda m: moe.expert_gate_up(hd, n_d, m, logits, choice))
+    out["expert_down"] = (lambda: (exp(G.Q4_0, D, ffn), lin(kind, D, F)),
+                          lambda m: moe.expert_down(hf.reshape(1, used, ffn), m[0], sel, hd, (hs, m[1])))
   else:
     out["gate_up"] = (lambda: (lin(G.Q4_0, ffn, D), lin(G.Q4_0, ffn, D)), lambda m: moe.gate_up(hd, n_d, m))
     out["down"] = (lambda: (lin(G.Q4_0, D, ffn),), lambda m: norm_linear.norm_linear(hf, None, m, residual=hd))

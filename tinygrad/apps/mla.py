@@ -18,7 +18,7 @@ from tinygrad.apps.rope import Rope, Yarn, rope_table
 from tinygrad.nn.intrinsics import target
 from tinygrad.nn.matvec import UNIT
 from tinygrad.nn.mla_attention import fits as attention_fits, mla_attention
-from tinygrad.nn.moe import choose_experts, expert_down, gate_up
+from tinygrad.nn.moe import Choice, expert_down, expert_gate_up, gate_up
 from tinygrad.nn.norm_linear import latent_query, norm_linear
 
 class Gating(enum.IntEnum):
@@ -143,31 +143,20 @@ class MLP:
     self.ffn_norm, self.ffn_gate, self.ffn_up, self.ffn_down = norm, gate, up, down
   def __call__(self, x:Tensor) -> Tensor:
     """(T, D) -> x + feed-forward of its norm"""
-    hidden = gate_up(x, self.ffn_norm, (self.ffn_gate, self.ffn_up))
+    hidden, = gate_up(x, self.ffn_norm, (self.ffn_gate, self.ffn_up))
     return norm_linear(hidden, None, [self.ffn_down], residual=x)[0]
 
-class Router:
-  """Which experts a token goes to, and with what weight; float32 throughout."""
-  def __init__(self, config:Config, ffn_gate_inp:QuantizedLinear, exp_probs_b:Tensor|None):
-    self.config, self.ffn_gate_inp, self.exp_probs_b = config, ffn_gate_inp, exp_probs_b
-  def __call__(self, x:Tensor, norm:RMSNorm) -> tuple[Tensor, Tensor]:
-    """x: (T, D) -> int32 (T, K) experts, best first; float32 (T, K) weights"""
-    c, (logits,) = self.config, norm_linear(x, norm, [self.ffn_gate_inp])
-    return choose_experts(logits, self.exp_probs_b, c.n_chosen, int(c.gating), c.normalize_weights, c.weights_scale)
-
 class MoE:
-  def __init__(self, norm:RMSNorm, router:Router, gate:QuantizedExpertWeights, up:QuantizedExpertWeights, down:QuantizedExpertWeights,
-               shared:MLP|None):
-    self.ffn_norm, self.router, self.shared = norm, router, shared
+  def __init__(self, norm:RMSNorm, router:QuantizedLinear, choice:Choice, gate:QuantizedExpertWeights, up:QuantizedExpertWeights,
+               down:QuantizedExpertWeights, shared:MLP|None):
+    self.ffn_norm, self.ffn_gate_inp, self.choice, self.shared = norm, router, choice, shared
     self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps = gate, up, down
   def __call__(self, x:Tensor) -> Tensor:
     """(T, D) -> x + the chosen experts' and the shared expert's feed-forward of its norm"""
-    sel, weights = self.router(x, self.ffn_norm)
-    hidden = gate_up(x, self.ffn_norm, (self.ffn_gate_exps, self.ffn_up_exps), sel, weights)
-    out = expert_down(hidden, self.ffn_down_exps, sel, x)
-    if self.shared is None: return out
-    hidden = gate_up(x, self.ffn_norm, (self.shared.ffn_gate, self.shared.ffn_up))
-    return norm_linear(hidden, None, [self.shared.ffn_down], residual=out)[0]
+    if (s := self.shared) is None: logits, = norm_linear(x, self.ffn_norm, [self.ffn_gate_inp])
+    else: beside, logits = gate_up(x, self.ffn_norm, (s.ffn_gate, s.ffn_up), self.ffn_gate_inp)
+    hidden, sel = expert_gate_up(x, self.ffn_norm, (self.ffn_gate_exps, self.ffn_up_exps), logits, self.choice)
+    return expert_down(hidden, self.ffn_down_exps, sel, x, None if s is None else (beside, s.ffn_down))
 
 class Block:
   def __init__(self, attn:Attention, ffn:MLP|MoE): self.attn, self.ffn = attn, ffn
@@ -201,7 +190,7 @@ class Transformer:
     """Whether every step of decoding one token has a kernel on this device, so that its position may live there"""
     c, t = self.config, target()
     widths = [c.dim, c.nope_dim, c.kv_lora_rank, c.n_heads * c.v_dim, c.hidden_dim] + [c.q_lora_rank] * (c.q_lora_rank > 0)
-    if c.n_experts: widths += [c.expert_dim * n for n in (c.n_chosen, c.n_shared) if n]
+    if c.n_experts: widths.append(c.expert_dim)
     return t is not None and all(w % UNIT == 0 for w in widths) and attention_fits(t, c.n_heads, c.kv_lora_rank, c.rope_dim)
 
   @property
@@ -211,7 +200,7 @@ class Transformer:
     def visit(part:object) -> int:
       if isinstance(part, QuantizedExpertWeights): return part.nbytes * c.n_chosen // c.n_experts
       if isinstance(part, QuantizedLinear): return part.nbytes
-      return sum(visit(p) for p in vars(part).values()) if isinstance(part, (Block, Attention, MLP, MoE, Router)) else 0
+      return sum(visit(p) for p in vars(part).values()) if isinstance(part, (Block, Attention, MLP, MoE)) else 0
     return total + sum(visit(b) for b in self.blk)
   def cache_bytes(self, depth:int) -> int: return sum(c.shape[1] * c.dtype.itemsize for c in self.cache) * depth
 
@@ -235,8 +224,8 @@ class Transformer:
       ffn_norm = norm(b + "ffn_norm")
       def matrices(suffix:str) -> list: return [w[f"{b}ffn_{m}{suffix}.weight"] for m in ("gate", "up", "down")]
       if i < c.n_dense: return Block(attn, MLP(ffn_norm, *matrices("")))
-      router = Router(c, w[b + "ffn_gate_inp.weight"], w.get(b + "exp_probs_b.bias"))
-      return Block(attn, MoE(ffn_norm, router, *matrices("_exps"), MLP(ffn_norm, *matrices("_shexp")) if c.n_shared else None))
+      choice = Choice(c.n_chosen, int(c.gating), c.normalize_weights, c.weights_scale, w.get(b + "exp_probs_b.bias"))
+      return Block(attn, MoE(ffn_norm, w[b + "ffn_gate_inp.weight"], choice, *matrices("_exps"), MLP(ffn_norm, *matrices("_shexp")) if c.n_shared else None))
     embd = w["token_embd.weight"]
     output = w["output.weight"] if "output.weight" in w else QuantizedLinear(embd.kind, embd.shape, embd.planes)  # tied
     return Transformer(c, embd, [block(i) for i in range(c.n_blocks)], norm("output_norm"), output, max_context or c.context_length)

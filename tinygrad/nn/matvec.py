@@ -17,7 +17,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops
-from tinygrad.nn.intrinsics import Target, after_previous, dot4, group_reduce, group_sum, round_to_int
+from tinygrad.nn.intrinsics import Target, after_previous, dot4, group_reduce, group_sum, hidden_zero, round_to_int
 
 UNIT = 32                          # weights
 STEPS = 6                          # units a lane takes of a row before the row is spread over more warps
@@ -40,18 +40,21 @@ class Unit:
 
 # (row, unit, gate or None) -> Unit; nothing is loaded where the gate is false
 Matrix = Callable[[UOp, UOp, UOp|None], Unit]
+Row = Sequence[tuple[Matrix, UOp]]   # one matrix and row for each of the lengths that the vector is cut into, most often one
 
 @dataclass(frozen=True)
 class Rows:
-  """A part of a launch: `teams` jobs. of(team) names a job's rows, (matrix, row) each; finish(sums, team, keep, previous) stores what became of
-  them where keep is true (it is on one lane of the team); what earlier kernels wrote it reads at indices that previous, a zero, is added to."""
+  """A part of a launch: `teams` jobs. of(team) names a job's rows; finish(sums, team, keep, previous) stores what became of them where keep is
+  true (it is on one lane of the team); what earlier kernels wrote it reads at indices that previous, a zero, is added to. integer: whether
+  every matrix has integer codes."""
   teams: int
-  of: Callable[[UOp], Sequence[tuple[Matrix, UOp]]]
+  of: Callable[[UOp], Sequence[Row]]
   finish: Callable[[list[UOp], UOp, UOp, UOp], list[UOp]]
+  integer: bool
 
-def row_pairs(matrix:Matrix, rows:int, y:UOp, first:UOp|int=0, at:UOp|int=0, turn:Callable[[list[UOp], UOp], list[UOp]]|None=None,
+def row_pairs(rows:int, of:Callable[[UOp], Row], y:UOp, integer:bool, at:UOp|int=0, turn:Callable[[list[UOp], UOp], list[UOp]]|None=None,
               residual:UOp|None=None) -> Rows:
-  """The part that most launches are: y[at + i] = matrix row first + i times x, for i < rows, two rows a team. turn(sums, i) changes the sums of
+  """The part that most launches are: y[at + i] = the row of(i) times x, for i < rows, two rows a team. turn(sums, i) changes the sums of
   rows i and i + 1; residual[i] is added."""
   def inside(row:UOp) -> UOp: return row.minimum(rows - 1) if rows % 2 else row
   def finish(sums:list[UOp], team:UOp, keep:UOp, previous:UOp) -> list[UOp]:
@@ -60,7 +63,15 @@ def row_pairs(matrix:Matrix, rows:int, y:UOp, first:UOp|int=0, at:UOp|int=0, tur
       ok = keep & (row + r < rows) if rows % 2 else keep
       done.append(y[(at + row + r).valid(ok)].store(s if residual is None else s + residual[(row + r + previous).valid(ok)].load()))
     return done
-  return Rows(-(-rows // 2), lambda team: [(matrix, first + inside(team * 2 + r)) for r in range(2)], finish)
+  return Rows(-(-rows // 2), lambda team: [of(inside(team * 2 + r)) for r in range(2)], finish, integer)
+
+def branch(number:int, condition:UOp) -> tuple[UOp, UOp]:
+  """A loop that runs once where condition holds, else never, and a zero: what indices with it load or store happens inside. The end of
+  the branch is `.end(loop)` of what it stores."""
+  # the compiler of the GPU's language sees that both texts are what they are; tinygrad, which would fold a loop of at most one turn, does not
+  turns = UOp(Ops.CUSTOM, dtypes.int, src=(condition.where(UOp.const(1, dtypes.int), 0),), arg="{0}")
+  loop = UOp.range(turns.cast(dtypes.weakint), number)
+  return loop, hidden_zero("0", loop.cast(dtypes.int))
 
 def local(size:int, dtype:DType, slot:int) -> UOp: return UOp.placeholder((size,), dtype, slot=slot, addrspace=AddrSpace.LOCAL)
 def add(a:UOp|None, b:UOp) -> UOp: return b if a is None else a + b
@@ -80,7 +91,7 @@ def float_dot(x:list[UOp]) -> Callable[[Unit], UOp]:
 
 class FloatVector:
   """x in shared memory as float32. Word j of unit u lies at (j·pitch + u)·4: neighbouring lanes read neighbouring 16 bytes."""
-  def __init__(self, units:int): self.pitch = units + 1; self.shared = local(8 * self.pitch * 4, dtypes.float, 0)
+  def __init__(self, units:int, slot:int): self.pitch = units + 1; self.shared = local(8 * self.pitch * 4, dtypes.float, slot)
   def stage(self, k:UOp, x:list[UOp]) -> list[UOp]: return [self.shared[(k % 8 * self.pitch + k // 8) * 4 + j].store(v) for j, v in enumerate(x)]
   def after(self, barrier:UOp) -> None: self.shared = self.shared.after(barrier)
   def read(self, u:UOp) -> Callable[[Unit], UOp]:
@@ -98,9 +109,9 @@ class DeviceVector:
 class Int8Vector:
   """x in shared memory as int8, four to a word: words 0–3 of unit u at u·4, words 4–7 at (pitch + u)·4; beside them its scale and, for each
   half of a unit, scale · Σ x."""
-  def __init__(self, target:Target, units:int):
+  def __init__(self, target:Target, units:int, slot:int):
     self.target, self.pitch = target, -(-units // 8) * 8 + 4  # the halves of a unit fall into other banks
-    self.words, self.meta = local(2 * self.pitch * 4, dtypes.int, 0), local(units * 4, dtypes.float, 1)
+    self.words, self.meta = local(2 * self.pitch * 4, dtypes.int, slot), local(units * 4, dtypes.float, slot + 1)
   def stage(self, k:UOp, x:list[UOp]) -> list[UOp]:
     t, j, u = self.target, k % 8, k // 8                   # eight neighbouring lanes hold a unit
     largest = None
@@ -140,40 +151,57 @@ def layout(units:int, lanes:int, jobs:int) -> tuple[int, int, int]:
   while teams == 1 and warps * width * 2 <= units: warps *= 2
   return width, warps, teams
 
-def matvec(target:Target, units:int, integer:bool, x:Callable[[UOp], list[UOp]], parts:list[Rows],
-           norm:tuple[Callable[[UOp], list[UOp]], float]|None=None, side:Callable[[UOp, UOp, int, UOp], list[UOp]]|None=None,
-           previous:UOp|None=None, items:int=1) -> list[UOp]:
-  """The stores of a launch over gidx0; what else numbers the blocks (a head, a token: `items` of them) is the caller's, in x
-  and parts.
-  x(k): the values 4k … 4k+3 of the vector, float32; units: of 32 values; integer: whether every matrix has integer codes; norm: the weight of an
-  RMSNorm of x, likewise, and its epsilon; side(block, thread, threads, previous): the stores of a small job done beside;
-  previous: after_previous of a caller whose rows depend on the kernels before."""
-  integer = integer and target.dot4 is not None
-  lanes, warps_of_row, teams = layout(units, target.lanes, items * sum(part.teams for part in parts))
-  span = lanes * warps_of_row
-  threads, steps, blocks = teams * span, -(-units // span), [-(-part.teams // teams) for part in parts]
+SLOTS = 4  # places in shared memory of a part; a caller's own begin behind those of all parts it has
+Quads = Callable[[UOp], list[UOp]]  # k -> the values 4k … 4k+3 of a vector, float32
+
+def matvec(target:Target, lengths:Sequence[int], x:Quads, parts:list[Rows], norm:tuple[Quads, float]|None=None,
+           side:Callable[[UOp, UOp, int, UOp], list[UOp]]|None=None, previous:UOp|None=None,
+           choose:Callable[[UOp, int, UOp, list[UOp]], UOp]|None=None, items:int=1) -> list[UOp]:
+  """The stores of a launch over gidx0, each part in blocks of its own; what else numbers the blocks (a head, a token: `items` of them) is the
+  caller's, in x and parts.
+  x: the vector, of so many units of 32 values as `lengths` sums to; norm: the weight of an RMSNorm of x and its epsilon; side(block, thread, threads,
+  previous): the stores of a small job done beside; previous: after_previous of a caller whose rows are known only after the kernels before;
+  choose(thread, threads, previous, stores): or whose rows are chosen here: the barrier, behind the given stores, after which they are known."""
+  layouts = [layout(sum(lengths), target.lanes, items * part.teams) for part in parts]
+  threads = max(width * warps * teams for width, warps, teams in layouts)
+  blocks = [-(-part.teams // teams) for part, (_, _, teams) in zip(parts, layouts)]
   g, t = UOp.special(sum(blocks), "gidx0"), UOp.special(threads, "lidx0")
+  if len(parts) == 1: return _part(target, lengths, x, parts[0], layouts[0], g, t, threads, 0, norm, side, previous, choose)
+  done, start = [], 0
+  for i, (part, shape, n) in enumerate(zip(parts, layouts, blocks)):
+    loop, zero = branch(i, (g >= start) & (g < start + n))
+    done.append(UOp.group(*_part(target, lengths, x, part, shape, g - start + zero, t, threads, i * SLOTS, norm)).end(loop))
+    start += n
+  return done
+
+def _part(target:Target, lengths:Sequence[int], x:Quads, part:Rows, shape:tuple[int, int, int], block:UOp, t:UOp, threads:int, slot:int,
+          norm:tuple[Quads, float]|None=None, side:Callable|None=None, previous:UOp|None=None, choose:Callable|None=None) -> list[UOp]:
+  (lanes, warps_of_row, teams), units, integer = shape, sum(lengths), part.integer and target.dot4 is not None
+  span = lanes * warps_of_row
   team, lane = t // span, t % span
-  # weights: a launch of several parts runs the code of all, but loads only what its block needs
   def both(a:UOp|None, b:UOp|None) -> UOp|None: return b if a is None else a if b is None else a & b
-  def job_of(i:int, number:UOp) -> tuple[UOp, UOp|None]:
-    start = sum(blocks[:i])
-    job = (g - start) * teams + number
-    mine = None if len(parts) == 1 else (g >= start) & (g < start + blocks[i])
-    return job, both(mine, job < parts[i].teams if parts[i].teams % teams else None)
-  unit_of = [(s * span + lane, None if (s + 1) * span <= units else s * span + lane < units) for s in range(steps)]
-  weights:list[list[list[Unit]]] = []
-  for i, part in enumerate(parts):
-    job, inside = job_of(i, team)
-    rows = part.of(job if inside is None else inside.where(job, 0))
-    weights.append([[matrix(row, u if ok is None else ok.where(u, 0), both(inside, ok)) for u, ok in unit_of] for matrix, row in rows])
-  loads = [u for u in UOp.sink(*(v for part in weights for row in part for w in row for v in w.registers())).toposort() if u.op is Ops.LOAD]
-  # x, and all that the kernels before have made
-  if previous is None: previous = after_previous(target, *loads)
+  def job_of(number:UOp) -> tuple[UOp, UOp|None]:
+    job = block * teams + number
+    return job, both(number < teams if teams * span < threads else None, job < part.teams if part.teams % teams else None)
+  unit_of = [(first, s * span + lane, None if (s + 1) * span <= n else s * span + lane < n)
+             for first, n in zip([sum(lengths[:i]) for i in range(len(lengths))], lengths) for s in range(-(-n // span))]
+  segment_of = [i for i, n in enumerate(lengths) for _ in range(-(-n // span))]
+  def weights_of() -> tuple[list[list[Unit]], list[UOp]]:
+    job, inside = job_of(team)
+    weights = [[row[i][0](row[i][1], u if ok is None else ok.where(u, 0), both(inside, ok)) for i, (_, u, ok) in zip(segment_of, unit_of)]
+               for row in part.of(job if inside is None else inside.where(job, 0))]
+    found = UOp.sink(*(v for row in weights for w in row for v in w.registers())).toposort()
+    return weights, [u for u in found if u.op is Ops.LOAD and u.src[0].src[0].addrspace is AddrSpace.GLOBAL]
   def weighted(k:UOp) -> list[UOp]:
     values = x(k + previous)
     return values if norm is None else [v * w for v, w in zip(values, norm[0](k))]
-  vector = Int8Vector(target, units) if integer else FloatVector(units) if FloatVector.fits(target, units) else DeviceVector(weighted)
+  # weights before x where they do not depend on what other kernels have made
+  loads:list[UOp] = []
+  if choose is not None: previous = after_previous(target)
+  else:
+    weights, loads = weights_of()
+    if previous is None: previous = after_previous(target, *loads)
+  vector = Int8Vector(target, units, slot) if integer else FloatVector(units, slot) if FloatVector.fits(target, units) else DeviceVector(weighted)
   quads, stores, squares = units * 8, [], None
   for first in range(0, quads, threads):
     k, ok = t + first, None
@@ -182,9 +210,12 @@ def matvec(target:Target, units:int, integer:bool, x:Callable[[UOp], list[UOp]],
       for v in x(k + previous): squares = add(squares, v * v if ok is None else ok.where(v * v, 0.0))
     stores += vector.stage(k, weighted(k))
   if squares is not None:
-    square_sums = local(threads // target.lanes, dtypes.float, 2)
+    square_sums = local(threads // target.lanes, dtypes.float, slot + 2)
     stores.append(square_sums[(t // target.lanes).valid((t % target.lanes).eq(0))].store(group_sum(target, squares, target.lanes)))
-  barrier = UOp(Ops.BARRIER, src=(*stores, *loads))
+  if choose is None: barrier = UOp(Ops.BARRIER, src=(*stores, *loads))
+  else:
+    barrier = choose(t, threads, previous, stores)
+    weights, _ = weights_of()
   vector.after(barrier)
   factor = None
   if norm is not None:
@@ -192,17 +223,16 @@ def matvec(target:Target, units:int, integer:bool, x:Callable[[UOp], list[UOp]],
     for w in range(threads // target.lanes): total = add(total, square_sums[w].load())
     factor = (total * (1.0 / (units * UNIT)) + norm[1]).rsqrt()
   # products
-  dots = [vector.read(u if ok is None else ok.where(u, 0)) for u, ok in unit_of]
+  dots = [vector.read(first + (u if ok is None else ok.where(u, 0))) for first, u, ok in unit_of]
   sums = []
-  for part in weights:
-    for row in part:
-      y = None
-      for dot, w in zip(dots, row): y = add(y, dot(w))
-      sums.append(group_sum(target, y, lanes))
+  for row in weights:
+    y = None
+    for dot, w in zip(dots, row): y = add(y, dot(w))
+    sums.append(group_sum(target, y, lanes))
   number, here = team, lane.eq(0)
   if warps_of_row > 1:
     # a row's warps meet in shared memory; a thread a team goes on
-    partial, warp = local(teams * warps_of_row * len(sums), dtypes.float, 3), lane // lanes
+    partial, warp = local(threads // lanes * len(sums), dtypes.float, slot + 3), lane // lanes
     written = [partial[((team * warps_of_row + warp) * len(sums) + i).valid((lane % lanes).eq(0))].store(y) for i, y in enumerate(sums)]
     partial, number, here = partial.after(UOp(Ops.BARRIER, src=tuple(written))), t.minimum(teams - 1), t < teams
     sums = []
@@ -211,13 +241,9 @@ def matvec(target:Target, units:int, integer:bool, x:Callable[[UOp], list[UOp]],
       for w in range(warps_of_row): y = add(y, partial[(number * warps_of_row + w) * len(written) + i].load())
       sums.append(y)
   if factor is not None: sums = [y * factor for y in sums]
-  done = []
-  for i, part in enumerate(parts):
-    (job, inside), n = job_of(i, number), len(weights[i])
-    keep = both(here, inside)
-    done += part.finish(sums[:n], job, keep, previous)
-    sums = sums[n:]
-  return done + (side(g, t, threads, previous) if side else [])
+  job, inside = job_of(number)
+  keep = both(here, inside)
+  return part.finish(sums, job, keep, previous) + (side(block, t, threads, previous) if side else [])
 
 def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:Callable[[dict[str, UOp]], list[UOp]], mem:int|None=None) -> list[Tensor]:
   """Runs a kernel of the given stores: body gets the flat buffers by name. mem: bytes it moves, where the renderer cannot count them.

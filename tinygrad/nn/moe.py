@@ -1,121 +1,175 @@
-"""The feed-forward of decoding: which experts, their gate and up with SwiGLU in the epilogue, their down with weights, sum and residual.
+"""The feed-forward of decoding, in three launches: the router's logits beside the shared expert's gate and up; the choice of experts and their
+gate and up with SwiGLU and the routing weight in the epilogue; their down, the shared expert's and the residual in one sum.
 
-Expert ids are read in the kernels. The shared expert has launches of its own: in one with the chosen experts, blocks of either kind hold the
-registers of both, which cost more than a launch."""
+The choice is made by every block of the second launch for itself: 64 logits cost less to rank again than a launch costs. Expert ids are read in
+the kernels. In the first launch the blocks part into two branches, each with a vector and a layout of its own.
+"""
 from __future__ import annotations
-from typing import Sequence
+from dataclasses import dataclass
+from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, after_previous
-from tinygrad.nn.matvec import UNIT, Matrix, Rows, Unit, launch, local, matvec, row_pairs
-from tinygrad.nn.norm_linear import Norm, Weight, kernel_target, quad
+from tinygrad.nn.matvec import SLOTS, UNIT, Row, Rows, Unit, launch, local, matvec, row_pairs
+from tinygrad.nn.norm_linear import Norm, Weight, kernel_target, quad, rows_of
 from tinygrad.uop.ops import Ops
-
-def expert_of(b:dict[str, UOp], k:UOp, experts:int) -> UOp:
-  """The chosen expert number k, an index that comes after the kernel that chose"""
-  return b["sel"][k].load().maximum(0).minimum(experts - 1).cast(dtypes.weakint)
 
 LOG2_E = 1.4426950408889634
 SOFTMAX, SIGMOID, SOFTMAX_WEIGHT = 1, 2, 3   # GGUF's expert_gating_func; the third is softmax over the chosen logits only
 LEAST_SUM = 6.103515625e-5                   # of the chosen scores, before they are normalized
 
-def choose_experts(logits:Tensor, bias:Tensor|None, count:int, gating:int, normalize:bool, scale:float) -> tuple[Tensor, Tensor]:
-  """logits: float32 (T, E); bias: float32 (E,), which only chooses -> int32 (T, count) experts, best first, the lower index on a tie, and float32
-  (T, count) weights"""
-  if t := kernel_target(logits): return choose_experts_kernel(t, logits, bias, count, gating, normalize, scale)
-  return choose_experts_ops(logits, bias, count, gating, normalize, scale)
+@dataclass(frozen=True)
+class Choice:
+  """How the experts of a token follow from its logits"""
+  count: int
+  gating: int
+  normalize: bool
+  scale: float
+  bias: Tensor|None = None   # float32 (E,), which only chooses
 
-def choose_experts_ops(logits:Tensor, bias:Tensor|None, count:int, gating:int, normalize:bool, scale:float) -> tuple[Tensor, Tensor]:
+def exp(x:UOp) -> UOp: return (x * LOG2_E).exp2()
+def silu(x:UOp) -> UOp: return x / (1 + exp(-x))
+def total(values:list[UOp], op:Callable[[UOp, UOp], UOp]) -> UOp:
+  while len(values) > 1: values = [op(*values[i:i+2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]  # short chains
+  return values[0]
+
+def choose_experts(logits:Tensor, how:Choice) -> tuple[Tensor, Tensor]:
+  """logits: float32 (T, E) -> int32 (T, count) experts, best first, the lower index on a tie, and float32 (T, count) weights"""
   logits = logits.contiguous()
-  scores = {SOFTMAX: logits.softmax, SIGMOID: lambda _: logits.sigmoid(), SOFTMAX_WEIGHT: lambda _: logits}[gating](-1)
-  choice = scores if bias is None else scores + bias
+  scores = {SOFTMAX: logits.softmax, SIGMOID: lambda _: logits.sigmoid(), SOFTMAX_WEIGHT: lambda _: logits}[how.gating](-1)
+  choice = scores if how.bias is None else scores + how.bias
   # an expert's rank is the number of experts before it
   mine, other, index = choice.unsqueeze(2), choice.unsqueeze(1), Tensor.arange(logits.shape[1])
   before = (other > mine) | (other.eq(mine) & (index.unsqueeze(0) < index.unsqueeze(1)))
-  chosen = before.sum(-1).unsqueeze(1).eq(Tensor.arange(count).unsqueeze(1))     # (T, count, E), one true in a row
+  chosen = before.sum(-1).unsqueeze(1).eq(Tensor.arange(how.count).unsqueeze(1))     # (T, count, E), one true in a row
   sel = chosen.where(index, 0).sum(-1).cast(dtypes.int32)
   weights = chosen.where(scores.unsqueeze(1), 0.0).sum(-1)
-  if gating == SOFTMAX_WEIGHT: weights = weights.softmax(-1)
-  if normalize: weights = weights / weights.sum(-1, keepdim=True).maximum(LEAST_SUM)
-  return sel.contiguous(), (weights * scale).contiguous()
+  if how.gating == SOFTMAX_WEIGHT: weights = weights.softmax(-1)
+  if how.normalize: weights = weights / weights.sum(-1, keepdim=True).maximum(LEAST_SUM)
+  return sel.contiguous(), (weights * how.scale).contiguous()
 
-def choose_experts_kernel(t:Target, logits:Tensor, bias:Tensor|None, count:int, gating:int, normalize:bool, scale:float) -> tuple[Tensor, Tensor]:
-  E = logits.shape[1]
-  def body(b:dict[str, UOp]) -> list[UOp]:
-    # a thread an expert, and not one more: behind the gate of a store tinygrad would drop the clamp of an idle thread's index, of its loads too
-    thread, previous = UOp.special(E, "lidx0"), after_previous(t)
-    everyone = [b["logits"][previous + i].load() for i in range(E)]
-    def total(values:list[UOp], op) -> UOp:  # a tree: short chains
-      while len(values) > 1: values = [op(*values[i:i+2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
-      return values[0]
-    def exp(x:UOp) -> UOp: return (x * LOG2_E).exp2()
-    logit = b["logits"][thread + previous].load()
-    if gating == SIGMOID: score = 1 / (1 + exp(-logit))
-    elif gating == SOFTMAX:
+class Chosen:
+  """choose_experts within a block of threads: barrier() makes the choice, after which expert(k) and weight(k) are known to all"""
+  def __init__(self, how:Choice, experts:int, logits:UOp, bias:UOp|None): self.how, self.experts, self.logits, self.bias = how, experts, logits, bias
+  def barrier(self, thread:UOp, threads:int, previous:UOp, stores:list[UOp]) -> UOp:
+    how, E, SLOT = self.how, self.experts, SLOTS
+    def score_of(logit:UOp) -> UOp:
+      if how.gating == SIGMOID: return 1 / (1 + exp(-logit))
+      if how.gating == SOFTMAX_WEIGHT: return logit
+      everyone = [self.logits[previous + i].load() for i in range(E)]
       top = total(everyone, UOp.maximum)
-      score = exp(logit - top) / total([exp(x - top) for x in everyone], UOp.add)
-    else: score = logit
-    choice = score if bias is None else score + b["bias"][thread].load()
-    shared, chosen = local(E, dtypes.float, 0), local(count, dtypes.float, 1)
-    shared = shared.after(UOp(Ops.BARRIER, src=(shared[thread].store(choice),)))
-    ahead = total([((other := shared[i].load()) > choice).where(1, ((other >= choice) & (i < thread)).where(1, 0)) for i in range(E)], UOp.add)
-    wins = ahead < count
-    slot = wins.where(ahead, 0).cast(dtypes.weakint)
-    chosen = chosen.after(UOp(Ops.BARRIER, src=(chosen[slot.valid(wins)].store(score),)))
-    weights = [chosen[i].load() for i in range(count)]
-    weight = score
-    if gating == SOFTMAX_WEIGHT:
-      top = total(weights, UOp.maximum)
-      weights, weight = [exp(w - top) for w in weights], exp(score - top)
-      weight, weights = weight / total(weights, UOp.add), [w / total(weights, UOp.add) for w in weights]
-    if normalize: weight = weight / total(weights, UOp.add).maximum(LEAST_SUM)
-    return [b["sel"][slot.valid(wins)].store(thread.cast(dtypes.int)), b["weights"][slot.valid(wins)].store(weight * scale)]
-  outs = {"sel": Tensor.empty(1, count, dtype=dtypes.int32), "weights": Tensor.empty(1, count, dtype=dtypes.float)}
-  sel, weights = launch(f"choose_{count}_of_{E}_{gating}", outs, {"logits": logits, **({} if bias is None else {"bias": bias})}, body)
-  return sel, weights
+      return exp(logit - top) / total([exp(x - top) for x in everyone], UOp.add)
+    # a thread an expert, or several where there are more experts
+    mine = [(expert, expert < E) for expert in (thread + first for first in range(0, E, threads))]
+    scores = [score_of(self.logits[(expert + previous).valid(ok)].load()) for expert, ok in mine]
+    choices = [s if self.bias is None else s + self.bias[expert.valid(ok)].load() for s, (expert, ok) in zip(scores, mine)]
+    everyone = local(E, dtypes.float, SLOT)
+    stored = [everyone[expert.valid(ok)].store(c) for c, (expert, ok) in zip(choices, mine)]
+    everyone = everyone.after(UOp(Ops.BARRIER, src=(*stores, *stored)))
+    ids, values, written = local(how.count, dtypes.int, SLOT + 1), local(how.count, dtypes.float, SLOT + 2), []
+    for score, choice, (expert, ok) in zip(scores, choices, mine):
+      ahead = total([((other := everyone[i].load()) > choice).where(1, ((other >= choice) & (i < expert)).where(1, 0)) for i in range(E)], UOp.add)
+      place = ok.where(ahead, E)   # not in the gate: tinygrad would take ok for true in all that the index depends on, the barrier's stores too
+      wins = place < how.count
+      slot = wins.where(place, 0).cast(dtypes.weakint)
+      written += [ids[slot.valid(wins)].store(expert.cast(dtypes.int)), values[slot.valid(wins)].store(score)]
+    barrier = UOp(Ops.BARRIER, src=tuple(written))
+    self.ids, self.values = ids.after(barrier), values.after(barrier)
+    return barrier
+  def expert(self, k:UOp) -> UOp: return self.ids[k].load().maximum(0).minimum(self.experts - 1)  # where logits are no numbers, none was chosen
+  def weight(self, k:UOp) -> UOp:
+    values, weight = [self.values[i].load() for i in range(self.how.count)], self.values[k].load()
+    if self.how.gating == SOFTMAX_WEIGHT:
+      top = total(values, UOp.maximum)
+      values, weight = [exp(v - top) for v in values], exp(weight - top)
+      weight, values = weight / total(values, UOp.add), [v / total(values, UOp.add) for v in values]
+    return (weight / total(values, UOp.add).maximum(LEAST_SUM) if self.how.normalize else weight) * self.how.scale
 
-def gate_up(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], sel:Tensor|None=None, scale:Tensor|None=None) -> Tensor:
-  """silu(gate·n) · (up·n) with n = RMSNorm(x). x: float32 (T, D); weights: gate and up, (F, D) -> float32 (T, F); or, with sel int32 (T, K)
-  and scale float32 (T, K), stacks (E, F, D), of which the chosen are taken, their results times scale -> float32 (T, K, F)"""
-  if t := kernel_target(x, x.shape[1]): return gate_up_kernel(t, x, norm, weights, sel, scale)
-  return gate_up_ops(x, norm, weights, sel, scale)
+def gate_up_part(weights:Sequence[Weight], b:dict[str, UOp], names:Sequence[str], y:UOp) -> Rows:
+  """y[i] = silu(gate row i · x) · (up row i · x)"""
+  gate, up = (w.matrix(b, name) for w, name in zip(weights, names))
+  def finish(sums:list[UOp], team:UOp, keep:UOp, previous:UOp) -> list[UOp]: return [y[team.valid(keep)].store(silu(sums[0]) * sums[1])]
+  return Rows(weights[0].shape[0], lambda team: [[(gate, team)], [(up, team)]], finish, all(w.integer for w in weights))
 
-def gate_up_ops(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], sel:Tensor|None=None, scale:Tensor|None=None) -> Tensor:
+def gate_up(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weight|None=None) -> list[Tensor]:
+  """silu(gate·n) · (up·n) with n = RMSNorm(x), and router·n. x: float32 (T, D); weights: gate and up, (F, D); router: (E, D)
+  -> float32 (T, F) and, with a router, (T, E)"""
+  if t := kernel_target(x, x.shape[1]): return gate_up_kernel(t, x, norm, weights, router)
+  return gate_up_ops(x, norm, weights, router)
+
+def gate_up_ops(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weight|None=None) -> list[Tensor]:
   n, (gate, up) = norm(x).contiguous(), weights
-  if sel is None or scale is None: return (gate(n).silu() * up(n)).contiguous()
-  each = n.unsqueeze(1)
-  return (gate(each, sel).silu() * up(each, sel) * scale.unsqueeze(-1)).contiguous()
+  return [(gate(n).silu() * up(n)).contiguous(), *([] if router is None else [router(n)])]
 
-def gate_up_kernel(t:Target, x:Tensor, norm:Norm, weights:tuple[Weight, Weight], sel:Tensor|None=None, scale:Tensor|None=None) -> Tensor:
-  (*stack, F, _), K = weights[0].shape, 1 if sel is None else sel.shape[1]
-  chosen = {} if sel is None or scale is None else {"sel": sel, "scale": scale}
+def gate_up_kernel(t:Target, x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weight|None=None) -> list[Tensor]:
   def body(b:dict[str, UOp]) -> list[UOp]:
-    gate, up, chosen_by = weights[0].matrix(b, "gate"), weights[1].matrix(b, "up"), after_previous(t) if chosen else None
-    def of(team:UOp) -> Sequence[tuple[Matrix, UOp]]:
-      row = team if chosen_by is None else expert_of(b, team // F + chosen_by, stack[0]) * F + team % F
-      return [(gate, row), (up, row)]
+    parts = [gate_up_part(weights, b, ("gate", "up"), b["y"])]
+    if router is not None: parts.append(row_pairs(router.shape[0], rows_of(router.matrix(b, "router")), b["logits"], router.integer))
+    return matvec(t, [x.shape[1] // UNIT], quad(b["x"]), parts, (quad(b["norm"]), norm.eps))
+  outs = {name: Tensor.empty(1, w.shape[0], dtype=dtypes.float) for name, w in (("y", weights[0]), ("logits", router)) if w is not None}
+  ins = {"x": x, "norm": norm.weight, **weights[0].args("gate"), **weights[1].args("up"), **(router.args("router") if router is not None else {})}
+  name = "_".join(["gate_up", weights[0].label, *([] if router is None else ["router", router.label])])
+  return launch(name, outs, ins, body, sum(w.nbytes for w in (*weights, router) if w is not None))
+
+def expert_gate_up(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, how:Choice) -> tuple[Tensor, Tensor]:
+  """The chosen experts' silu(gate·n) · (up·n) times their weight, n = RMSNorm(x). x: float32 (T, D); weights: gate and up, (E, F, D);
+  logits: float32 (T, E) -> float32 (T, K, F), and the choice, int32 (T, K)"""
+  if t := kernel_target(x, x.shape[1]): return expert_gate_up_kernel(t, x, norm, weights, logits, how)
+  return expert_gate_up_ops(x, norm, weights, logits, how)
+
+def expert_gate_up_ops(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, how:Choice) -> tuple[Tensor, Tensor]:
+  (gate, up), (sel, scale), each = weights, choose_experts(logits, how), norm(x).contiguous().unsqueeze(1)
+  return (gate(each, sel).silu() * up(each, sel) * scale.unsqueeze(-1)).contiguous(), sel
+
+def expert_gate_up_kernel(t:Target, x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, how:Choice) -> tuple[Tensor, Tensor]:
+  (E, F, _), K = weights[0].shape, how.count
+  def body(b:dict[str, UOp]) -> list[UOp]:
+    (gate, up), chosen = (w.matrix(b, name) for w, name in zip(weights, ("gate", "up"))), Chosen(how, E, b["logits"], b.get("bias"))
+    def of(team:UOp) -> Sequence[Row]:
+      row = chosen.expert(team // F).cast(dtypes.weakint) * F + team % F
+      return [[(gate, row)], [(up, row)]]
     def finish(sums:list[UOp], team:UOp, keep:UOp, previous:UOp) -> list[UOp]:
-      y = sums[0] / (1 + (sums[0] * -LOG2_E).exp2()) * sums[1]
-      return [b["y"][team.valid(keep)].store(y * b["scale"][(team // F + previous).valid(keep)].load() if chosen else y)]
-    return matvec(t, x.shape[1] // UNIT, all(w.integer for w in weights), quad(b["x"]), [Rows(K * F, of, finish)], (quad(b["norm"]), norm.eps),
-                  previous=chosen_by)
-  y = Tensor.empty(*((1, K, F) if chosen else (1, F)), dtype=dtypes.float)
-  ins = {"x": x, "norm": norm.weight, **chosen, **weights[0].args("gate"), **weights[1].args("up")}
-  return launch(f"gate_up_{f'{K}_of_' if chosen else ''}{weights[0].label}", {"y": y}, ins, body)[0]
+      return [b["y"][team.valid(keep)].store(silu(sums[0]) * sums[1] * chosen.weight(team // F))]
+    def keep_choice(block:UOp, thread:UOp, threads:int, previous:UOp) -> list[UOp]:
+      k = thread.minimum(K - 1)
+      return [b["sel"][k.valid(block.eq(0) & (thread < K))].store(chosen.expert(k))]
+    return matvec(t, [x.shape[1] // UNIT], quad(b["x"]), [Rows(K * F, of, finish, all(w.integer for w in weights))], (quad(b["norm"]), norm.eps),
+                  keep_choice, choose=chosen.barrier)
+  outs = {"y": Tensor.empty(1, K, F, dtype=dtypes.float), "sel": Tensor.empty(1, K, dtype=dtypes.int32)}
+  ins = {"x": x, "norm": norm.weight, "logits": logits, **({} if how.bias is None else {"bias": how.bias}), **weights[0].args("gate"),
+         **weights[1].args("up")}
+  y, sel = launch(f"expert_gate_up_{K}_{how.gating}_{weights[0].label}", outs, ins, body)
+  return y, sel
 
-def expert_down(hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor) -> Tensor:
-  """residual + Σ_k down[sel[k]] · hidden[k]. hidden: float32 (T, K, F), weighted already; down: (E, D, F); residual: float32 (T, D)
-  -> float32 (T, D)"""
-  if t := kernel_target(hidden, hidden.shape[1] * hidden.shape[2]): return expert_down_kernel(t, hidden, down, sel, residual)
-  return expert_down_ops(hidden, down, sel, residual)
+def expert_down(hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, Weight]|None=None) -> Tensor:
+  """residual + Σ_k down[sel[k]] · hidden[k] + the shared expert's down times its hidden vector. hidden: float32 (T, K, F), weighted already;
+  down: (E, D, F); residual: float32 (T, D); shared: float32 (T, G) and (D, G) -> float32 (T, D)"""
+  if t := kernel_target(hidden, hidden.shape[2], *([] if shared is None else [shared[0].shape[1]])):
+    return expert_down_kernel(t, hidden, down, sel, residual, shared)
+  return expert_down_ops(hidden, down, sel, residual, shared)
 
-def expert_down_ops(hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor) -> Tensor: return (residual + down(hidden, sel).sum(1)).contiguous()
+def expert_down_ops(hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, Weight]|None=None) -> Tensor:
+  out = residual + down(hidden, sel).sum(1)
+  return (out if shared is None else out + shared[1](shared[0])).contiguous()
 
-def expert_down_kernel(t:Target, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor) -> Tensor:
+def expert_down_kernel(t:Target, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, Weight]|None=None) -> Tensor:
   (E, D, F), K = down.shape, sel.shape[1]
-  each = F // UNIT  # units an expert: a row of the product runs through all chosen experts
+  each, lengths = F // UNIT, [K * F // UNIT]   # a row of the product runs through all chosen experts, and on through the shared one
+  if shared is not None: lengths.append(shared[0].shape[1] // UNIT)
   def body(b:dict[str, UOp]) -> list[UOp]:
-    matrix, chosen_by = down.matrix(b, "w"), after_previous(t)
-    def chosen(row:UOp, unit:UOp, gate:UOp|None) -> Unit: return matrix(expert_of(b, unit // each + chosen_by, E) * D + row, unit % each, gate)
-    return matvec(t, K * each, down.integer, quad(b["x"]), [row_pairs(chosen, D, b["y"], residual=b["residual"])], previous=chosen_by)
-  ins = {"x": hidden, "sel": sel, "residual": residual, **down.args("w")}
-  return launch(f"expert_down_{K}_{down.label}", {"y": Tensor.empty(1, D, dtype=dtypes.float)}, ins, body)[0]
+    matrix, previous = down.matrix(b, "w"), after_previous(t)
+    def chosen(row:UOp, unit:UOp, gate:UOp|None) -> Unit:
+      k = unit // each + previous
+      expert = b["sel"][k if gate is None else k.valid(gate)].load().maximum(0).minimum(E - 1).cast(dtypes.weakint)
+      return matrix(expert * D + row, unit % each, gate)
+    beside = None if shared is None else shared[1].matrix(b, "shared")
+    def x(k:UOp) -> list[UOp]:
+      at = k - (own := K * F // 4)
+      first = quad(b["x"])(k if shared is None else (k < own).where(k, 0))
+      return first if shared is None else [(k < own).where(v, w) for v, w in zip(first, quad(b["x_shared"])((k < own).where(0, at)))]
+    part = row_pairs(D, lambda row: [(chosen, row), *([] if beside is None else [(beside, row)])], b["y"],
+                     down.integer and (shared is None or shared[1].integer), residual=b["residual"])
+    return matvec(t, lengths, x, [part], previous=previous)
+  ins = {"x": hidden, "sel": sel, "residual": residual, **down.args("w"),
+         **({} if shared is None else {"x_shared": shared[0], **shared[1].args("shared")})}
+  name = "_".join([f"expert_down_{K}", down.label, *([] if shared is None else ["shared", shared[1].label])])
+  return launch(name, {"y": Tensor.empty(1, D, dtype=dtypes.float)}, ins, body)[0]

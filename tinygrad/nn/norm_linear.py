@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Callable, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, group_sum, target
-from tinygrad.nn.matvec import UNIT, Matrix, add, launch, local, matvec, row_pairs
+from tinygrad.nn.matvec import UNIT, Matrix, Row, add, launch, local, matvec, row_pairs
 from tinygrad.uop.ops import Ops
 
 class Weight(Protocol):
@@ -15,6 +15,7 @@ class Weight(Protocol):
   shape: tuple[int, ...]
   integer: bool
   label: str
+  nbytes: int
   def __call__(self, x:Tensor, sel:Tensor|None=None) -> Tensor: ...
   def args(self, name:str) -> dict[str, Tensor]: ...
   def matrix(self, buffers:dict[str, UOp], name:str) -> Matrix: ...
@@ -39,6 +40,8 @@ def kernel_target(x:Tensor, *widths:int) -> Target|None:
   return t if t is not None and all(w % UNIT == 0 for w in widths) else None
 
 def quad(buffer:UOp, offset:UOp|int=0) -> Callable[[UOp], list[UOp]]: return lambda k: [buffer[offset + k * 4 + j].load() for j in range(4)]
+
+def rows_of(matrix:Matrix, first:UOp|int=0) -> Callable[[UOp], Row]: return lambda i: [(matrix, first + i)]
 
 def rotated(buffers:dict[str, UOp], half:int, at:UOp, pair:Sequence[UOp], turned:UOp) -> list[UOp]:
   """Numbers `at` and `at + 1` of a rotated part of `half` pairs after RoPE where `turned` is true, and as they are elsewhere"""
@@ -69,12 +72,12 @@ def norm_linear_kernel(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weig
     def turn(sums:list[UOp], row:UOp) -> list[UOp]:
       at = row % rope.head - rope.nope
       return rotated(b, rope.table.shape[1], at, sums, at >= 0)
-    parts = [row_pairs(w.matrix(b, f"w{i}"), w.shape[0], b[f"y{i}"], turn=turn if rope is not None and i == 0 else None,
+    parts = [row_pairs(w.shape[0], rows_of(w.matrix(b, f"w{i}")), b[f"y{i}"], w.integer, turn=turn if rope is not None and i == 0 else None,
                        residual=b.get("residual") if i == 0 else None) for i, w in enumerate(weights)]
-    return matvec(t, x.shape[1] // UNIT, all(w.integer for w in weights), quad(b["x"]), parts, (quad(b["norm"]), norm.eps) if norm else None)
+    return matvec(t, [x.shape[1] // UNIT], quad(b["x"]), parts, (quad(b["norm"]), norm.eps) if norm else None)
   parts = {"norm": norm, "linear": weights, "rope": rope, "residual": residual}
   name = "_".join([part for part, there in parts.items() if there is not None] + [w.label for w in weights])
-  return launch(name, outs, ins, body)
+  return launch(name, outs, ins, body, sum(w.nbytes for w in weights))
 
 def latent_query(q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   """The heads' queries in latent space, and the tokens' rows of the cache: [RMSNorm(kv)[:L] | RoPE(kv[L:])] written from pos on.
@@ -92,7 +95,7 @@ def latent_query_kernel(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, ca
   (H, L, nope), dim = k_b.shape, cache.shape[1]
   def body(b:dict[str, UOp]) -> list[UOp]:
     item = UOp.special(H, "gidx1")
-    part = row_pairs(k_b.matrix(b, "w"), L, b["q_latent"], item * L, item * L)
+    part = row_pairs(L, rows_of(k_b.matrix(b, "w"), item * L), b["q_latent"], k_b.integer, item * L)
     def cache_row(block:UOp, thread:UOp, threads:int, previous:UOp) -> list[UOp]:
       first, pairs, squares = block.eq(0) & item.eq(0), [], None   # one block writes it, the others load nothing for it
       for start in range(0, dim // 2, threads):
@@ -113,7 +116,7 @@ def latent_query_kernel(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, ca
           value = latent.where(pair[i] * factor * b["norm"][(at + i).valid(ok & latent)].load(), turned[i])
           done.append(b["cache"][(b["pos"][0].load().cast(dtypes.weakint) * dim + at + i).valid(ok)].store(value.cast(cache.dtype)))
       return done
-    return matvec(t, nope // UNIT, k_b.integer, quad(b["q"], item * rope.head), [part], side=cache_row, items=H)
+    return matvec(t, [nope // UNIT], quad(b["q"], item * rope.head), [part], side=cache_row, items=H)
   outs = {"q_latent": Tensor.empty(1, H, L, dtype=dtypes.float), "cache": cache}
   ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "pos": rope.pos, **k_b.args("w")}
   q_latent, written = launch(f"latent_query_{k_b.label}", outs, ins, body)
