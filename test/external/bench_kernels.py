@@ -56,8 +56,9 @@ def cases(model:str, depth:int) -> dict[str, tuple[Callable, Callable]]:
   out["k_b+cache"] = (lambda: (lin(G.Q8_0, H, L, nope), cache()), lambda m: norm_linear.latent_query(hl, kv, m[0], n_l, m[1], rope))
   t = matvec.Target and norm_linear.target()
   out["attention"] = (lambda: (cache(),), lambda m: mla_attention.mla_splits(t, lat[0], hl.reshape(H, -1), m[0], pos, 0.06))
-  sums = [Tensor.rand(mla_attention.split_count(H, positions), H, n).contiguous().realize() for n in (L, 2)]
-  out["combine"] = (lambda: (), lambda m: mla_attention.mla_combine(t, *sums, pos))
+  some = cache()
+  sums = [Tensor.rand(mla_attention.cut(t, H, L, some)[0], H, n).contiguous().realize() for n in (L, 2)]
+  out["combine"] = (lambda: (), lambda m: mla_attention.mla_combine(t, *sums, some, pos))
   out["v_b"] = (lambda: (lin(G.Q8_0, H, v, L),), lambda m: m[0](lat))
   out["attn_output"] = (lambda: (lin(G.Q4_0, D, H * v),), lambda m: norm_linear.norm_linear(hv, None, m, residual=hd))
   if experts:

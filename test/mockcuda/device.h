@@ -14,11 +14,12 @@ extern "C" const char* mock_exchange(const void* mine, int bytes, int lane);
 extern "C" int mock_lane();
 extern "C" const int mock_stride;  // bytes from a lane's place to the next one's
 #define __syncthreads() mock_wait(0)
-template <class T> static inline T __shfl_xor_sync(unsigned, T value, int lane_xor) {
+template <class T> static inline T __shfl_sync(unsigned, T value, int lane) {
   static_assert(sizeof(T) <= 8, "a shuffle moves 8 bytes at most");
-  __builtin_memcpy(&value, mock_exchange(&value, sizeof(T), mock_lane() ^ lane_xor), sizeof(T));
+  __builtin_memcpy(&value, mock_exchange(&value, sizeof(T), lane), sizeof(T));
   return value;
 }
+template <class T> static inline T __shfl_xor_sync(unsigned all, T value, int lane_xor) { return __shfl_sync(all, value, mock_lane() ^ lane_xor); }
 // mma.sync.m16n8k16: lane 4r + q holds of a the rows r and r + 8, of b the column r, of c the columns 2q and 2q + 1
 template <class A, class B, class C> static inline C mock_mma(A a, B b, C c) {
   struct { A a; B b; } mine = {a, b}, of[32];

@@ -34,6 +34,7 @@ MMA_METAL = Mma(8, 8, 8, (2, 2, 2), _simdgroup, _simdgroup, _simdgroup, "METAL")
 class Target:
   """What a kernel may ask of a GPU. Texts are C expressions over {0}, {1}, … (the operands); {o} is a lane distance."""
   shuffle_xor: str
+  shuffle: str                 # the value of lane {1}
   dot4: str|None = None        # int32 sum of four int8 products and a third operand, each word holding four bytes
   wait: str|None = None        # statements: the next kernel may start; go on when the kernels before this one are done
   mma: Mma|None = None
@@ -41,8 +42,8 @@ class Target:
   shared_bytes: int = 32768
 
 TARGETS = {
-  "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", "__dp4a((int)({0}), {1}, {2})", mma=MMA_CUDA, shared_bytes=49152),
-  "METAL": Target("simd_shuffle_xor({{0}}, (ushort){o})", mma=MMA_METAL),
+  "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", "__shfl_sync(0xffffffffu, {0}, {1})", "__dp4a((int)({0}), {1}, {2})", mma=MMA_CUDA, shared_bytes=49152),
+  "METAL": Target("simd_shuffle_xor({{0}}, (ushort){o})", "simd_shuffle({0}, (ushort){1})", mma=MMA_METAL),
 }
 
 # from Hopper on a kernel may start while those before it still run, up to the point where it waits for them (programmatic dependent launch)
@@ -62,6 +63,10 @@ def shuffle(t:Target, x:UOp, distance:int) -> UOp:
   """x of the lane whose number differs in the bit `distance`"""
   # a CUSTOM is a statement of its own, evaluated once; a CUSTOMI's text is repeated at every use
   return UOp(Ops.CUSTOM, x.dtype, src=(x,), arg=t.shuffle_xor.format(o=distance))
+
+def of_lane(t:Target, x:UOp, lane:UOp) -> UOp:
+  """x of the given lane"""
+  return UOp(Ops.CUSTOM, x.dtype, src=(x, lane.cast(dtypes.int)), arg=t.shuffle)
 
 def group_reduce(t:Target, x:UOp, lanes:int, op, step:int=1) -> UOp:
   """op over `lanes` neighbouring lanes (a power of two, `step` apart), in every one of them, in a fixed order"""

@@ -3,21 +3,25 @@
 The kernels take one new token over the whole cache; several tokens (prefill) take the plain-ops form.
 
 Replaces the scores, softmax and weighted sum that the scheduler would make of it, each a pass over the cache.
-Layout: what is written of the cache is cut into as many equal splits as give BLOCKS blocks, so that a context of any length fills the machine once; a
-block takes a split and a few heads, its four warps every fourth position.
-A lane holds its share of the queries and of the sums in registers, so the cache is read once a group of heads, with no barrier on the way;
-softmax is online, float32, with its maximum subtracted. The warps of a block meet in shared memory, the splits in `mla_combine`.
+What is written of the cache is cut into as many equal splits as give BLOCKS blocks, so that a context of any length fills the machine once; a block
+takes a split and a few heads, and the splits meet in `mla_combine`. Softmax is online, float32, with its maximum subtracted. Two forms:
+by tiles, on tensor cores, eight heads a block (see splits_by_tiles);
+by lanes, on every other target, two heads a block, its four warps every fourth position: a lane holds its share of the queries and of the sums in
+registers, with no barrier on the way, and the warps of a block meet in shared memory.
 """
 from __future__ import annotations
 import math
+from typing import Callable
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.nn.intrinsics import Target, after_previous, group_reduce, group_sum, target
+from tinygrad.nn.intrinsics import MMA_CUDA, Target, after_previous, group_reduce, group_sum, of_lane, target
 from tinygrad.nn.matvec import add, launch, local
 from tinygrad.uop.ops import Ops
 
-WARPS, HEADS, AT_ONCE = 4, 2, 4   # of a block, of a block, positions a warp reads at once
-STEP = WARPS * AT_ONCE           # positions a block reads at once
+WARPS = 4                        # of a block
+HEADS, AT_ONCE = 2, 4            # by lanes: heads of a block, positions that a warp reads at once
+TILE_HEADS, TILE = 8, 16         # by tiles: the same
+CHUNK = 64                       # by tiles: latent numbers that a warp weighs at once
 BLOCKS = 384                     # as many as a large GPU holds at once (three a multiprocessor of 132)
 NEVER = -1e30  # a score that no position has; finite, so that differences stay numbers
 
@@ -27,7 +31,7 @@ def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int|Tensor, s
   if isinstance(pos, Tensor):
     t = target()
     assert t is not None, "a position on the device is for kernels"
-    return mla_combine(t, *mla_splits(t, q_latent[0], q.reshape(q_latent.shape[1], -1), cache, pos, scale), pos).unsqueeze(0)
+    return mla_combine(t, *mla_splits(t, q_latent[0], q.reshape(q_latent.shape[1], -1), cache, pos, scale), cache, pos).unsqueeze(0)
   return mla_attention_ops(q_latent, q, cache, pos, scale)
 
 def mla_attention_ops(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int, scale:float) -> Tensor:
@@ -41,10 +45,21 @@ def mla_attention_ops(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int, scal
   return scores.softmax(-1) @ keys[:, :L]
 
 def group_heads(heads:int) -> int: return HEADS if heads % HEADS == 0 else 1
-def split_count(heads:int, positions:int) -> int: return max(min(BLOCKS // (heads // group_heads(heads)), -(-positions // STEP)), 1)
-def split_length(last:UOp, splits:int) -> UOp:
-  """Positions a split, when `last` is the last one written: whole steps"""
-  return (last // (splits * STEP) + 1) * STEP
+
+def by_tiles(t:Target, latent:int, rope:int) -> bool:
+  """Whether tensor cores take the products: numbers in pieces of CHUNK and 32, and fragments that share their inner places among lanes"""
+  return t.mma is MMA_CUDA and latent % CHUNK == 0 and (latent + rope) % 32 == 0 and (n := latent // CHUNK) % min(n, WARPS) == 0
+
+def cut(t:Target, heads:int, latent:int, cache:Tensor) -> tuple[int, int]:
+  """(splits of a cache, positions that a block reads at once: a split is whole steps of so many)"""
+  positions, dim = cache.shape
+  if by_tiles(t, latent, dim - latent): step, groups = min(WARPS, latent // CHUNK) * TILE, -(-heads // TILE_HEADS)
+  else: step, groups = WARPS * AT_ONCE, heads // group_heads(heads)
+  return max(min(BLOCKS // groups, -(-positions // step)), 1), step
+
+def split_length(last:UOp, splits:int, step:int) -> UOp:
+  """Positions a split, when `last` is the last one written"""
+  return (last // (splits * step) + 1) * step
 
 def fits(t:Target, heads:int, latent:int, rope:int) -> bool:
   """Whether the lanes share a cached vector evenly and a block's sums have room in shared memory"""
@@ -54,14 +69,22 @@ def mla_splits(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, sc
   """q_latent: float32 (H, L); q: float32 (H, nope+R), whose last R numbers are the rotated part; cache: half (C, L+R), written up to pos;
   pos: int32 (1,) -> float32 (splits, H, L), the splits' weighted sums, and (splits, H, 2), their maximum (in base 2) and sum of weights; splits past
   pos are not written"""
-  (H, L), (_, q_dim), (C, dim) = q_latent.shape, q.shape, cache.shape
-  R, lanes, G, splits = dim - L, t.lanes, group_heads(H), split_count(H, C)
+  (H, L), dim, (splits, step) = q_latent.shape, cache.shape[1], cut(t, *q_latent.shape, cache)
+  form = splits_by_tiles if by_tiles(t, L, dim - L) else splits_by_lanes
+  body = form(t, H, L, q.shape[1], dim, splits, step, scale)
+  outs = {"sums": Tensor.empty(splits, H, L, dtype=dtypes.float), "tops": Tensor.empty(splits, H, 2, dtype=dtypes.float)}
+  sums, tops = launch(f"mla_{form.__name__}_{splits}_{H}_{L}_{dim - L}", outs, {"q_latent": q_latent, "q": q, "cache": cache, "pos": pos}, body,
+                      cache.nbytes())
+  return sums, tops
+
+def splits_by_lanes(t:Target, H:int, L:int, q_dim:int, dim:int, splits:int, step:int, scale:float) -> Callable[[dict[str, UOp]], list[UOp]]:
+  R, lanes, G = dim - L, t.lanes, group_heads(H)
   n, r = L // lanes, R // lanes                                              # of the latent and the rotated part, a lane's share
   def body(b:dict[str, UOp]) -> list[UOp]:
     split, group, thread = UOp.special(splits, "gidx0"), UOp.special(H // G, "gidx1"), UOp.special(WARPS * lanes, "lidx0")
     warp, lane, previous = thread // lanes, thread % lanes, after_previous(t)
     last = b["pos"][0].load().cast(dtypes.weakint)
-    length = split_length(last, splits)
+    length = split_length(last, splits, step)
     active = split * length <= last
     def latent_dim(i:int) -> UOp: return (i // 4 * lanes + lane) * 4 + i % 4
     def rope_dim(i:int) -> UOp: return lane * r + i
@@ -71,7 +94,7 @@ def mla_splits(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, sc
     # running maximum, sum of weights and weighted sums
     state = UOp.placeholder((G * (n + 2),), dtypes.float, slot=2, addrspace=AddrSpace.REG)
     state = state.after(UOp.group(*[state[h * (n + 2) + i].store(NEVER if i == 0 else 0.0) for h in range(G) for i in range(n + 2)]))
-    at = UOp.range(active.where(((last - split * length) // STEP + 1).minimum(length // STEP), 0), 0)
+    at = UOp.range(active.where(((last - split * length) // step + 1).minimum(length // step), 0), 0)
     now = state.after(at)
     keys, valid = [], []
     for j in range(AT_ONCE):
@@ -119,18 +142,96 @@ def mla_splits(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, sc
         for w in range(WARPS): y = add(y, sums[(w * G + h) * L + first + thread].load() * shrink[w])
         done.append(b["sums"][(out * L + first + thread).valid(active)].store(y))
     return done
-  outs = {"sums": Tensor.empty(splits, H, L, dtype=dtypes.float), "tops": Tensor.empty(splits, H, 2, dtype=dtypes.float)}
-  sums, tops = launch(f"mla_splits_{splits}_{H}_{L}_{R}", outs, {"q_latent": q_latent, "q": q, "cache": cache, "pos": pos}, body, cache.nbytes())
-  return sums, tops
+  return body
 
-def mla_combine(t:Target, sums:Tensor, tops:Tensor, pos:Tensor) -> Tensor:
-  """The splits of mla_splits become float32 (H, L). A warp takes every eighth split, a lane four numbers."""
+def splits_by_tiles(t:Target, H:int, L:int, q_dim:int, dim:int, splits:int, step:int, scale:float) -> Callable[[dict[str, UOp]], list[UOp]]:
+  """mla_splits on tensor cores: queries, keys and weights of positions are halves, sums float32.
+
+  A warp scores TILE positions for TILE_HEADS heads; the scores meet in shared memory, every warp takes the softmax of all of them for itself and
+  weighs its own part of the latent numbers. A product does not ask in which order its inner numbers come, nor a fragment which row is
+  which: lanes take eight neighbouring halves of a cached vector, as keys and as values, and call them what the fragment wants."""
+  m, warps, groups = t.mma, step // TILE, -(-H // TILE_HEADS)
+  chunks, pitch = L // CHUNK // warps, step + 4
+  assert m is not None
+  # places (column of a, row of b) of a lane's inner numbers, four at once: 2x + y of its quarter
+  inner_a, row_a, inner_b = [i // 4 * 2 + i % 2 for i in range(8)], [i // 2 % 2 for i in range(8)], [i // 2 * 2 + i % 2 for i in range(4)]
+  def body(b:dict[str, UOp]) -> list[UOp]:
+    split, group, thread = UOp.special(splits, "gidx0"), UOp.special(groups, "gidx1"), UOp.special(warps * 32, "lidx0")
+    warp, lane, previous = thread // 32, thread % 32, after_previous(t)
+    eighth, quarter = lane // 4, lane % 4
+    last = b["pos"][0].load().cast(dtypes.weakint)
+    length = split_length(last, splits, step)
+    active, first = split * length <= last, split * length
+    def of_head(number:UOp) -> UOp: return number if H % TILE_HEADS == 0 else number.minimum(H - 1)
+    # the queries of the block, scaled, lane by lane as the products want them
+    query, stored = local(TILE_HEADS * dim, dtypes.half, 1), []
+    for begin in range(0, TILE_HEADS * dim, warps * 128):
+      at = thread * 4 + begin
+      ok, head, number = at < TILE_HEADS * dim, of_head(group * TILE_HEADS + at // 32 % 8), at // 256 * 32 + at % 32
+      for j in range(4):
+        latent, turned = ((ok & (number < L), b["q_latent"], head * L), (ok & (number >= L), b["q"], head * q_dim + q_dim - dim))
+        value, other = (source[(base + number + j + previous).valid(gate)].load() for gate, source, base in (latent, turned))
+        stored.append(query[(at + j).valid(ok)].store(((number < L).where(value, other) * (scale * math.log2(math.e))).cast(dtypes.half)))
+    query = query.after(UOp(Ops.BARRIER, src=tuple(stored)))
+    sums = chunks * 16
+    state = UOp.placeholder((sums + 2,), dtypes.float, slot=2, addrspace=AddrSpace.REG)
+    state = state.after(UOp.group(*[state[i].store(NEVER if i == sums else 0.0) for i in range(sums + 2)]))
+    at = UOp.range(active.where(((last - first) // step + 1).minimum(length // step), 0), 0)
+    now, start = state.after(at), first + at * step
+    def cached(p:UOp, number:UOp) -> list[UOp]: return [b["cache"][(p.minimum(last) + previous) * dim + number + j].load() for j in range(8)]
+    # scores of the warp's positions
+    mine, parts = [start + warp * TILE + eighth + r * 8 for r in range(2)], [[UOp.const(0.0, dtypes.float)] * 4 for _ in range(2)]
+    for s in range(dim // 32):
+      keys, some = [cached(p, s * 32 + quarter * 8) for p in mine], [query[(s * 32 + lane) * 8 + j].load() for j in range(8)]
+      for h in range(2):
+        parts[h] = m([keys[row][h * 4 + i] for row, i in zip(row_a, inner_a)], [some[h * 4 + i] for i in inner_b], parts[h])
+    scores = local(TILE_HEADS * pitch, dtypes.float, 0)
+    barrier = UOp(Ops.BARRIER, src=tuple(scores[(quarter * 2 + i % 2) * pitch + warp * TILE + eighth + i // 2 * 8].store(
+      (mine[i // 2] <= last).where(x + y, NEVER)) for i, (x, y) in enumerate(zip(*parts))))
+    scores = scores.after(barrier)
+    # their softmax: a lane has a head and a quarter of the positions
+    each = [[scores[eighth * pitch + w * TILE + quarter * 4 + i].load() for i in range(4)] for w in range(warps)]
+    top = None
+    for s in sum(each, []): top = s if top is None else top.maximum(s)
+    old = now[sums].load()
+    top = old.maximum(group_reduce(t, top, 4, lambda x, y: x.maximum(y)))
+    shrink, weights, total = (old - top).exp2(), [[(s - top).exp2() for s in four] for four in each], None
+    for w in sum(weights, []): total = add(total, w)
+    updates = [now[sums].store(top), now[sums + 1].store(now[sums + 1].load() * shrink + total)]
+    # the weighted sums of the warp's latent numbers
+    shrinks = [of_lane(t, shrink, quarter * 8 + i * 4) for i in range(2)]   # of the heads whose sums the lane has
+    values = [[now[tile * 4 + i].load() * shrinks[i % 2] for i in range(4)] for tile in range(chunks * 4)]
+    for w, four in enumerate(weights):
+      rows = [[cached(start + w * TILE + quarter * 4 + r, (warp * chunks + c) * CHUNK + eighth * 8) for r in range(4)] for c in range(chunks)]
+      halves = [four[i].cast(dtypes.half) for i in inner_b]
+      for tile in range(chunks * 4):
+        values[tile] = m([rows[tile // 4][i][tile % 4 * 2 + row] for row, i in zip(row_a, inner_a)], halves, values[tile])
+    updates += [now[tile * 4 + i].store(v) for tile, four in enumerate(values) for i, v in enumerate(four)]
+    state, done = state.after(UOp.group(*updates).end(at)), []
+    total = group_sum(t, state[sums + 1].load(), 4)
+    def gate(number:UOp, *others:UOp) -> UOp:
+      ok = active if H % TILE_HEADS == 0 else active & (number < H)
+      for other in others: ok = ok & other
+      return ok
+    number = group * TILE_HEADS + eighth
+    done += [b["tops"][((split * H + of_head(number)) * 2 + i).valid(gate(number, warp.eq(0), quarter.eq(0)))].store(v)
+             for i, v in enumerate((state[sums].load(), total))]
+    for tile in range(chunks * 4):
+      for i in range(4):
+        number, dim_ = group * TILE_HEADS + quarter * 2 + i % 2, (warp * chunks + tile // 4) * CHUNK + eighth * 8 + tile % 4 * 2 + i // 2
+        done.append(b["sums"][((split * H + of_head(number)) * L + dim_).valid(gate(number))].store(state[tile * 4 + i].load()))
+    return done
+  return body
+
+def mla_combine(t:Target, sums:Tensor, tops:Tensor, cache:Tensor, pos:Tensor) -> Tensor:
+  """The splits that mla_splits made of a cache become float32 (H, L). A warp takes every eighth split, a lane four numbers."""
   (splits, H, L), warps, lanes = sums.shape, 8, t.lanes
+  _, step = cut(t, H, L, cache)
   def body(b:dict[str, UOp]) -> list[UOp]:
     part, head, thread = UOp.special(L // (4 * lanes), "gidx0"), UOp.special(H, "gidx1"), UOp.special(warps * lanes, "lidx0")
     warp, lane, previous = thread // lanes, thread % lanes, after_previous(t)
     last = b["pos"][0].load().cast(dtypes.weakint)
-    count = last // split_length(last, splits) + 1
+    count = last // split_length(last, splits, step) + 1
     def entry(s:UOp, i:int) -> UOp: return b["tops"][((s * H + head) * 2 + i + previous).valid(s < count)].load()
     top = None
     for first in range(0, splits, lanes):

@@ -1,0 +1,41 @@
+"""Decoding's attention over splits of the cache against the plain form in float64: both ways of cutting the work, on the mock of CUDA."""
+import dataclasses
+import numpy as np, pytest
+from mockcuda import on_cuda
+from oracle import nmse
+from tinygrad import Tensor, dtypes
+from tinygrad.nn import intrinsics, mla_attention
+
+def attention(H: int, L: int, R: int, C: int, last: int, seed: int) -> float:
+  """NMSE of the kernels' result"""
+  rng = np.random.default_rng(seed)
+  q_latent, q = rng.standard_normal((H, L)).astype(np.float32) * 2, rng.standard_normal((H, 48 + R)).astype(np.float32) * 2
+  cache = rng.standard_normal((C, L + R)).astype(np.float16)
+  cache[last + 1:] = np.nan                                  # what is not written must not be read
+  query, keys = np.concatenate([q_latent, q[:, 48:]], 1).astype(np.float64), cache[:last + 1].astype(np.float64)
+  scores = query @ keys.T * 0.11
+  weights = np.exp(scores - scores.max(-1, keepdims=True))
+  want = weights / weights.sum(-1, keepdims=True) @ keys[:, :L]
+  got = mla_attention.mla_attention(Tensor(q_latent).unsqueeze(0), Tensor(q).reshape(1, -1), Tensor(cache), Tensor([last], dtype=dtypes.int32), 0.11)
+  return nmse(got.numpy()[0], want)
+
+SHAPES = [(8, 512, 64, 200, 199), (5, 128, 32, 300, 130), (3, 128, 32, 40, 0), (16, 256, 32, 33, 32), (2, 128, 64, 700, 630)]
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_by_tiles(shape: tuple[int, ...]):
+  with on_cuda():
+    assert mla_attention.by_tiles(intrinsics.target(), shape[1], shape[2])
+    assert attention(*shape, seed=1) < 1e-6  # queries and weights are halves
+
+@pytest.mark.parametrize("shape", SHAPES[1:3])
+def test_by_lanes(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+  monkeypatch.setitem(intrinsics.TARGETS, "CUDA", dataclasses.replace(intrinsics.TARGETS["CUDA"], mma=None))
+  with on_cuda():
+    assert not mla_attention.by_tiles(intrinsics.target(), shape[1], shape[2])
+    assert attention(*shape, seed=2) < 1e-12
+
+@pytest.mark.parametrize("last", [0, 1, 63, 64, 127, 400])
+def test_few_blocks(last: int, monkeypatch: pytest.MonkeyPatch):
+  """Splits of several steps: the softmax goes on from step to step"""
+  monkeypatch.setattr(mla_attention, "BLOCKS", 3)
+  with on_cuda(): assert attention(10, 128, 32, 401, last, seed=3) < 1e-6
