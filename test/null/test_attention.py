@@ -37,5 +37,5 @@ def test_by_lanes(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("last", [0, 1, 63, 64, 127, 400])
 def test_few_blocks(last: int, monkeypatch: pytest.MonkeyPatch):
   """Splits of several steps: the softmax goes on from step to step"""
-  monkeypatch.setattr(mla_attention, "BLOCKS", 3)
+  monkeypatch.setattr(mla_attention, "MULTIPROCESSORS", 3)
   with on_cuda(): assert attention(10, 128, 32, 401, last, seed=3) < 1e-6

@@ -3,9 +3,9 @@
 The kernels take one new token over the whole cache; several tokens (prefill) take the plain-ops form.
 
 Replaces the scores, softmax and weighted sum that the scheduler would make of it, each a pass over the cache.
-What is written of the cache is cut into as many equal splits as give BLOCKS blocks, so that a context of any length fills the machine once; a block
+What is written of the cache is cut into as many equal splits as there are places for blocks, so that a context of any length fills the machine once; a block
 takes a split and a few heads, and the splits meet in `mla_combine`. Softmax is online, float32, with its maximum subtracted. Two forms:
-by tiles, on tensor cores, eight heads a block (see splits_by_tiles);
+by tiles, on tensor cores, all heads a block (see splits_by_tiles);
 by lanes, on every other target, two heads a block, its four warps every fourth position: a lane holds its share of the queries and of the sums in
 registers, with no barrier on the way, and the warps of a block meet in shared memory.
 """
@@ -18,11 +18,9 @@ from tinygrad.nn.intrinsics import MMA_CUDA, Target, after_previous, group_reduc
 from tinygrad.nn.matvec import add, launch, local
 from tinygrad.uop.ops import Ops
 
-WARPS = 4                        # of a block
-HEADS, AT_ONCE = 2, 4            # by lanes: heads of a block, positions that a warp reads at once
-TILE_HEADS, TILE = 8, 16         # by tiles: the same
-CHUNK = 64                       # by tiles: latent numbers that a warp weighs at once
-BLOCKS = 384                     # as many as a large GPU holds at once (three a multiprocessor of 132)
+WARPS, HEADS, AT_ONCE = 4, 2, 4  # by lanes: of a block, of a block, positions that a warp reads at once
+TILE, CHUNK = 16, 64             # by tiles: positions, and latent numbers that a warp weighs
+MULTIPROCESSORS = 132            # of a large GPU; by lanes each holds three blocks
 NEVER = -1e30  # a score that no position has; finite, so that differences stay numbers
 
 def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int|Tensor, scale:float) -> Tensor:
@@ -47,15 +45,21 @@ def mla_attention_ops(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int, scal
 def group_heads(heads:int) -> int: return HEADS if heads % HEADS == 0 else 1
 
 def by_tiles(t:Target, latent:int, rope:int) -> bool:
-  """Whether tensor cores take the products: numbers in pieces of CHUNK and 32, and fragments that share their inner places among lanes"""
-  return t.mma is MMA_CUDA and latent % CHUNK == 0 and (latent + rope) % 32 == 0 and (n := latent // CHUNK) % min(n, WARPS) == 0
+  """Whether tensor cores take the products: whole pieces of numbers, and fragments that share their inner places among lanes"""
+  return t.mma is MMA_CUDA and latent % CHUNK == 0 and (latent + rope) % t.mma.K == 0 and latent // CHUNK in (2, 4, 8)
+
+def tile_warps(latent:int) -> int: return latent // CHUNK
+def head_tiles(heads:int) -> int:
+  """Tiles of eight heads a block: all, if its registers can hold them"""
+  tiles = -(-heads // 8)
+  return -(-tiles // -(-tiles // 3))
 
 def cut(t:Target, heads:int, latent:int, cache:Tensor) -> tuple[int, int]:
   """(splits of a cache, positions that a block reads at once: a split is whole steps of so many)"""
   positions, dim = cache.shape
-  if by_tiles(t, latent, dim - latent): step, groups = min(WARPS, latent // CHUNK) * TILE, -(-heads // TILE_HEADS)
-  else: step, groups = WARPS * AT_ONCE, heads // group_heads(heads)
-  return max(min(BLOCKS // groups, -(-positions // step)), 1), step
+  if by_tiles(t, latent, dim - latent): step, blocks = 2 * TILE, MULTIPROCESSORS // -(-heads // (8 * head_tiles(heads)))
+  else: step, blocks = WARPS * AT_ONCE, 3 * MULTIPROCESSORS // (heads // group_heads(heads))
+  return max(min(blocks, -(-positions // step)), 1), step
 
 def split_length(last:UOp, splits:int, step:int) -> UOp:
   """Positions a split, when `last` is the last one written"""
@@ -145,81 +149,98 @@ def splits_by_lanes(t:Target, H:int, L:int, q_dim:int, dim:int, splits:int, step
   return body
 
 def splits_by_tiles(t:Target, H:int, L:int, q_dim:int, dim:int, splits:int, step:int, scale:float) -> Callable[[dict[str, UOp]], list[UOp]]:
-  """mla_splits on tensor cores: queries, keys and weights of positions are halves, sums float32.
-
-  A warp scores TILE positions for TILE_HEADS heads; the scores meet in shared memory, every warp takes the softmax of all of them for itself and
-  weighs its own part of the latent numbers. A product does not ask in which order its inner numbers come, nor a fragment which row is
-  which: lanes take eight neighbouring halves of a cached vector, as keys and as values, and call them what the fragment wants."""
-  m, warps, groups = t.mma, step // TILE, -(-H // TILE_HEADS)
-  chunks, pitch = L // CHUNK // warps, step + 4
+  """Queries, keys and weights of positions are halves, sums float32. The warps of a block share two tiles of positions: a warp multiplies its part
+  of the vectors' numbers for one of them; the parts of the scores meet in shared memory, every warp takes the softmax of all for itself and
+  weighs its part of the latent numbers. A product does not ask in which order its inner numbers come, nor a fragment which row is which:
+  lanes take neighbouring halves of a cached vector, as keys and as values, and call them what the fragment wants."""
+  m, warps, pitch, columns = t.mma, tile_warps(L), step + 4, head_tiles(H)
   assert m is not None
-  # places (column of a, row of b) of a lane's inner numbers, four at once: 2x + y of its quarter
-  inner_a, row_a, inner_b = [i // 4 * 2 + i % 2 for i in range(8)], [i // 2 % 2 for i in range(8)], [i // 2 * 2 + i % 2 for i in range(4)]
+  chunks, pieces, shares = L // CHUNK // warps, dim // m.K, warps * TILE // step
+  each, heads = -(-pieces // shares), columns * m.N
+  # of a lane's inner numbers (columns of a, rows of b) four are neighbours: which of them an element is, and in which of a's two rows
+  inner_a, row_a = [i // 4 * 2 + i % 2 for i in range(8)], [i // 2 % 2 for i in range(8)]
   def body(b:dict[str, UOp]) -> list[UOp]:
-    split, group, thread = UOp.special(splits, "gidx0"), UOp.special(groups, "gidx1"), UOp.special(warps * 32, "lidx0")
+    split, group, thread = UOp.special(splits, "gidx0"), UOp.special(-(-H // heads), "gidx1"), UOp.special(warps * 32, "lidx0")
     warp, lane, previous = thread // 32, thread % 32, after_previous(t)
-    eighth, quarter = lane // 4, lane % 4
+    eighth, quarter, share = lane // 4, lane % 4, warp % shares
     last = b["pos"][0].load().cast(dtypes.weakint)
     length = split_length(last, splits, step)
     active, first = split * length <= last, split * length
-    def of_head(number:UOp) -> UOp: return number if H % TILE_HEADS == 0 else number.minimum(H - 1)
-    # the queries of the block, scaled, lane by lane as the products want them
-    query, stored = local(TILE_HEADS * dim, dtypes.half, 1), []
-    for begin in range(0, TILE_HEADS * dim, warps * 128):
-      at = thread * 4 + begin
-      ok, head, number = at < TILE_HEADS * dim, of_head(group * TILE_HEADS + at // 32 % 8), at // 256 * 32 + at % 32
-      for j in range(4):
-        latent, turned = ((ok & (number < L), b["q_latent"], head * L), (ok & (number >= L), b["q"], head * q_dim + q_dim - dim))
-        value, other = (source[(base + number + j + previous).valid(gate)].load() for gate, source, base in (latent, turned))
-        stored.append(query[(at + j).valid(ok)].store(((number < L).where(value, other) * (scale * math.log2(math.e))).cast(dtypes.half)))
-    query = query.after(UOp(Ops.BARRIER, src=tuple(stored)))
+    def head(column:int, within:UOp) -> tuple[UOp, UOp|None]:
+      """A head of the block, and whether there is one"""
+      number = group * heads + column * m.N + within
+      return (number, None) if H % heads == 0 else (number.minimum(H - 1), number < H)
+    def four(buffer:UOp, at:UOp, ok:UOp|None=None) -> list[UOp]:
+      return [buffer[at + j if ok is None else (at + j).valid(ok)].load() for j in range(4)]
+    def numbers(i:int) -> tuple[UOp, UOp|None]:
+      """The first of the lane's four numbers of its warp's piece i, and whether there is such a piece"""
+      piece = share * each + i
+      return piece * m.K + quarter * 4, piece < pieces if pieces % shares else None
+    def queries(column:int, i:int) -> list[UOp]:
+      (number, ok), h = numbers(i), head(column, eighth)[0]
+      latent, turned, at = number < L, number >= L, number + previous * 4
+      x = four(b["q_latent"], h * L + at, latent)
+      y = four(b["q"], h * q_dim + q_dim - dim + at, turned if ok is None else turned & ok)
+      return [(latent.where(v, w) * (scale * math.log2(math.e))).cast(dtypes.half) for v, w in zip(x, y)]
+    query = [[queries(c, i) for i in range(each)] for c in range(columns)]
+    # a column's running maximum and sum of weights, and the weighted sums
     sums = chunks * 16
-    state = UOp.placeholder((sums + 2,), dtypes.float, slot=2, addrspace=AddrSpace.REG)
-    state = state.after(UOp.group(*[state[i].store(NEVER if i == sums else 0.0) for i in range(sums + 2)]))
+    def top_of(c:int) -> int: return c * (sums + 2)
+    state = UOp.placeholder((columns * (sums + 2),), dtypes.float, slot=2, addrspace=AddrSpace.REG)
+    state = state.after(UOp.group(*[state[top_of(c) + i].store(NEVER if i == 0 else 0.0) for c in range(columns) for i in range(sums + 2)]))
     at = UOp.range(active.where(((last - first) // step + 1).minimum(length // step), 0), 0)
     now, start = state.after(at), first + at * step
-    def cached(p:UOp, number:UOp) -> list[UOp]: return [b["cache"][(p.minimum(last) + previous) * dim + number + j].load() for j in range(8)]
-    # scores of the warp's positions
-    mine, parts = [start + warp * TILE + eighth + r * 8 for r in range(2)], [[UOp.const(0.0, dtypes.float)] * 4 for _ in range(2)]
-    for s in range(dim // 32):
-      keys, some = [cached(p, s * 32 + quarter * 8) for p in mine], [query[(s * 32 + lane) * 8 + j].load() for j in range(8)]
-      for h in range(2):
-        parts[h] = m([keys[row][h * 4 + i] for row, i in zip(row_a, inner_a)], [some[h * 4 + i] for i in inner_b], parts[h])
-    scores = local(TILE_HEADS * pitch, dtypes.float, 0)
-    barrier = UOp(Ops.BARRIER, src=tuple(scores[(quarter * 2 + i % 2) * pitch + warp * TILE + eighth + i // 2 * 8].store(
-      (mine[i // 2] <= last).where(x + y, NEVER)) for i, (x, y) in enumerate(zip(*parts))))
-    scores = scores.after(barrier)
-    # their softmax: a lane has a head and a quarter of the positions
-    each = [[scores[eighth * pitch + w * TILE + quarter * 4 + i].load() for i in range(4)] for w in range(warps)]
-    top = None
-    for s in sum(each, []): top = s if top is None else top.maximum(s)
-    old = now[sums].load()
-    top = old.maximum(group_reduce(t, top, 4, lambda x, y: x.maximum(y)))
-    shrink, weights, total = (old - top).exp2(), [[(s - top).exp2() for s in four] for four in each], None
-    for w in sum(weights, []): total = add(total, w)
-    updates = [now[sums].store(top), now[sums + 1].store(now[sums + 1].load() * shrink + total)]
-    # the weighted sums of the warp's latent numbers
-    shrinks = [of_lane(t, shrink, quarter * 8 + i * 4) for i in range(2)]   # of the heads whose sums the lane has
-    values = [[now[tile * 4 + i].load() * shrinks[i % 2] for i in range(4)] for tile in range(chunks * 4)]
-    for w, four in enumerate(weights):
-      rows = [[cached(start + w * TILE + quarter * 4 + r, (warp * chunks + c) * CHUNK + eighth * 8) for r in range(4)] for c in range(chunks)]
-      halves = [four[i].cast(dtypes.half) for i in inner_b]
-      for tile in range(chunks * 4):
-        values[tile] = m([rows[tile // 4][i][tile % 4 * 2 + row] for row, i in zip(row_a, inner_a)], halves, values[tile])
-    updates += [now[tile * 4 + i].store(v) for tile, four in enumerate(values) for i, v in enumerate(four)]
+    def row(p:UOp) -> UOp: return (p.minimum(last) + previous) * dim
+    # the warp's part of the scores
+    parts = [[UOp.const(0.0, dtypes.float)] * 4 for _ in range(columns)]
+    for i in range(each):
+      number, ok = numbers(i)
+      keys = [four(b["cache"], row(start + warp // shares * TILE + eighth + r * 8) + number, ok) for r in range(2)]
+      for c in range(columns): parts[c] = m([keys[r][j] for r, j in zip(row_a, inner_a)], query[c][i], parts[c])
+    scores = local(shares * heads * pitch, dtypes.float, 0)
+    stored = [scores[(share * heads + c * m.N + quarter * 2 + i % 2) * pitch + warp // shares * TILE + eighth + i // 2 * 8].store(x)
+              for c, part in enumerate(parts) for i, x in enumerate(part)]
+    # the values do not wait for them
+    def places(tile:int) -> list[UOp]: return [start + tile * TILE + quarter * 4 + r for r in range(4)]  # the lane's positions
+    rows = [[[four(b["cache"], row(p) + (warp * chunks + c) * CHUNK + eighth * 8 + h * 4) for p in places(tile)] for h in range(2)]
+            for tile in range(step // TILE) for c in range(chunks)]
+    scores = scores.after(UOp(Ops.BARRIER, src=(*stored, *[v for c in rows for h in c for p in h for v in p])))
+    updates = []
+    for c in range(columns):
+      # the softmax: a lane has a head and a quarter of the positions
+      found = []
+      for tile in range(step // TILE):
+        for i, p in enumerate(places(tile)):
+          s = None
+          for w in range(shares): s = add(s, scores[(w * heads + c * m.N + eighth) * pitch + tile * TILE + quarter * 4 + i].load())
+          found.append((p <= last).where(s, NEVER))
+      old, top = now[top_of(c)].load(), found[0]
+      for s in found[1:]: top = top.maximum(s)
+      top = old.maximum(group_reduce(t, top, 4, lambda x, y: x.maximum(y)))
+      shrink, weights, total = (old - top).exp2(), [(s - top).exp2() for s in found], None
+      for w in weights: total = add(total, w)
+      updates += [now[top_of(c)].store(top), now[top_of(c) + 1].store(now[top_of(c) + 1].load() * shrink + total)]
+      # the weighted sums of the warp's latent numbers
+      shrinks = [of_lane(t, shrink, quarter * 8 + i * 4) for i in range(2)]   # of the heads whose sums the lane has
+      for n in range(chunks * 4):
+        y, base = None, top_of(c) + 2 + n * 4
+        for tile in range(step // TILE):
+          values = rows[tile * chunks + n // 4][n % 4 // 2]
+          y = m([values[j][n % 2 * 2 + r] for r, j in zip(row_a, inner_a)], [w.cast(dtypes.half) for w in weights[tile * 4:][:4]],
+                y or [now[base + i].load() * shrinks[i % 2] for i in range(4)])
+        assert y is not None
+        updates += [now[base + i].store(v) for i, v in enumerate(y)]
     state, done = state.after(UOp.group(*updates).end(at)), []
-    total = group_sum(t, state[sums + 1].load(), 4)
-    def gate(number:UOp, *others:UOp) -> UOp:
-      ok = active if H % TILE_HEADS == 0 else active & (number < H)
-      for other in others: ok = ok & other
-      return ok
-    number = group * TILE_HEADS + eighth
-    done += [b["tops"][((split * H + of_head(number)) * 2 + i).valid(gate(number, warp.eq(0), quarter.eq(0)))].store(v)
-             for i, v in enumerate((state[sums].load(), total))]
-    for tile in range(chunks * 4):
-      for i in range(4):
-        number, dim_ = group * TILE_HEADS + quarter * 2 + i % 2, (warp * chunks + tile // 4) * CHUNK + eighth * 8 + tile % 4 * 2 + i // 2
-        done.append(b["sums"][((split * H + of_head(number)) * L + dim_).valid(gate(number))].store(state[tile * 4 + i].load()))
+    for c in range(columns):
+      total = group_sum(t, state[top_of(c) + 1].load(), 4)
+      (number, ok), one = head(c, eighth), active & warp.eq(0) & quarter.eq(0)
+      for i, v in enumerate((state[top_of(c)].load(), total)):
+        done.append(b["tops"][((split * H + number) * 2 + i).valid(one if ok is None else one & ok)].store(v))
+      for n in range(chunks * 4):
+        for i in range(4):
+          (number, ok), latent = head(c, quarter * 2 + i % 2), (warp * chunks + n // 4) * CHUNK + eighth * 8 + n % 4 * 2 + i // 2
+          done.append(b["sums"][((split * H + number) * L + latent).valid(active if ok is None else active & ok)]
+                      .store(state[top_of(c) + 2 + n * 4 + i].load()))
     return done
   return body
 
