@@ -73,11 +73,11 @@ class Fed:
   """Counts the positions that are computed from here on."""
   def __init__(self, g: Generator, monkeypatch):
     self.steps, self.chunks = [], 0
-    decode, prefill = g.decode, g.prefill_jit
+    decode, prefill = g.decode, g.prefill_step
     def counted_decode(features, pos): self.steps.append(pos); return decode(features, pos)
     def counted_prefill(*args): self.chunks += 1; return prefill(*args)
     monkeypatch.setattr(g, "decode", counted_decode)
-    monkeypatch.setattr(g, "prefill_jit", counted_prefill)
+    monkeypatch.setattr(g, "prefill_step", counted_prefill)
 
 def test_turns_reuse_the_cache(g: Generator, judge: Generator, monkeypatch):
   ids = PROMPT[:CHUNK]
@@ -116,13 +116,13 @@ def test_an_answer_left_unfinished(g: Generator, judge: Generator, after: int):
 
 def test_an_answer_interrupted_at_work(g: Generator, judge: Generator, monkeypatch):
   """Ctrl-C arrives while a prompt is being read: the cache's rows are not trusted further than they were written"""
-  ids, calls, prefill = PROMPT[:2 * CHUNK - 4], [], g.prefill_jit
+  ids, calls, prefill = PROMPT[:2 * CHUNK - 4], [], g.prefill_step
   list(g.generate(PROMPT[40:50], 2))
   def interrupted(*args):
     calls.append(args)
     if len(calls) == 2: raise KeyboardInterrupt
     return prefill(*args)
-  monkeypatch.setattr(g, "prefill_jit", interrupted)
+  monkeypatch.setattr(g, "prefill_step", interrupted)
   with pytest.raises(KeyboardInterrupt): next(g.generate(ids, 2))
   monkeypatch.undo()
   for following in (ids, PROMPT[40:50], PROMPT[:20]): assert_greedy(judge, following, list(g.generate(following, 3)))

@@ -10,7 +10,7 @@ from tinygrad.apps.sampling import Features, Sampling, sample
 from tinygrad.nn.intrinsics import target
 from tinygrad.uop.ops import Ops
 
-CHUNK = 32  # prompt tokens a prefill step
+CHUNK, MANY = 32, 512  # prompt tokens a prefill step; where there are tensor cores, and more than a few tokens
 
 class ContextFull(Exception):
   """The prompt does not fit. str(e) is one line."""
@@ -21,7 +21,7 @@ class Generator:
     self.model, self.max_context = model, model.max_context
     self.position = Variable("pos", 0, self.max_context - 1)
     self.chunk = min(CHUNK, self.max_context)
-    self.chunk_position = Variable("chunk_pos", 0, self.max_context - self.chunk) if self.max_context > self.chunk else None
+    self.many = MANY if self.max_context >= MANY and (t := target()) is not None and t.mma is not None else self.chunk
     self.cached: list[int] = []                       # the tokens whose rows the cache holds
     self.next_position = 0                            # what device_position holds
     vocab = model.config.vocab_size
@@ -35,7 +35,7 @@ class Generator:
     self.key = Tensor.zeros(2, dtype=dtypes.uint32).contiguous().realize()
     self.seen = Tensor.zeros(vocab, dtype=dtypes.uint8).contiguous().realize()
     self.decode_jits: dict[Features, TinyJit] = {}
-    self.prefill_jit, self.logits_jit = capturing_jit(self._prefill), capturing_jit(self._logits)
+    self.prefill_jits, self.logits_jit = {size: capturing_jit(self._prefill) for size in {self.chunk, self.many}}, capturing_jit(self._logits)
 
   # ---- graphs ----
   def _decode(self, features:Features, pos:UOp|Tensor) -> Tensor:
@@ -62,14 +62,20 @@ class Generator:
     self.next_position = pos + 1
     return self.decode_jits[features]()
 
-  def _chunks(self, ids:list[int], start:int) -> Iterator[tuple[int, Tensor]]:
-    """Steps of `chunk` tokens that cover ids[start:]. The last one is moved back so that it ends with the sequence (rows it writes again
-    get the same values); only a sequence shorter than a chunk is padded."""
-    for at in range(start, len(ids), self.chunk):
-      at = max(min(at, len(ids) - self.chunk), 0)
-      part = ids[at:at + self.chunk]
-      yield at, Tensor(part + [0] * (self.chunk - len(part)), dtype=dtypes.int32).realize()
-  def _bind(self, at:int) -> UOp|int: return self.chunk_position.bind(at) if self.chunk_position is not None else 0
+  def _chunks(self, ids:list[int], start:int, many:int) -> Iterator[tuple[int, Tensor]]:
+    """Steps of `chunk` or `many` tokens that cover ids[start:]. The last one is moved back so that it ends with the sequence (rows it writes again
+    get the same values); only a sequence shorter than a step is padded."""
+    at = start
+    while at < len(ids):
+      size = many if len(ids) - at > many // 4 else self.chunk
+      at = max(min(at, len(ids) - size), 0)
+      part = ids[at:at + size]
+      yield at, Tensor(part + [0] * (size - len(part)), dtype=dtypes.int32).realize()
+      at += size
+  def prefill_step(self, ids:Tensor, pos:UOp|int) -> None: self.prefill_jits[ids.shape[0]](ids, pos)
+  def _bind(self, at:int, size:int) -> UOp|int:
+    last = self.max_context - size
+    return Variable(f"chunk_{size}", 0, last).bind(at) if last else 0
 
   # ---- use ----
   def prefill(self, ids:list[int], sampling:Sampling=Sampling()) -> None:
@@ -82,7 +88,7 @@ class Generator:
     start = next((i for i, (a, b) in enumerate(zip(self.cached, ids[:todo])) if a != b), min(len(self.cached), todo))
     self.cached = self.cached[:start]
     if todo - start > self.chunk // 4:
-      for at, chunk in self._chunks(ids[:todo], start): self.prefill_jit(chunk, self._bind(at))
+      for at, chunk in self._chunks(ids[:todo], start, self.many): self.prefill_step(chunk, self._bind(at, chunk.shape[0]))
     else:
       for at in range(start, todo): self._set(self.token, [ids[at]]); self.decode(Features(), at)  # a few tokens cost less than a chunk
     self.cached = ids[:todo]
@@ -107,9 +113,9 @@ class Generator:
     self._check(ids)
     if len(ids) > self.max_context: raise ContextFull(f"{len(ids)} tokens do not fit in max_context {self.max_context}")
     out, self.cached = np.empty((len(ids), self.model.config.vocab_size), np.float32), []
-    for at, chunk in self._chunks(ids, 0):
+    for at, chunk in self._chunks(ids, 0, self.chunk):
       rows = min(self.chunk, len(ids) - at)
-      out[at:at + rows] = self.logits_jit(chunk, self._bind(at)).numpy()[:rows]
+      out[at:at + rows] = self.logits_jit(chunk, self._bind(at, self.chunk)).numpy()[:rows]
     self.cached = list(ids)
     return out
 

@@ -12,7 +12,7 @@ RMSNorm costs nothing here: x is multiplied by the norm's weight while it is sta
 """
 from __future__ import annotations
 from dataclasses import dataclass
-from typing import Callable, Sequence
+from typing import Callable, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.renderer import Estimates
@@ -20,6 +20,7 @@ from tinygrad.uop.ops import KernelInfo, Ops
 from tinygrad.nn.intrinsics import Target, after_previous, dot4, group_reduce, group_sum, hidden_zero, round_to_int
 
 UNIT = 32                          # weights
+LOG2_E = 1.4426950408889634
 STEPS = 6                          # units a lane takes of a row before the row is spread over more warps
 WARPS, MANY_WARPS, MANY_JOBS = 8, 16, 4096  # of a block; of a block of a launch with that many warps' work
 FEW_BLOCKS = 64                    # a launch of fewer blocks is cut finer
@@ -40,6 +41,22 @@ class Unit:
 
 # (row, unit, gate or None) -> Unit; nothing is loaded where the gate is false
 Matrix = Callable[[UOp, UOp, UOp|None], Unit]
+
+class Weight(Protocol):
+  """What a primitive needs of a quantized matrix (apps/quantized.py)"""
+  shape: tuple[int, ...]
+  integer: bool
+  label: str
+  nbytes: int
+  def __call__(self, x:Tensor, sel:Tensor|None=None) -> Tensor: ...
+  def args(self, name:str) -> dict[str, Tensor]: ...
+  def matrix(self, buffers:dict[str, UOp], name:str) -> Matrix: ...
+
+class Norm(Protocol):
+  weight: Tensor
+  eps: float
+  def __call__(self, x:Tensor) -> Tensor: ...
+
 Row = Sequence[tuple[Matrix, UOp]]   # one matrix and row for each of the lengths that the vector is cut into, most often one
 
 @dataclass(frozen=True)
@@ -75,6 +92,11 @@ def branch(number:int, condition:UOp) -> tuple[UOp, UOp]:
 
 def local(size:int, dtype:DType, slot:int) -> UOp: return UOp.placeholder((size,), dtype, slot=slot, addrspace=AddrSpace.LOCAL)
 def add(a:UOp|None, b:UOp) -> UOp: return b if a is None else a + b
+def exp(x:UOp) -> UOp: return (x * LOG2_E).exp2()
+def silu(x:UOp) -> UOp: return x / (1 + exp(-x))
+def total(values:list[UOp], op:Callable[[UOp, UOp], UOp]) -> UOp:
+  while len(values) > 1: values = [op(*values[i:i+2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]  # short chains
+  return values[0]
 
 def float_dot(x:list[UOp]) -> Callable[[Unit], UOp]:
   """The product of a unit with 32 float32 values"""

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, after_previous
-from tinygrad.nn.matvec import SLOTS, UNIT, Row, Rows, Unit, launch, local, matvec, row_pairs
-from tinygrad.nn.norm_linear import Norm, Weight, kernel_target, quad, rows_of
+from tinygrad.nn.matmat import HIDDEN, by_expert, gate_up_mats, mats_target, mul_mats, mul_mats_id, normalized
+from tinygrad.nn.matvec import SLOTS, UNIT, Norm, Row, Rows, Unit, Weight, exp, launch, local, matvec, row_pairs, silu, total
+from tinygrad.nn.norm_linear import kernel_target, quad, rows_of
 from tinygrad.uop.ops import Ops
 
-LOG2_E = 1.4426950408889634
 SOFTMAX, SIGMOID, SOFTMAX_WEIGHT = 1, 2, 3   # GGUF's expert_gating_func; the third is softmax over the chosen logits only
 LEAST_SUM = 6.103515625e-5                   # of the chosen scores, before they are normalized
 
@@ -25,12 +25,6 @@ class Choice:
   normalize: bool
   scale: float
   bias: Tensor|None = None   # float32 (E,), which only chooses
-
-def exp(x:UOp) -> UOp: return (x * LOG2_E).exp2()
-def silu(x:UOp) -> UOp: return x / (1 + exp(-x))
-def total(values:list[UOp], op:Callable[[UOp, UOp], UOp]) -> UOp:
-  while len(values) > 1: values = [op(*values[i:i+2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]  # short chains
-  return values[0]
 
 def choose_experts(logits:Tensor, how:Choice) -> tuple[Tensor, Tensor]:
   """logits: float32 (T, E) -> int32 (T, count) experts, best first, the lower index on a tie, and float32 (T, count) weights"""
@@ -94,6 +88,8 @@ def gate_up(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weight|No
   """silu(gate·n) · (up·n) with n = RMSNorm(x), and router·n. x: float32 (T, D); weights: gate and up, (F, D); router: (E, D)
   -> float32 (T, F) and, with a router, (T, E)"""
   if t := kernel_target(x, x.shape[1]): return gate_up_kernel(t, x, norm, weights, router)
+  if t := mats_target(x, x.shape[1]):
+    return [gate_up_mats(t, normalized(t, x, norm), weights), *([] if router is None else [router(norm(x).contiguous())])]
   return gate_up_ops(x, norm, weights, router)
 
 def gate_up_ops(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weight|None=None) -> list[Tensor]:
@@ -114,6 +110,10 @@ def expert_gate_up(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Te
   """The chosen experts' silu(gate·n) · (up·n) times their weight, n = RMSNorm(x). x: float32 (T, D); weights: gate and up, (E, F, D);
   logits: float32 (T, E) -> float32 (T, K, F), and the choice, int32 (T, K)"""
   if t := kernel_target(x, x.shape[1]): return expert_gate_up_kernel(t, x, norm, weights, logits, how)
+  if (t := mats_target(x, x.shape[1])):
+    sel, scale = choose_experts(logits, how)
+    chosen = by_expert(t, sel, weights[0].shape[0])
+    return mul_mats_id(t, normalized(t, x, norm), weights, chosen, how.count, scale), chosen
   return expert_gate_up_ops(x, norm, weights, logits, how)
 
 def expert_gate_up_ops(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, how:Choice) -> tuple[Tensor, Tensor]:
@@ -145,6 +145,9 @@ def expert_down(hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:
   down: (E, D, F); residual: float32 (T, D); shared: float32 (T, G) and (D, G) -> float32 (T, D)"""
   if t := kernel_target(hidden, hidden.shape[2], *([] if shared is None else [shared[0].shape[1]])):
     return expert_down_kernel(t, hidden, down, sel, residual, shared)
+  if t := mats_target(hidden, hidden.shape[2]):
+    if shared is not None: residual = mul_mats(t, shared[0], shared[1], residual, 1 / HIDDEN)
+    return (residual + mul_mats_id(t, hidden, [down], sel, hidden.shape[1], factor=1 / HIDDEN).sum(1)).contiguous()
   return expert_down_ops(hidden, down, sel, residual, shared)
 
 def expert_down_ops(hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, Weight]|None=None) -> Tensor:

@@ -7,23 +7,9 @@ from __future__ import annotations
 from typing import Callable, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, group_sum, target
-from tinygrad.nn.matvec import UNIT, Matrix, Row, add, launch, local, matvec, row_pairs
+from tinygrad.nn.matmat import halves, heads_linear, mats_target, mul_mats, normalized
+from tinygrad.nn.matvec import UNIT, Matrix, Norm, Row, Weight, add, launch, local, matvec, row_pairs
 from tinygrad.uop.ops import Ops
-
-class Weight(Protocol):
-  """What a primitive needs of a quantized matrix (apps/quantized.py)"""
-  shape: tuple[int, ...]
-  integer: bool
-  label: str
-  nbytes: int
-  def __call__(self, x:Tensor, sel:Tensor|None=None) -> Tensor: ...
-  def args(self, name:str) -> dict[str, Tensor]: ...
-  def matrix(self, buffers:dict[str, UOp], name:str) -> Matrix: ...
-
-class Norm(Protocol):
-  weight: Tensor
-  eps: float
-  def __call__(self, x:Tensor) -> Tensor: ...
 
 class Rope(Protocol):
   """The rotation of the tokens at hand (apps/rope.py)"""
@@ -55,6 +41,7 @@ def norm_linear(x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|No
   (T, out_0) is added to it -> float32 (T, out_i) each"""
   if (t := kernel_target(x, x.shape[1])) and (rope is None or isinstance(rope.pos, Tensor)):
     return norm_linear_kernel(t, x, norm, weights, rope, residual)
+  if t := mats_target(x, x.shape[1]): return norm_linear_mats(t, x, norm, weights, rope, residual)
   return norm_linear_ops(x, norm, weights, rope, residual)
 
 def norm_linear_ops(x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
@@ -62,6 +49,11 @@ def norm_linear_ops(x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rop
   first, *rest = [w(n) for w in weights]
   if rope is not None: first = rope.rotate_heads(first)
   return [first if residual is None else (residual + first).contiguous(), *rest]
+
+def norm_linear_mats(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
+  n, factor = (normalized(t, x, norm), 1.0) if norm is not None else halves(x)
+  first, *rest = [mul_mats(t, n, w, residual if i == 0 else None, factor) for i, w in enumerate(weights)]
+  return [first if rope is None else rope.rotate_heads(first).contiguous(), *rest]
 
 def norm_linear_kernel(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
   outs = {f"y{i}": Tensor.empty(1, w.shape[0], dtype=dtypes.float) for i, w in enumerate(weights)}
@@ -89,7 +81,7 @@ def latent_query_ops(q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, r
   (H, L, nope), T = k_b.shape, q.shape[0]
   row = norm(kv[:, :L]).cat(rope.rotate(kv[:, L:]), dim=-1)
   written = Tensor(cache.uop.after(cache[rope.pos:rope.pos+T].uop.store(row.cast(cache.dtype).uop)))
-  return k_b(q.reshape(T, H, -1)[..., :nope]), written
+  return heads_linear(q.reshape(T, H, -1)[..., :nope], k_b), written
 
 def latent_query_kernel(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   (H, L, nope), dim = k_b.shape, cache.shape[1]

@@ -1,0 +1,228 @@
+"""Matrix times many vectors on weights as they lie in the file, by tensor cores: what prefill is made of.
+
+A block makes a tile of rows × tokens. It goes along the row in steps: units of the weights become halves (scale · value + minimum) in shared
+memory, beside them the tokens' halves, and each warp multiplies its part of the tile from there. A weight is read and dequantized once for a tile of tokens; experts' rows once for all tokens that chose the expert.
+
+Layout in shared memory: slabs of 16 numbers of the row, in each the rows (or tokens), in each four quads of halves. A lane's share of a product's
+depth is a quad: sums do not mind which numbers of the row meet in which place as long as both sides agree. A quad lies at (q + row/4 + slab) % 4:
+both the threads that fill a buffer and the lanes that read it hit different banks.
+
+Arithmetic: halves times halves, sums in float32, in a fixed order: same input, same bytes.
+"""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Callable, Sequence
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import AddrSpace
+from tinygrad.nn.intrinsics import Target, group_sum, target
+from tinygrad.nn.matvec import UNIT, Matrix, Norm, Unit, Weight, add, exp, launch, local, silu, total
+from tinygrad.uop.ops import Ops
+
+SLAB = 16  # numbers of a row
+HIDDEN = 2.0 ** -6  # a feed-forward's hidden numbers are kept as halves times this: they reach 4e6 so, in steps of 4e-6 near zero
+
+@dataclass(frozen=True)
+class Tile:
+  """What a block makes, in tokens and rows, and the warps that share it, by tokens and by rows"""
+  tokens: int
+  rows: int
+  warps: tuple[int, int]
+
+WIDE, NARROW = Tile(64, 64, (2, 2)), Tile(32, 64, (1, 4))   # for a chunk's tokens; for those of them that chose an expert
+
+class Halves:
+  """Some numbers of some rows in shared memory"""
+  def __init__(self, rows:int, width:int, slot:int): self.rows, self.shared = rows, local(rows * width, dtypes.half, slot)
+  def at(self, row:UOp, slab:UOp|int, quad:UOp) -> UOp:
+    return (slab * self.rows + row) * SLAB + (quad + row // 4 + slab) % 4 * 4
+
+def products(t:Target, tile:Tile, width:int, matrices:Sequence[Callable[[UOp, UOp], Unit]], x:Callable[[UOp, UOp], list[UOp]], active:UOp|None=None) -> list[tuple[UOp, UOp, list[UOp]]]:
+  """(token, row, a product for each matrix) of all that a lane holds of the tile. matrices: (row of the tile, unit) -> Unit; x(token of the tile, k): the
+  halves k … k+3; active: whether there is anything to do"""
+  m = t.mma
+  assert m is not None
+  step = 2 * UNIT if width % (2 * UNIT) == 0 else UNIT
+  threads, per = tile.warps[0] * tile.warps[1] * t.lanes, m.K // 4
+  thread = UOp.special(threads, "lidx0")
+  lane, warp = thread % t.lanes, thread // t.lanes
+  own_tokens, own_rows = tile.tokens // tile.warps[0], tile.rows // tile.warps[1]
+  first_token, first_row = warp % tile.warps[0] * own_tokens, warp // tile.warps[0] * own_rows
+  down, across, each = own_tokens // m.M, own_rows // m.N, m.counts[2]
+  xs, ws = Halves(tile.tokens, step, 0), [Halves(tile.rows, step, i + 1) for i in range(len(matrices))]
+  sums = UOp.placeholder((len(matrices) * down * across * each,), dtypes.float, slot=0, addrspace=AddrSpace.REG)
+  sums = sums.after(UOp.group(*[sums[i].store(0.0) for i in range(sums.shape[0])]))
+  at = UOp.range(width // step if active is None else active.where(UOp.const(width // step), 0), 0)
+  now, stores = sums.after(at), []
+  units, quads = tile.rows * step // UNIT, tile.tokens * step // 4
+  for matrix, w in zip(matrices, ws):
+    for start in range(0, units, threads):
+      i = (thread + start) % units
+      row, u = i // (step // UNIT), i % (step // UNIT)
+      unit = matrix(row, at * (step // UNIT) + u)
+      for j in range(UNIT):
+        scale, minimum = unit.scales[j * len(unit.scales) // UNIT]
+        value = unit.value(j) * scale
+        place = w.at(row, u * 2 + j // SLAB, UOp.const(j % SLAB // 4)) + j % 4
+        stores.append(w.shared[place].store((value if minimum is None else value + minimum).cast(dtypes.half)))
+  for start in range(0, quads, threads):
+    i = (thread + start) % quads
+    quad, token, slab = i % 4, i // 4 % tile.tokens, i // (4 * tile.tokens)
+    stores += [xs.shared[xs.at(token, slab, quad) + j].store(v) for j, v in enumerate(x(token, at * step + slab * SLAB + quad * 4))]
+  barrier = UOp(Ops.BARRIER, src=tuple(stores))
+  shared_x, shared_w = xs.shared.after(barrier), [w.shared.after(barrier) for w in ws]
+  values = [now[i].load() for i in range(sums.shape[0])]
+  for slab in range(step // SLAB):
+    for part in range(SLAB // m.K):
+      def entry(shared:UOp, of:Halves, row:UOp, k:UOp) -> UOp:
+        # place k of the product's depth: the lanes' quads, a part of each
+        return shared[of.at(row, slab, k % 8 // 2) + part * per + k % 2 + k // 8 * 2].load()
+      a = [[entry(shared_x, xs, first_token + i * m.M + row, k) for row, k in (m.a(lane, e) for e in range(m.counts[0]))] for i in range(down)]
+      for n, (shared, w) in enumerate(zip(shared_w, ws)):
+        for j in range(across):
+          b = [entry(shared, w, first_row + j * m.N + row, k) for k, row in (m.b(lane, e) for e in range(m.counts[1]))]
+          for i in range(down):
+            first = ((n * across + j) * down + i) * each
+            values[first:first + each] = m(a[i], b, values[first:first + each])
+  sums = sums.after(UOp.group(*[now[i].store(v) for i, v in enumerate(values)]).end(at))
+  found = []
+  for j in range(across):
+    for i in range(down):
+      for e in range(each):
+        token, row = m.c(lane, e)
+        found.append((first_token + i * m.M + token, first_row + j * m.N + row,
+                      [sums[((n * across + j) * down + i) * each + e].load() for n in range(len(matrices))]))
+  return found
+
+def mats_target(x:Tensor, *widths:int) -> Target|None:
+  """The target whose tensor cores take this step: many tokens, vectors of whole units"""
+  t = target() if x.shape[0] > 1 else None
+  return t if t is not None and t.mma is not None and all(w % UNIT == 0 for w in widths) else None
+
+def tile_of(tokens:int) -> Tile: return NARROW if tokens <= NARROW.tokens else WIDE
+
+def halves(x:Tensor) -> tuple[Tensor, float]:
+  """x as halves, and what a product with them is to be multiplied by: halves are hidden numbers, times HIDDEN"""
+  return (x, 1 / HIDDEN) if x.dtype == dtypes.half else (x.cast(dtypes.half).contiguous(), 1.0)
+
+def heads_linear(x:Tensor, w:Weight) -> Tensor:
+  """A matrix a head: float32 (T, H, in) -> (T, H, out)"""
+  return w(x) if (t := mats_target(x, x.shape[2])) is None else mul_mats(t, x.cast(dtypes.half).contiguous(), w)
+
+def mul_mats(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:float=1.0) -> Tensor:
+  """y = factor · W·x + residual. x: half (T, in), or (T, H, in) for a stack of matrices, one a head -> (T, out) or (T, H, out)"""
+  (*stack, rows, width), T = w.shape, x.shape[0]
+  heads, tile = stack[0] if stack else 1, tile_of(T)
+  def body(b:dict[str, UOp]) -> list[UOp]:
+    group, block, head = UOp.special(-(-T // tile.tokens), "gidx0"), UOp.special(-(-rows // tile.rows), "gidx1"), UOp.special(heads, "gidx2")
+    matrix, done = w.matrix(b, "w"), []
+    def weights(row:UOp, unit:UOp) -> Unit: return matrix(head * rows + (block * tile.rows + row).minimum(rows - 1), unit, None)
+    def quad(token:UOp, k:UOp) -> list[UOp]:
+      start = ((group * tile.tokens + token).minimum(T - 1) * heads + head) * width + k
+      return [b["x"][start + j].load() for j in range(4)]
+    for token, row, (y,) in products(t, tile, width, [weights], quad):
+      token, row = group * tile.tokens + token, block * tile.rows + row
+      index = ((token * heads + head) * rows + row).valid((token < T) & (row < rows))
+      if factor != 1.0: y = y * factor
+      if residual is not None: y = y + b["residual"][index].load()
+      done.append(b["y"][index].store(y))
+    return done
+  ins = {"x": x, **({} if residual is None else {"residual": residual}), **w.args("w")}
+  name = "_".join(["mul_mats", w.label, str(T), *([] if residual is None else ["residual"])])
+  return launch(name, {"y": Tensor.empty(*x.shape[:-1], rows, dtype=dtypes.float)}, ins, body)[0]
+
+def gate_up_mats(t:Target, x:Tensor, weights:tuple[Weight, Weight]) -> Tensor:
+  """silu(gate·x) · (up·x) · HIDDEN. x: half (T, D); weights: gate and up, (F, D) -> half (T, F)"""
+  (rows, width), T = weights[0].shape, x.shape[0]
+  tile = tile_of(T)
+  def body(b:dict[str, UOp]) -> list[UOp]:
+    group, block, done = UOp.special(-(-T // tile.tokens), "gidx0"), UOp.special(-(-rows // tile.rows), "gidx1"), []
+    def of(matrix:Matrix) -> Callable[[UOp, UOp], Unit]: return lambda row, unit: matrix((block * tile.rows + row).minimum(rows - 1), unit, None)
+    def quad(token:UOp, k:UOp) -> list[UOp]: return [b["x"][(group * tile.tokens + token).minimum(T - 1) * width + k + j].load() for j in range(4)]
+    for token, row, (gate, up) in products(t, tile, width, [of(w.matrix(b, name)) for w, name in zip(weights, ("gate", "up"))], quad):
+      token, row = group * tile.tokens + token, block * tile.rows + row
+      done.append(b["y"][(token * rows + row).valid((token < T) & (row < rows))].store((silu(gate) * up * HIDDEN).cast(dtypes.half)))
+    return done
+  ins = {"x": x, **weights[0].args("gate"), **weights[1].args("up")}
+  return launch(f"gate_up_mats_{weights[0].label}_{T}", {"y": Tensor.empty(T, rows, dtype=dtypes.half)}, ins, body)[0]
+
+# ---- experts ----
+
+def by_expert(t:Target, sel:Tensor, experts:int) -> tuple[Tensor, Tensor]:
+  """The choices of each expert in order. sel: int32 (T, K), a token's distinct experts -> int32 (E, T), numbers of choices, token · K + k, the
+  first `count` of a row are written; and the counts, int32 (E,)"""
+  T, K = sel.shape
+  side, choices = 16, T * K
+  threads = side * side
+  each = -(-choices // threads)
+  def body(b:dict[str, UOp]) -> list[UOp]:
+    expert, thread = UOp.special(experts, "gidx0"), UOp.special(threads, "lidx0")
+    mine = []
+    for j in range(each):
+      at = thread * each + j
+      inside = at < choices
+      mine.append((at, inside & b["sel"][at.valid(inside)].load().eq(expert.cast(dtypes.int))))
+    def count(values:list[UOp]) -> UOp: return total(values, UOp.add)
+    ones = [hit.where(UOp.const(1, dtypes.int), 0) for _, hit in mine]
+    counts, groups = local(threads, dtypes.int, 0), local(side, dtypes.int, 1)
+    counts = counts.after(UOp(Ops.BARRIER, src=(counts[thread].store(count(ones)),)))
+    near = [counts[thread // side * side + j].load() for j in range(side)]
+    groups = groups.after(UOp(Ops.BARRIER, src=(groups[(thread // side).valid((thread % side).eq(0))].store(count(near)),)))
+    far = [groups[j].load() for j in range(side)]
+    place = count([(thread % side > j).where(near[j], 0) for j in range(side)]) + count([(thread // side > j).where(far[j], 0) for j in range(side)])
+    done = [b["counts"][expert.valid(thread.eq(0))].store(count(far))]
+    for (at, hit), one in zip(mine, ones):
+      here = hit.where(place, T)   # not in the gate: tinygrad would take a hit for true in all that the place depends on, the barriers' stores too
+      slot = (ok := here < T).where(here, 0).cast(dtypes.weakint)
+      done.append(b["order"][(expert * T + slot).valid(ok)].store(at.cast(dtypes.int)))
+      place = place + one
+    return done
+  outs = {"order": Tensor.empty(experts, T, dtype=dtypes.int32), "counts": Tensor.empty(experts, dtype=dtypes.int32)}
+  order, counts = launch(f"by_expert_{experts}", outs, {"sel": sel}, body)
+  return order, counts
+
+def mul_mats_id(t:Target, x:Tensor, weights:Sequence[Weight], chosen:tuple[Tensor, Tensor], K:int, scale:Tensor|None=None, factor:float=1.0) -> Tensor:
+  """One matrix: factor · W·x for each choice, float32 (T, K, out). Two: silu(gate·x) · (up·x) · scale · HIDDEN, half (T, K, out). x: half (T, in) or
+  (T, K, in); weights: (E, out, in); chosen: as by_expert gives it; scale: float32 (T, K)"""
+  (E, rows, width), T, tile, paired = weights[0].shape, x.shape[0], NARROW, len(weights) == 2
+  share = K if x.ndim == 2 else 1
+  def body(b:dict[str, UOp]) -> list[UOp]:
+    block, group, expert = UOp.special(-(-rows // tile.rows), "gidx0"), UOp.special(-(-T // tile.tokens), "gidx1"), UOp.special(E, "gidx2")
+    count, done = b["counts"][expert].load().cast(dtypes.weakint), []
+    def choice(token:UOp) -> UOp:
+      at = (group * tile.tokens + token).minimum((count - 1).maximum(0))
+      return b["order"][expert * T + at.minimum(T - 1)].load().maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
+    def of(matrix:Matrix) -> Callable[[UOp, UOp], Unit]:
+      return lambda row, unit: matrix(expert * rows + (block * tile.rows + row).minimum(rows - 1), unit, None)
+    def quad(token:UOp, k:UOp) -> list[UOp]: return [b["x"][choice(token) // share * width + k + j].load() for j in range(4)]
+    active = group * tile.tokens < count
+    for token, row, y in products(t, tile, width, [of(w.matrix(b, f"w{i}")) for i, w in enumerate(weights)], quad, active):
+      at, row = choice(token), block * tile.rows + row
+      ok = (group * tile.tokens + token < count) & (row < rows)
+      value = silu(y[0]) * y[1] * (b["scale"][at.valid(ok)].load() * HIDDEN) if paired else y[0] * factor
+      done.append(b["y"][(at * rows + row).valid(ok)].store(value.cast(b["y"].dtype)))
+    return done
+  ins = {"x": x, "order": chosen[0], "counts": chosen[1], **({} if scale is None else {"scale": scale})}
+  for i, w in enumerate(weights): ins |= w.args(f"w{i}")
+  name = f"{'expert_gate_up_mats' if paired else 'mul_mats_id'}_{weights[0].label}_{T}"
+  return launch(name, {"y": Tensor.empty(T, K, rows, dtype=dtypes.half if paired else dtypes.float)}, ins, body, sum(w.nbytes for w in weights))[0]
+
+def normalized(t:Target, x:Tensor, norm:Norm) -> Tensor:
+  """RMSNorm(x), float32 (T, D) -> half (T, D)"""
+  (T, D), warps = x.shape, 4
+  threads = warps * t.lanes
+  def body(b:dict[str, UOp]) -> list[UOp]:
+    token, thread, squares, values = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0"), None, []
+    for first in range(0, D // 4, threads):
+      k, ok = thread + first, thread + first < D // 4
+      quad = [b["x"][(token * D + k * 4 + j).valid(ok)].load() for j in range(4)]
+      values.append((k, ok, quad))
+      for v in quad: squares = add(squares, v * v)   # nothing is loaded past the end: zeros
+    sums = local(warps, dtypes.float, 0)
+    mine = sums[(thread // t.lanes).valid((thread % t.lanes).eq(0))].store(group_sum(t, squares, t.lanes))
+    sums = sums.after(UOp(Ops.BARRIER, src=(mine,)))
+    factor, done = (total([sums[w].load() for w in range(warps)], UOp.add) * (1.0 / D) + norm.eps).rsqrt(), []
+    for k, ok, quad in values:
+      for j, v in enumerate(quad):
+        done.append(b["y"][(token * D + k * 4 + j).valid(ok)].store((v * factor * b["norm"][(k * 4 + j).valid(ok)].load()).cast(dtypes.half)))
+    return done
+  return launch(f"normalized_{T}_{D}", {"y": Tensor.empty(T, D, dtype=dtypes.half)}, {"x": x, "norm": norm.weight}, body)[0]
