@@ -48,7 +48,7 @@ def describe(call:UOp) -> str:
   """The kernel's buffers, outputs first: type and number of elements"""
   return " ".join(f"{b.dtype.name}[{b.max_numel()}]" for b in get_call_arg_uops(call))
 
-def profile(calls:list[UOp], variables:dict[str, int]) -> list[Kernel]:
+def profile(calls:list[UOp], variables:dict[str, int], inputs:tuple[UOp, ...]=()) -> list[Kernel]:
   """Runs the captured calls of a token one by one, ROUNDS times and once to warm up -> its kernels, the dearest first"""
   kernels:dict[bytes, Kernel] = {}
   launches:list[tuple[UOp, list[float]]] = []
@@ -59,7 +59,7 @@ def profile(calls:list[UOp], variables:dict[str, int]) -> list[Kernel]:
     kernel.nbytes += int(sym_infer(estimate_uop(call).mem, variables))
     kernel.seconds.append([])
     launches.append((call, kernel.seconds[-1]))
-  context, device = ExecContext(variables, update_stats=False, jit=True, wait=True), Device[Device.DEFAULT]
+  context, device = ExecContext(variables, inputs, update_stats=False, jit=True, wait=True), Device[Device.DEFAULT]
   for warm in range(ROUNDS + 1):
     for call, seconds in launches:
       start = time.perf_counter()

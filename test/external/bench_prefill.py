@@ -1,0 +1,46 @@
+"""Prefill of a model's first blocks without its file: a chunk's time at some depths, and each kernel's by itself.
+
+  DEV=CUDA python test/external/bench_prefill.py glm --blocks 4 --depth 0 4096
+"""
+from __future__ import annotations
+import argparse, statistics, sys, time
+from pathlib import Path
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import numpy as np
+from extra.bench import batches, random_weights, stand_in, with_blocks
+from profile_model import profile
+from tinygrad import Device, Tensor, dtypes
+from tinygrad.apps.generate import Generator
+from tinygrad.apps.mla import Config, Transformer
+
+def main() -> None:
+  p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  p.add_argument("model", nargs="?", default="glm")
+  p.add_argument("--quant", default="Q4_0")
+  p.add_argument("--blocks", type=int, default=4)
+  p.add_argument("--depth", type=int, nargs="*", default=[0, 4096])
+  p.add_argument("--chunk", type=int, help="tokens (default: the most that a step takes)")
+  args = p.parse_args()
+  f = stand_in(args.model, args.quant)
+  whole, shown = Config.from_gguf(f), with_blocks(f, list(range(args.blocks)))
+  gen = Generator(Transformer.from_gguf(shown, max(args.depth) + 1024, random_weights))
+  size = args.chunk or gen.many
+  ids = Tensor(np.random.default_rng(0).integers(0, whole.vocab_size, size), dtype=dtypes.int32).realize()
+  start = time.perf_counter()
+  gen.prefill_step(ids, gen._bind(0, size))
+  Device[Device.DEFAULT].synchronize()
+  print(f"{args.model} {args.quant}, blocks 0 to {args.blocks - 1} of {whole.n_blocks}, {size} tokens; first step {time.perf_counter() - start:.2f} s")
+  for depth in args.depth:
+    times = []
+    for _ in range(7):
+      start = time.perf_counter()
+      gen.prefill_step(ids, gen._bind(depth, size))
+      Device[Device.DEFAULT].synchronize()
+      times.append(time.perf_counter() - start)
+    calls = [call for batch in batches(gen.prefill_jits[size]) for call in batch]
+    print(f"depth {depth}: {(t := statistics.median(times[2:])) * 1e3:.3f} ms a step, {len(calls)} kernels")
+    kernels = profile(calls, {f"chunk_{size}": depth}, (ids.uop.buf_uop,))
+    print(f"  one by one {sum(k.total for k in kernels) * 1e3:.3f} ms")
+    for k in kernels: print(f"  {k.total * 1e6:9.1f} us {len(k.seconds):4d} {k.total / len(k.seconds) * 1e6:9.1f} each  {k.name}: {k.shapes[:100]}")
+
+if __name__ == "__main__": main()
