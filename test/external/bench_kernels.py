@@ -55,7 +55,9 @@ def cases(model:str, depth:int) -> dict[str, tuple[Callable, Callable]]:
   else: out["q|kv_a+rope"] = (lambda: (lin(G.Q4_0, H * (nope + R), D), lin(G.Q8_0, L + R, D)), lambda m: norm_linear.norm_linear(hd, n_d, m, rope))
   out["k_b+cache"] = (lambda: (lin(G.Q8_0, H, L, nope), cache()), lambda m: norm_linear.latent_query(hl, kv, m[0], n_l, m[1], rope))
   t = matvec.Target and norm_linear.target()
-  out["attention"] = (lambda: (cache(),), lambda m: mla_attention.mla_splits(t, lat[0], hl.reshape(H, -1), m[0], pos, 0.06))
+  tiles = mla_attention.by_tiles(t, L, R)
+  query = Tensor.randn(mla_attention.padded(H) if tiles else H, L, dtype=dtypes.half if tiles else dtypes.float).contiguous().realize()
+  out["attention"] = (lambda: (cache(),), lambda m: mla_attention.mla_splits(t, query, hl.reshape(H, -1), m[0], pos, 0.06))
   some = cache()
   sums = [Tensor.rand(mla_attention.cut(t, H, L, some)[0], H, n).contiguous().realize() for n in (L, 2)]
   out["combine"] = (lambda: (), lambda m: mla_attention.mla_combine(t, *sums, some, pos))

@@ -16,7 +16,12 @@ def attention(H: int, L: int, R: int, C: int, last: int, seed: int) -> float:
   scores = query @ keys.T * 0.11
   weights = np.exp(scores - scores.max(-1, keepdims=True))
   want = weights / weights.sum(-1, keepdims=True) @ keys[:, :L]
-  got = mla_attention.mla_attention(Tensor(q_latent).unsqueeze(0), Tensor(q).reshape(1, -1), Tensor(cache), Tensor([last], dtype=dtypes.int32), 0.11)
+  if mla_attention.by_tiles(intrinsics.target(), L, R):
+    head, number = np.meshgrid(np.arange(H), np.arange(L), indexing="ij")
+    placed = np.full((mla_attention.padded(H), L), np.nan, np.float16)
+    placed.reshape(-1)[mla_attention.query_place(head, number, L)] = q_latent
+    q_latent = placed
+  got = mla_attention.mla_attention(Tensor(q_latent).unsqueeze(0), Tensor(q).unsqueeze(0), Tensor(cache), Tensor([last], dtype=dtypes.int32), 0.11)
   return nmse(got.numpy()[0], want)
 
 SHAPES = [(8, 512, 64, 200, 199), (5, 128, 32, 300, 130), (3, 128, 32, 40, 0), (16, 256, 32, 33, 32), (2, 128, 64, 700, 630)]

@@ -135,7 +135,7 @@ class Attention:
       q, = norm_linear(q, self.attn_q_a_norm, [self.attn_q_b], rope)                      # (T, H·(nope+R))
     else: q, kv = norm_linear(x, self.attn_norm, [self.attn_q, self.attn_kv_a_mqa], rope)
     q_latent, cache = latent_query(q, kv, self.attn_k_b, self.attn_kv_a_norm, cache, rope)  # (T, H, L)
-    context = mla_attention(q_latent, q, cache, rope.pos, c.score_scale)                   # (T, H, L)
+    context = mla_attention(q_latent, q.reshape(x.shape[0], c.n_heads, -1), cache, rope.pos, c.score_scale)  # (T, H, L)
     heads = heads_linear(context, self.attn_v_b).reshape(x.shape[0], -1)                   # (T, H·v)
     return norm_linear(heads, None, [self.attn_output], residual=x)[0], cache
 

@@ -303,7 +303,7 @@ def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
   def body(b:dict[str, UOp]) -> list[UOp]:
     item, previous = UOp.special(items, "gidx1"), None if ids is None else after_previous(t)
     which = item % matrices if previous is None else b["ids"][item + previous].load().maximum(0).minimum(matrices - 1).cast(dtypes.weakint)
-    part = row_pairs(rows, rows_of(w.matrix(b, "w"), which * rows), b["y"], w.integer, item * rows)
+    part = row_pairs(rows, rows_of(w.matrix(b, "w"), which * rows), b["y"], w.integer, lambda i: item * rows + i)
     return matvec(t, [width // UNIT], quad(b["x"], item // share * width), [part], previous=previous, items=items)
   name = f"mul_mat{'' if ids is None else '_id'}_{w.kind.name.lower()}_{items}_{rows}_{width}"
   return launch(name, {"y": Tensor.empty(*out_shape, dtype=dtypes.float)}, {"x": x, **({} if ids is None else {"ids": ids}), **w.args("w")}, body)[0]

@@ -69,16 +69,16 @@ class Rows:
   finish: Callable[[list[UOp], UOp, UOp, UOp], list[UOp]]
   integer: bool
 
-def row_pairs(rows:int, of:Callable[[UOp], Row], y:UOp, integer:bool, at:UOp|int=0, turn:Callable[[list[UOp], UOp], list[UOp]]|None=None,
+def row_pairs(rows:int, of:Callable[[UOp], Row], y:UOp, integer:bool, place:Callable[[UOp], UOp]=lambda i: i, turn:Callable[[list[UOp], UOp], list[UOp]]|None=None,
               residual:UOp|None=None) -> Rows:
-  """The part that most launches are: y[at + i] = the row of(i) times x, for i < rows, two rows a team. turn(sums, i) changes the sums of
+  """The part that most launches are: y[place(i)] = the row of(i) times x, for i < rows, two rows a team. turn(sums, i) changes the sums of
   rows i and i + 1; residual[i] is added."""
   def inside(row:UOp) -> UOp: return row.minimum(rows - 1) if rows % 2 else row
   def finish(sums:list[UOp], team:UOp, keep:UOp, previous:UOp) -> list[UOp]:
     row, done = team * 2, []
     for r, s in enumerate(sums if turn is None else turn(sums, row)):
       ok = keep & (row + r < rows) if rows % 2 else keep
-      done.append(y[(at + row + r).valid(ok)].store(s if residual is None else s + residual[(row + r + previous).valid(ok)].load()))
+      done.append(y[place(row + r).valid(ok)].store((s if residual is None else s + residual[(row + r + previous).valid(ok)].load()).cast(y.dtype)))
     return done
   return Rows(-(-rows // 2), lambda team: [of(inside(team * 2 + r)) for r in range(2)], finish, integer)
 

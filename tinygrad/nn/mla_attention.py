@@ -24,17 +24,17 @@ MULTIPROCESSORS = 132            # of a large GPU; by lanes each holds three blo
 NEVER = -1e30  # a score that no position has; finite, so that differences stay numbers
 
 def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int|Tensor, scale:float) -> Tensor:
-  """q_latent: float32 (T, H, L); q: float32 (T, H·head), each head's last R numbers rotated; cache: (C, L+R), with the tokens from pos on
-  written; pos: a number or Variable, or int32 (1,) on the device -> float32 (T, H, L), softmax(q·k·scale)·v"""
+  """q_latent: (T, H, L), as latent_query makes it; q: float32 (T, H, head), each head's last R numbers rotated; cache: (C, L+R), with the tokens
+  from pos on written; pos: a number or Variable, or int32 (1,) on the device -> float32 (T, H, L), softmax(q·k·scale)·v"""
   if isinstance(pos, Tensor):
     t = target()
     assert t is not None, "a position on the device is for kernels"
-    return mla_combine(t, *mla_splits(t, q_latent[0], q.reshape(q_latent.shape[1], -1), cache, pos, scale), cache, pos).unsqueeze(0)
+    return mla_combine(t, *mla_splits(t, q_latent[0], q[0], cache, pos, scale), cache, pos).unsqueeze(0)
   return mla_attention_ops(q_latent, q, cache, pos, scale)
 
 def mla_attention_ops(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int, scale:float) -> Tensor:
   T, H, L = q_latent.shape
-  query = q_latent.cat(q.reshape(T, H, -1)[..., L - cache.shape[1]:], dim=-1)
+  query = q_latent.cat(q[..., L - cache.shape[1]:], dim=-1)
   keys = cache[:pos+T].cast(dtypes.float)
   scores = (query @ keys.transpose(0, 1)) * scale  # (T, H, pos+T)
   if T > 1:
@@ -48,7 +48,11 @@ def by_tiles(t:Target, latent:int, rope:int) -> bool:
   """Whether tensor cores take the products: whole pieces of numbers, and fragments that share their inner places among lanes"""
   return t.mma is MMA_CUDA and latent % CHUNK == 0 and (latent + rope) % t.mma.K == 0 and latent // CHUNK in (2, 4, 8)
 
-def tile_warps(latent:int) -> int: return latent // CHUNK
+def padded(heads:int) -> int: return -(-heads // 8) * 8
+def query_place(head:UOp, number:UOp, latent:int) -> UOp:
+  """Where a head's latent query has a number, when tiles are to read it: as the lanes of a warp take a tile's share of it"""
+  return ((head // 8 * (latent // 16) + number // 16) * 32 + head % 8 * 4 + number % 16 // 4) * 4 + number % 4
+
 def head_tiles(heads:int) -> int:
   """Tiles of eight heads a block: all, if its registers can hold them"""
   tiles = -(-heads // 8)
@@ -70,12 +74,13 @@ def fits(t:Target, heads:int, latent:int, rope:int) -> bool:
   return latent % (4 * t.lanes) == 0 and rope % t.lanes == 0 and WARPS * min(HEADS, heads) * (latent + 2) * 4 <= t.shared_bytes
 
 def mla_splits(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:float) -> tuple[Tensor, Tensor]:
-  """q_latent: float32 (H, L); q: float32 (H, nope+R), whose last R numbers are the rotated part; cache: half (C, L+R), written up to pos;
+  """q_latent: float32 (H, L), or for tiles half (padded(H), L) in the order of query_place; q: float32 (H, nope+R), whose last R numbers are the rotated part; cache: half (C, L+R), written up to pos;
   pos: int32 (1,) -> float32 (splits, H, L), the splits' weighted sums, and (splits, H, 2), their maximum (in base 2) and sum of weights; splits past
   pos are not written"""
-  (H, L), dim, (splits, step) = q_latent.shape, cache.shape[1], cut(t, *q_latent.shape, cache)
+  (H, q_dim), L, dim = q.shape, q_latent.shape[1], cache.shape[1]
+  splits, step = cut(t, H, L, cache)
   form = splits_by_tiles if by_tiles(t, L, dim - L) else splits_by_lanes
-  body = form(t, H, L, q.shape[1], dim, splits, step, scale)
+  body = form(t, H, L, q_dim, dim, splits, step, scale)
   outs = {"sums": Tensor.empty(splits, H, L, dtype=dtypes.float), "tops": Tensor.empty(splits, H, 2, dtype=dtypes.float)}
   sums, tops = launch(f"mla_{form.__name__}_{splits}_{H}_{L}_{dim - L}", outs, {"q_latent": q_latent, "q": q, "cache": cache, "pos": pos}, body,
                       cache.nbytes())
@@ -153,9 +158,9 @@ def splits_by_tiles(t:Target, H:int, L:int, q_dim:int, dim:int, splits:int, step
   of the vectors' numbers for one of them; the parts of the scores meet in shared memory, every warp takes the softmax of all for itself and
   weighs its part of the latent numbers. A product does not ask in which order its inner numbers come, nor a fragment which row is which:
   lanes take neighbouring halves of a cached vector, as keys and as values, and call them what the fragment wants."""
-  m, warps, pitch, columns = t.mma, tile_warps(L), step + 4, head_tiles(H)
+  m, warps, pitch, columns = t.mma, L // CHUNK, step + 16, head_tiles(H)
   assert m is not None
-  chunks, pieces, shares = L // CHUNK // warps, dim // m.K, warps * TILE // step
+  pieces, shares = dim // m.K, warps * TILE // step
   each, heads = -(-pieces // shares), columns * m.N
   # of a lane's inner numbers (columns of a, rows of b) four are neighbours: which of them an element is, and in which of a's two rows
   inner_a, row_a = [i // 4 * 2 + i % 2 for i in range(8)], [i // 2 % 2 for i in range(8)]
@@ -177,14 +182,14 @@ def splits_by_tiles(t:Target, H:int, L:int, q_dim:int, dim:int, splits:int, step
       piece = share * each + i
       return piece * m.K + quarter * 4, piece < pieces if pieces % shares else None
     def queries(column:int, i:int) -> list[UOp]:
-      (number, ok), h = numbers(i), head(column, eighth)[0]
-      latent, turned, at = number < L, number >= L, number + previous * 4
-      x = four(b["q_latent"], h * L + at, latent)
-      y = four(b["q"], h * q_dim + q_dim - dim + at, turned if ok is None else turned & ok)
-      return [(latent.where(v, w) * (scale * math.log2(math.e))).cast(dtypes.half) for v, w in zip(x, y)]
+      (number, ok), h = numbers(i), group * heads + column * m.N + eighth
+      latent, turned = number < L, number >= L
+      x = four(b["q_latent"], query_place(h, number, L) + previous * 4, latent if H % heads == 0 else latent & (h < padded(H)))
+      y = four(b["q"], head(column, eighth)[0] * q_dim + q_dim - dim + number + previous * 4, turned if ok is None else turned & ok)
+      return [latent.where(v, w.cast(dtypes.half)) for v, w in zip(x, y)]
     query = [[queries(c, i) for i in range(each)] for c in range(columns)]
     # a column's running maximum and sum of weights, and the weighted sums
-    sums = chunks * 16
+    sums = 16
     def top_of(c:int) -> int: return c * (sums + 2)
     state = UOp.placeholder((columns * (sums + 2),), dtypes.float, slot=2, addrspace=AddrSpace.REG)
     state = state.after(UOp.group(*[state[top_of(c) + i].store(NEVER if i == 0 else 0.0) for c in range(columns) for i in range(sums + 2)]))
@@ -202,8 +207,7 @@ def splits_by_tiles(t:Target, H:int, L:int, q_dim:int, dim:int, splits:int, step
               for c, part in enumerate(parts) for i, x in enumerate(part)]
     # the values do not wait for them
     def places(tile:int) -> list[UOp]: return [start + tile * TILE + quarter * 4 + r for r in range(4)]  # the lane's positions
-    rows = [[[four(b["cache"], row(p) + (warp * chunks + c) * CHUNK + eighth * 8 + h * 4) for p in places(tile)] for h in range(2)]
-            for tile in range(step // TILE) for c in range(chunks)]
+    rows = [[[four(b["cache"], row(p) + warp * CHUNK + h * 32 + eighth * 4) for p in places(tile)] for h in range(2)] for tile in range(step // TILE)]
     scores = scores.after(UOp(Ops.BARRIER, src=(*stored, *[v for c in rows for h in c for p in h for v in p])))
     updates = []
     for c in range(columns):
@@ -213,7 +217,8 @@ def splits_by_tiles(t:Target, H:int, L:int, q_dim:int, dim:int, splits:int, step
         for i, p in enumerate(places(tile)):
           s = None
           for w in range(shares): s = add(s, scores[(w * heads + c * m.N + eighth) * pitch + tile * TILE + quarter * 4 + i].load())
-          found.append((p <= last).where(s, NEVER))
+          assert s is not None
+          found.append((p <= last).where(s * (scale * math.log2(math.e)), NEVER))
       old, top = now[top_of(c)].load(), found[0]
       for s in found[1:]: top = top.maximum(s)
       top = old.maximum(group_reduce(t, top, 4, lambda x, y: x.maximum(y)))
@@ -222,10 +227,10 @@ def splits_by_tiles(t:Target, H:int, L:int, q_dim:int, dim:int, splits:int, step
       updates += [now[top_of(c)].store(top), now[top_of(c) + 1].store(now[top_of(c) + 1].load() * shrink + total)]
       # the weighted sums of the warp's latent numbers
       shrinks = [of_lane(t, shrink, quarter * 8 + i * 4) for i in range(2)]   # of the heads whose sums the lane has
-      for n in range(chunks * 4):
+      for n in range(4):
         y, base = None, top_of(c) + 2 + n * 4
         for tile in range(step // TILE):
-          values = rows[tile * chunks + n // 4][n % 4 // 2]
+          values = rows[tile][n // 2]
           y = m([values[j][n % 2 * 2 + r] for r, j in zip(row_a, inner_a)], [w.cast(dtypes.half) for w in weights[tile * 4:][:4]],
                 y or [now[base + i].load() * shrinks[i % 2] for i in range(4)])
         assert y is not None
@@ -236,9 +241,9 @@ def splits_by_tiles(t:Target, H:int, L:int, q_dim:int, dim:int, splits:int, step
       (number, ok), one = head(c, eighth), active & warp.eq(0) & quarter.eq(0)
       for i, v in enumerate((state[top_of(c)].load(), total)):
         done.append(b["tops"][((split * H + number) * 2 + i).valid(one if ok is None else one & ok)].store(v))
-      for n in range(chunks * 4):
+      for n in range(4):
         for i in range(4):
-          (number, ok), latent = head(c, quarter * 2 + i % 2), (warp * chunks + n // 4) * CHUNK + eighth * 8 + n % 4 * 2 + i // 2
+          (number, ok), latent = head(c, quarter * 2 + i % 2), warp * CHUNK + n // 2 * 32 + eighth * 4 + n % 2 * 2 + i // 2
           done.append(b["sums"][((split * H + number) * L + latent).valid(active if ok is None else active & ok)]
                       .store(state[top_of(c) + 2 + n * 4 + i].load()))
     return done

@@ -9,6 +9,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, group_sum, target
 from tinygrad.nn.matmat import halves, heads_linear, mats_target, mul_mats, normalized
 from tinygrad.nn.matvec import UNIT, Matrix, Norm, Row, Weight, add, launch, local, matvec, row_pairs
+from tinygrad.nn.mla_attention import by_tiles, padded, query_place
 from tinygrad.uop.ops import Ops
 
 class Rope(Protocol):
@@ -73,7 +74,7 @@ def norm_linear_kernel(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weig
 
 def latent_query(q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   """The heads' queries in latent space, and the tokens' rows of the cache: [RMSNorm(kv)[:L] | RoPE(kv[L:])] written from pos on.
-  q: float32 (T, H·head); kv: float32 (T, L+R); k_b: (H, L, nope); cache: (C, L+R) -> float32 (T, H, L), and the cache"""
+  q: float32 (T, H·head); kv: float32 (T, L+R); k_b: (H, L, nope); cache: (C, L+R) -> float32 (T, H, L), or as mla_splits wants it, and the cache"""
   if (t := kernel_target(q, k_b.shape[2])) and isinstance(rope.pos, Tensor): return latent_query_kernel(t, q, kv, k_b, norm, cache, rope)
   return latent_query_ops(q, kv, k_b, norm, cache, rope)
 
@@ -85,9 +86,11 @@ def latent_query_ops(q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, r
 
 def latent_query_kernel(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   (H, L, nope), dim = k_b.shape, cache.shape[1]
+  tiles = by_tiles(t, L, dim - L)
   def body(b:dict[str, UOp]) -> list[UOp]:
     item = UOp.special(H, "gidx1")
-    part = row_pairs(L, rows_of(k_b.matrix(b, "w"), item * L), b["q_latent"], k_b.integer, item * L)
+    def place(row:UOp) -> UOp: return query_place(item, row, L) if tiles else item * L + row
+    part = row_pairs(L, rows_of(k_b.matrix(b, "w"), item * L), b["q_latent"], k_b.integer, place)
     def cache_row(block:UOp, thread:UOp, threads:int, previous:UOp) -> list[UOp]:
       first, pairs, squares = block.eq(0) & item.eq(0), [], None   # one block writes it, the others load nothing for it
       for start in range(0, dim // 2, threads):
@@ -109,7 +112,8 @@ def latent_query_kernel(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, ca
           done.append(b["cache"][(b["pos"][0].load().cast(dtypes.weakint) * dim + at + i).valid(ok)].store(value.cast(cache.dtype)))
       return done
     return matvec(t, [nope // UNIT], quad(b["q"], item * rope.head), [part], side=cache_row, items=H)
-  outs = {"q_latent": Tensor.empty(1, H, L, dtype=dtypes.float), "cache": cache}
+  q_latent = Tensor.empty(1, padded(H), L, dtype=dtypes.half) if tiles else Tensor.empty(1, H, L, dtype=dtypes.float)
+  outs = {"q_latent": q_latent, "cache": cache}
   ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "pos": rope.pos, **k_b.args("w")}
   q_latent, written = launch(f"latent_query_{k_b.label}", outs, ins, body)
   return q_latent, written
