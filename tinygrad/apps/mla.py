@@ -16,7 +16,7 @@ from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear
 from tinygrad.apps.rope import Rope, Yarn, rope_table
 from tinygrad.nn.intrinsics import target
-from tinygrad.nn.matmat import heads_linear
+from tinygrad.nn.matmat import HIDDEN, heads_linear
 from tinygrad.nn.matvec import UNIT
 from tinygrad.nn.mla_attention import fits as attention_fits, mla_attention
 from tinygrad.nn.moe import Choice, expert_down, expert_gate_up, gate_up
@@ -136,7 +136,7 @@ class Attention:
     else: q, kv = norm_linear(x, self.attn_norm, [self.attn_q, self.attn_kv_a_mqa], rope)
     q_latent, cache = latent_query(q, kv, self.attn_k_b, self.attn_kv_a_norm, cache, rope)  # (T, H, L)
     context = mla_attention(q_latent, q.reshape(x.shape[0], c.n_heads, -1), cache, rope.pos, c.score_scale)  # (T, H, L)
-    heads = heads_linear(context, self.attn_v_b).reshape(x.shape[0], -1)                   # (T, H·v)
+    heads = heads_linear(context, self.attn_v_b, HIDDEN).reshape(x.shape[0], -1)           # (T, H·v)
     return norm_linear(heads, None, [self.attn_output], residual=x)[0], cache
 
 class MLP:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.dtype import AddrSpace
-from tinygrad.nn.intrinsics import Target, group_sum, target
+from tinygrad.dtype import AddrSpace, DType
+from tinygrad.nn.intrinsics import Mma, Target, group_sum, target
 from tinygrad.nn.matvec import UNIT, Matrix, Norm, Unit, Weight, add, exp, launch, local, silu, total
 from tinygrad.uop.ops import Ops
 
@@ -30,6 +30,10 @@ class Tile:
 
 WIDE, NARROW = Tile(64, 64, (2, 2)), Tile(32, 64, (1, 4))   # for a chunk's tokens; for those of them that chose an expert
 
+def depth_of(m:Mma, part:int, k:UOp) -> UOp:
+  """The number of a slab that meets at place k of the depth of the slab's product `part`: a lane's places are parts of its quad"""
+  return k % 8 // 2 * 4 + part * (m.K // 4) + k % 2 + k // 8 * 2
+
 class Halves:
   """Some numbers of some rows in shared memory"""
   def __init__(self, rows:int, width:int, slot:int): self.rows, self.shared = rows, local(rows * width, dtypes.half, slot)
@@ -42,7 +46,7 @@ def products(t:Target, tile:Tile, width:int, matrices:Sequence[Callable[[UOp, UO
   m = t.mma
   assert m is not None
   step = 2 * UNIT if width % (2 * UNIT) == 0 else UNIT
-  threads, per = tile.warps[0] * tile.warps[1] * t.lanes, m.K // 4
+  threads = tile.warps[0] * tile.warps[1] * t.lanes
   thread = UOp.special(threads, "lidx0")
   lane, warp = thread % t.lanes, thread // t.lanes
   own_tokens, own_rows = tile.tokens // tile.warps[0], tile.rows // tile.warps[1]
@@ -74,8 +78,8 @@ def products(t:Target, tile:Tile, width:int, matrices:Sequence[Callable[[UOp, UO
   for slab in range(step // SLAB):
     for part in range(SLAB // m.K):
       def entry(shared:UOp, of:Halves, row:UOp, k:UOp) -> UOp:
-        # place k of the product's depth: the lanes' quads, a part of each
-        return shared[of.at(row, slab, k % 8 // 2) + part * per + k % 2 + k // 8 * 2].load()
+        number = depth_of(m, part, k)
+        return shared[of.at(row, slab, number // 4) + number % 4].load()
       a = [[entry(shared_x, xs, first_token + i * m.M + row, k) for row, k in (m.a(lane, e) for e in range(m.counts[0]))] for i in range(down)]
       for n, (shared, w) in enumerate(zip(shared_w, ws)):
         for j in range(across):
@@ -104,11 +108,13 @@ def halves(x:Tensor) -> tuple[Tensor, float]:
   """x as halves, and what a product with them is to be multiplied by: halves are hidden numbers, times HIDDEN"""
   return (x, 1 / HIDDEN) if x.dtype == dtypes.half else (x.cast(dtypes.half).contiguous(), 1.0)
 
-def heads_linear(x:Tensor, w:Weight) -> Tensor:
-  """A matrix a head: float32 (T, H, in) -> (T, H, out)"""
-  return w(x) if (t := mats_target(x, x.shape[2])) is None else mul_mats(t, x.cast(dtypes.half).contiguous(), w)
+def heads_linear(x:Tensor, w:Weight, factor:float=1.0) -> Tensor:
+  """A matrix a head: (T, H, in) -> (T, H, out), float32; by tensor cores it is halves, times the factor"""
+  if (t := mats_target(x, x.shape[2])) is None: return w(x)
+  return mul_mats(t, x if x.dtype == dtypes.half else x.cast(dtypes.half).contiguous(), w, factor=factor, dtype=dtypes.half)
 
-def mul_mats(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:float=1.0) -> Tensor:
+def mul_mats(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:float=1.0,
+             dtype:DType=dtypes.float) -> Tensor:
   """y = factor · W·x + residual. x: half (T, in), or (T, H, in) for a stack of matrices, one a head -> (T, out) or (T, H, out)"""
   (*stack, rows, width), T = w.shape, x.shape[0]
   heads, tile = stack[0] if stack else 1, tile_of(T)
@@ -124,11 +130,11 @@ def mul_mats(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:flo
       index = ((token * heads + head) * rows + row).valid((token < T) & (row < rows))
       if factor != 1.0: y = y * factor
       if residual is not None: y = y + b["residual"][index].load()
-      done.append(b["y"][index].store(y))
+      done.append(b["y"][index].store(y.cast(dtype)))
     return done
   ins = {"x": x, **({} if residual is None else {"residual": residual}), **w.args("w")}
   name = "_".join(["mul_mats", w.label, str(T), *([] if residual is None else ["residual"])])
-  return launch(name, {"y": Tensor.empty(*x.shape[:-1], rows, dtype=dtypes.float)}, ins, body)[0]
+  return launch(name, {"y": Tensor.empty(*x.shape[:-1], rows, dtype=dtype)}, ins, body)[0]
 
 def gate_up_mats(t:Target, x:Tensor, weights:tuple[Weight, Weight]) -> Tensor:
   """silu(gate·x) · (up·x) · HIDDEN. x: half (T, D); weights: gate and up, (F, D) -> half (T, F)"""
