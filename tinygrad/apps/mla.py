@@ -16,10 +16,10 @@ from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear
 from tinygrad.apps.rope import Rope, Yarn, rope_table
 from tinygrad.nn.intrinsics import target
-from tinygrad.nn.matmat import HIDDEN, heads_linear
+from tinygrad.nn.matmat import HIDDEN, heads_linear, mats_target
 from tinygrad.nn.matvec import UNIT
 from tinygrad.nn.mla_attention import fits as attention_fits, mla_attention
-from tinygrad.nn.moe import Choice, expert_down, expert_gate_up, gate_up
+from tinygrad.nn.moe import Choice, expert_down, expert_gate_up, gate_up, moe_mats
 from tinygrad.nn.norm_linear import latent_query, norm_linear
 
 class Gating(enum.IntEnum):
@@ -154,7 +154,10 @@ class MoE:
     self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps = gate, up, down
   def __call__(self, x:Tensor) -> Tensor:
     """(T, D) -> x + the chosen experts' and the shared expert's feed-forward of its norm"""
-    if (s := self.shared) is None: logits, = norm_linear(x, self.ffn_norm, [self.ffn_gate_inp])
+    s, experts = self.shared, (self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps)
+    if t := mats_target(x, x.shape[1], self.ffn_down_exps.shape[2], *([] if s is None else [s.ffn_down.shape[1]])):
+      return moe_mats(t, x, self.ffn_norm, self.ffn_gate_inp, self.choice, experts, None if s is None else (s.ffn_gate, s.ffn_up, s.ffn_down))
+    if s is None: logits, = norm_linear(x, self.ffn_norm, [self.ffn_gate_inp])
     else: beside, logits = gate_up(x, self.ffn_norm, (s.ffn_gate, s.ffn_up), self.ffn_gate_inp)
     hidden, sel = expert_gate_up(x, self.ffn_norm, (self.ffn_gate_exps, self.ffn_up_exps), logits, self.choice)
     return expert_down(hidden, self.ffn_down_exps, sel, x, None if s is None else (beside, s.ffn_down))

@@ -15,7 +15,7 @@ from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.nn.intrinsics import Mma, Target, group_sum, target
-from tinygrad.nn.matvec import UNIT, Matrix, Norm, Unit, Weight, add, exp, launch, local, silu, total
+from tinygrad.nn.matvec import UNIT, Matrix, Norm, Rope, Unit, Weight, add, launch, local, rotated, silu, total
 from tinygrad.uop.ops import Ops
 
 SLAB = 16  # numbers of a row
@@ -111,11 +111,15 @@ def halves(x:Tensor) -> tuple[Tensor, float]:
 def heads_linear(x:Tensor, w:Weight, factor:float=1.0) -> Tensor:
   """A matrix a head: (T, H, in) -> (T, H, out), float32; by tensor cores it is halves, times the factor"""
   if (t := mats_target(x, x.shape[2])) is None: return w(x)
-  return mul_mats(t, x if x.dtype == dtypes.half else x.cast(dtypes.half).contiguous(), w, factor=factor, dtype=dtypes.half)
+  return mul_mats(t, halves(x)[0], w, factor=factor, dtype=dtypes.half)
 
-def mul_mats(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:float=1.0,
-             dtype:DType=dtypes.float) -> Tensor:
-  """y = factor · W·x + residual. x: half (T, in), or (T, H, in) for a stack of matrices, one a head -> (T, out) or (T, H, out)"""
+def position(pos:UOp|int) -> Tensor:
+  """Where a kernel reads it"""
+  return Tensor(pos, dtype=dtypes.int32).reshape(1).contiguous()
+
+def mul_mats(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:float=1.0, rope:Rope|None=None, dtype:DType=dtypes.float) -> Tensor:
+  """y = factor · W·x + residual. x: half (T, in), or (T, H, in or more) for a stack of matrices, one a head -> (T, out) or (T, H, out); rope rotates
+  the heads of y"""
   (*stack, rows, width), T = w.shape, x.shape[0]
   heads, tile = stack[0] if stack else 1, tile_of(T)
   def body(b:dict[str, UOp]) -> list[UOp]:
@@ -123,17 +127,20 @@ def mul_mats(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:flo
     matrix, done = w.matrix(b, "w"), []
     def weights(row:UOp, unit:UOp) -> Unit: return matrix(head * rows + (block * tile.rows + row).minimum(rows - 1), unit, None)
     def quad(token:UOp, k:UOp) -> list[UOp]:
-      start = ((group * tile.tokens + token).minimum(T - 1) * heads + head) * width + k
+      start = ((group * tile.tokens + token).minimum(T - 1) * heads + head) * x.shape[-1] + k
       return [b["x"][start + j].load() for j in range(4)]
-    for token, row, (y,) in products(t, tile, width, [weights], quad):
+    found = products(t, tile, width, [weights], quad)
+    for (token, row, (first,)), (_, _, (second,)) in zip(found[::2], found[1::2]):  # neighbouring rows of a token
       token, row = group * tile.tokens + token, block * tile.rows + row
-      index = ((token * heads + head) * rows + row).valid((token < T) & (row < rows))
-      if factor != 1.0: y = y * factor
-      if residual is not None: y = y + b["residual"][index].load()
-      done.append(b["y"][index].store(y.cast(dtype)))
+      pair = [y if factor == 1.0 else y * factor for y in (first, second)]
+      if rope is not None: pair = rotated(b, rope.table.shape[1], row % rope.head - rope.nope, pair, row % rope.head >= rope.nope, token.minimum(T - 1))
+      for i, y in enumerate(pair):
+        index = ((token * heads + head) * rows + row + i).valid((token < T) & (row + i < rows))
+        done.append(b["y"][index].store((y if residual is None else y + b["residual"][index].load()).cast(dtype)))
     return done
-  ins = {"x": x, **({} if residual is None else {"residual": residual}), **w.args("w")}
-  name = "_".join(["mul_mats", w.label, str(T), *([] if residual is None else ["residual"])])
+  ins = {"x": x, **({} if residual is None else {"residual": residual}), **({} if rope is None else {"rope": rope.table, "pos": position(rope.pos)}),
+         **w.args("w")}
+  name = "_".join(["mul_mats", w.label, str(T), *([] if residual is None else ["residual"]), *([] if rope is None else ["rope"])])
   return launch(name, {"y": Tensor.empty(*x.shape[:-1], rows, dtype=dtype)}, ins, body)[0]
 
 def gate_up_mats(t:Target, x:Tensor, weights:tuple[Weight, Weight]) -> Tensor:
@@ -212,15 +219,16 @@ def mul_mats_id(t:Target, x:Tensor, weights:Sequence[Weight], chosen:tuple[Tenso
   name = f"{'expert_gate_up_mats' if paired else 'mul_mats_id'}_{weights[0].label}_{T}"
   return launch(name, {"y": Tensor.empty(T, K, rows, dtype=dtypes.half if paired else dtypes.float)}, ins, body, sum(w.nbytes for w in weights))[0]
 
-def normalized(t:Target, x:Tensor, norm:Norm) -> Tensor:
-  """RMSNorm(x), float32 (T, D) -> half (T, D)"""
+def normalized(t:Target, x:Tensor, norm:Norm, low:bool=False) -> list[Tensor]:
+  """RMSNorm(x), float32 (T, D) -> half (T, D) and, if wanted, as much again of what halves leave out"""
   (T, D), warps = x.shape, 4
   threads = warps * t.lanes
   def body(b:dict[str, UOp]) -> list[UOp]:
     token, thread, squares, values = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0"), None, []
     for first in range(0, D // 4, threads):
-      k, ok = thread + first, thread + first < D // 4
-      quad = [b["x"][(token * D + k * 4 + j).valid(ok)].load() for j in range(4)]
+      k = (thread + first) * 4
+      ok = k < D
+      quad = [b["x"][(token * D + k + j).valid(ok)].load() for j in range(4)]
       values.append((k, ok, quad))
       for v in quad: squares = add(squares, v * v)   # nothing is loaded past the end: zeros
     sums = local(warps, dtypes.float, 0)
@@ -229,6 +237,39 @@ def normalized(t:Target, x:Tensor, norm:Norm) -> Tensor:
     factor, done = (total([sums[w].load() for w in range(warps)], UOp.add) * (1.0 / D) + norm.eps).rsqrt(), []
     for k, ok, quad in values:
       for j, v in enumerate(quad):
-        done.append(b["y"][(token * D + k * 4 + j).valid(ok)].store((v * factor * b["norm"][(k * 4 + j).valid(ok)].load()).cast(dtypes.half)))
+        y = v * factor * b["norm"][(k + j).valid(ok)].load()
+        done.append(b["y"][(token * D + k + j).valid(ok)].store(y.cast(dtypes.half)))
+        if low: done.append(b["low"][(token * D + k + j).valid(ok)].store(left_out(y).cast(dtypes.half)))
     return done
-  return launch(f"normalized_{T}_{D}", {"y": Tensor.empty(T, D, dtype=dtypes.half)}, {"x": x, "norm": norm.weight}, body)[0]
+  outs = {name: Tensor.empty(T, D, dtype=dtypes.half) for name in ("y", "low")[:1 + low]}
+  return launch(f"normalized_{T}_{D}{'_low' if low else ''}", outs, {"x": x, "norm": norm.weight}, body)
+
+def left_out(x:UOp) -> UOp:
+  """What a half of x leaves out, but for the least halves"""
+  bits = x.bitcast(dtypes.uint32)   # rounded in integers: tinygrad takes a half made of a float, and a float of that, for the same float
+  return x - ((bits + 0xfff + ((bits >> 13) & 1)) & 0xffffe000).bitcast(dtypes.float)
+
+def precise_mats(t:Target, x:Tensor, low:Tensor, w:Weight) -> Tensor:
+  """W·(x + low) to about 22 bits: both sides in halves and what those leave out. x, low: half (T, in) -> float32 (T, out)"""
+  (rows, width), T, tile = w.shape, x.shape[0], tile_of(x.shape[0])
+  parts = next(n for n in (8, 4, 2, 1) if width % (n * 2 * UNIT) == 0 or n == 1)    # few rows: blocks take a part of the row each
+  def body(b:dict[str, UOp]) -> list[UOp]:
+    group, block, part = UOp.special(-(-T // tile.tokens), "gidx0"), UOp.special(-(-rows // tile.rows), "gidx1"), UOp.special(3 * parts, "gidx2")
+    matrix, first, done = w.matrix(b, "w"), part % parts * (width // parts), []
+    low_x, low_w = (part // parts).eq(1), (part // parts).eq(2)
+    def weights(row:UOp, unit:UOp) -> Unit:
+      u = matrix((block * tile.rows + row).minimum(rows - 1), first // UNIT + unit, None)
+      def value(i:int) -> UOp:
+        scale, minimum = u.scales[i * len(u.scales) // UNIT]
+        y = u.value(i) * scale
+        return y if minimum is None else y + minimum
+      return Unit([], [(UOp.const(1.0, dtypes.float), None)], floats=[low_w.where(left_out(y), y) for y in map(value, range(UNIT))])
+    def quad(token:UOp, k:UOp) -> list[UOp]:
+      start = (group * tile.tokens + token).minimum(T - 1) * width + first + k
+      return [low_x.where(b["low"][(start + j).valid(low_x)].load(), b["x"][(start + j).valid(low_x.ne(True))].load()) for j in range(4)]
+    for token, row, (y,) in products(t, tile, width // parts, [weights], quad):
+      token, row = group * tile.tokens + token, block * tile.rows + row
+      done.append(b["y"][((part * T + token) * rows + row).valid((token < T) & (row < rows))].store(y))
+    return done
+  y, = launch(f"precise_mats_{w.label}_{T}", {"y": Tensor.empty(3 * parts, T, rows, dtype=dtypes.float)}, {"x": x, "low": low, **w.args("w")}, body)
+  return y.sum(0).contiguous()

@@ -12,7 +12,9 @@ RMSNorm costs nothing here: x is multiplied by the norm's weight while it is sta
 """
 from __future__ import annotations
 from dataclasses import dataclass
-from typing import Callable, Protocol, Sequence
+from enum import Enum
+from types import FunctionType
+from typing import Any, Callable, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.renderer import Estimates
@@ -91,6 +93,22 @@ def branch(number:int, condition:UOp) -> tuple[UOp, UOp]:
   return loop, hidden_zero("0", loop.cast(dtypes.int))
 
 def local(size:int, dtype:DType, slot:int) -> UOp: return UOp.placeholder((size,), dtype, slot=slot, addrspace=AddrSpace.LOCAL)
+class Rope(Protocol):
+  """The rotation of the tokens at hand (apps/rope.py)"""
+  table: Tensor
+  pos: UOp|int|Tensor
+  head: int
+  nope: int
+  def rotate(self, x:Tensor) -> Tensor: ...
+  def rotate_heads(self, q:Tensor) -> Tensor: ...
+
+def rotated(buffers:dict[str, UOp], half:int, at:UOp, pair:Sequence[UOp], turned:UOp, token:UOp|int=0) -> list[UOp]:
+  """Numbers `at` and `at + 1` of a rotated part of `half` pairs after RoPE where `turned` is true, and as they are elsewhere. token: from pos on"""
+  index = ((buffers["pos"][0].load().cast(dtypes.weakint) + token) * half + at // 2) * 2
+  cos, sin = (buffers["rope"][(index + i).valid(turned)].load() for i in range(2))
+  a, b = pair
+  return [turned.where(a * cos - b * sin, a), turned.where(a * sin + b * cos, b)]
+
 def add(a:UOp|None, b:UOp) -> UOp: return b if a is None else a + b
 def exp(x:UOp) -> UOp: return (x * LOG2_E).exp2()
 def silu(x:UOp) -> UOp: return x / (1 + exp(-x))
@@ -267,13 +285,27 @@ def _part(target:Target, lengths:Sequence[int], x:Quads, part:Rows, shape:tuple[
   keep = both(here, inside)
   return part.finish(sums, job, keep, previous) + (side(block, t, threads, previous) if side else [])
 
+def fingerprint(x:Any) -> Any:
+  """What a kernel's body depends on, as a key: a function is its code and what it closes over, a tensor its shape and dtype, an object its
+  fields"""
+  if isinstance(x, Tensor): return x.shape, x.dtype
+  if isinstance(x, FunctionType): return x.__code__, x.__defaults__, *(fingerprint(cell.cell_contents) for cell in x.__closure__ or ())
+  if isinstance(x, (tuple, list)): return tuple(map(fingerprint, x))
+  if isinstance(x, dict): return tuple((key, fingerprint(value)) for key, value in x.items())
+  return x if isinstance(x, (UOp, Enum)) or not hasattr(x, "__dict__") else (type(x), fingerprint(vars(x)))
+
+_programs:dict[Any, UOp] = {}   # a model's blocks launch the same few kernels again and again: each is put together once
+
 def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:Callable[[dict[str, UOp]], list[UOp]], mem:int|None=None) -> list[Tensor]:
-  """Runs a kernel of the given stores: body gets the flat buffers by name. mem: bytes it moves, where the renderer cannot count them.
-  Returns the outs, written."""
+  """Runs a kernel of the given stores: body gets the flat buffers by name, and is called once for all launches with its fingerprint. mem: bytes it
+  moves, where the renderer cannot count them. Returns the outs, written."""
   names, tensors = [*outs, *ins], [t.flatten() for t in (*outs.values(), *ins.values())]
-  info = KernelInfo(name=name, opts_to_apply=(), estimates=None if mem is None else Estimates(0, mem, mem))
   def fxn(*buffers:UOp) -> UOp:
-    stores = body(dict(zip(names, (b.flatten() for b in buffers))))
-    return UOp.group(*stores).sink(arg=info).rtag(1)  # tagged: scheduled already
+    key = name, mem, buffers, tuple(names), fingerprint(body)
+    if key not in _programs:
+      info = KernelInfo(name=name, opts_to_apply=(), estimates=None if mem is None else Estimates(0, mem, mem))
+      stores = body(dict(zip(names, (b.flatten() for b in buffers))))
+      _programs[key] = UOp.group(*stores).sink(arg=info).rtag(1)  # tagged: scheduled already
+    return _programs[key]
   written = tensors[0].custom_kernel(*tensors[1:], fxn=fxn)
   return [w.reshape(t.shape) for w, t in zip(written, outs.values())]

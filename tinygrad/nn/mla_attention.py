@@ -15,7 +15,7 @@ from typing import Callable
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import MMA_CUDA, Target, after_previous, group_reduce, group_sum, of_lane, target
-from tinygrad.nn.matmat import mats_target
+from tinygrad.nn.matmat import mats_target, position
 from tinygrad.nn.matvec import add, launch, local
 from tinygrad.nn.mla_prefill import fits as mla_prefill_fits, mla_prefill
 from tinygrad.uop.ops import Ops
@@ -33,8 +33,8 @@ def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int|Tensor, s
     assert t is not None, "a position on the device is for kernels"
     return mla_combine(t, *mla_splits(t, q_latent[0], q[0], cache, pos, scale), cache, pos).unsqueeze(0)
   if (t := mats_target(q_latent)) and mla_prefill_fits(t, q_latent.shape[2], cache.shape[1]):
-    return mla_prefill(t, q_latent, q.flatten(1), cache, Tensor(pos, dtype=dtypes.int32).reshape(1).contiguous(), scale)
-  return mla_attention_ops(q_latent.cast(dtypes.float), q, cache, pos, scale)
+    return mla_prefill(t, q_latent, q.flatten(1), cache, position(pos), scale)
+  return mla_attention_ops(q_latent.cast(dtypes.float), q.cast(dtypes.float), cache, pos, scale)
 
 def mla_attention_ops(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int, scale:float) -> Tensor:
   T, H, L = q_latent.shape

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, after_previous
-from tinygrad.nn.matmat import HIDDEN, by_expert, gate_up_mats, mats_target, mul_mats, mul_mats_id, normalized
+from tinygrad.nn.matmat import HIDDEN, by_expert, gate_up_mats, mats_target, mul_mats, mul_mats_id, normalized, precise_mats
 from tinygrad.nn.matvec import SLOTS, UNIT, Norm, Row, Rows, Unit, Weight, exp, launch, local, matvec, row_pairs, silu, total
 from tinygrad.nn.norm_linear import kernel_target, quad, rows_of
 from tinygrad.uop.ops import Ops
@@ -88,8 +88,7 @@ def gate_up(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weight|No
   """silu(gate·n) · (up·n) with n = RMSNorm(x), and router·n. x: float32 (T, D); weights: gate and up, (F, D); router: (E, D)
   -> float32 (T, F) and, with a router, (T, E)"""
   if t := kernel_target(x, x.shape[1]): return gate_up_kernel(t, x, norm, weights, router)
-  if t := mats_target(x, x.shape[1]):
-    return [gate_up_mats(t, normalized(t, x, norm), weights), *([] if router is None else [router(norm(x).contiguous())])]
+  if router is None and (t := mats_target(x, x.shape[1])): return [gate_up_mats(t, normalized(t, x, norm)[0], weights)]
   return gate_up_ops(x, norm, weights, router)
 
 def gate_up_ops(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weight|None=None) -> list[Tensor]:
@@ -110,10 +109,6 @@ def expert_gate_up(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Te
   """The chosen experts' silu(gate·n) · (up·n) times their weight, n = RMSNorm(x). x: float32 (T, D); weights: gate and up, (E, F, D);
   logits: float32 (T, E) -> float32 (T, K, F), and the choice, int32 (T, K)"""
   if t := kernel_target(x, x.shape[1]): return expert_gate_up_kernel(t, x, norm, weights, logits, how)
-  if (t := mats_target(x, x.shape[1])):
-    sel, scale = choose_experts(logits, how)
-    chosen = by_expert(t, sel, weights[0].shape[0])
-    return mul_mats_id(t, normalized(t, x, norm), weights, chosen, how.count, scale), chosen
   return expert_gate_up_ops(x, norm, weights, logits, how)
 
 def expert_gate_up_ops(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, how:Choice) -> tuple[Tensor, Tensor]:
@@ -145,9 +140,6 @@ def expert_down(hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:
   down: (E, D, F); residual: float32 (T, D); shared: float32 (T, G) and (D, G) -> float32 (T, D)"""
   if t := kernel_target(hidden, hidden.shape[2], *([] if shared is None else [shared[0].shape[1]])):
     return expert_down_kernel(t, hidden, down, sel, residual, shared)
-  if t := mats_target(hidden, hidden.shape[2]):
-    if shared is not None: residual = mul_mats(t, shared[0], shared[1], residual, 1 / HIDDEN)
-    return (residual + mul_mats_id(t, hidden, [down], sel, hidden.shape[1], factor=1 / HIDDEN).sum(1)).contiguous()
   return expert_down_ops(hidden, down, sel, residual, shared)
 
 def expert_down_ops(hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, Weight]|None=None) -> Tensor:
@@ -176,3 +168,28 @@ def expert_down_kernel(t:Target, hidden:Tensor, down:Weight, sel:Tensor, residua
          **({} if shared is None else {"x_shared": shared[0], **shared[1].args("shared")})}
   name = "_".join([f"expert_down_{K}", down.label, *([] if shared is None else ["shared", shared[1].label])])
   return launch(name, {"y": Tensor.empty(1, D, dtype=dtypes.float)}, ins, body)[0]
+
+def moe_mats(t:Target, x:Tensor, norm:Norm, router:Weight, how:Choice, experts:tuple[Weight, Weight, Weight],
+             shared:tuple[Weight, Weight, Weight]|None) -> Tensor:
+  """The whole feed-forward by tensor cores. experts, shared: gate, up and down. float32 (T, D) -> (T, D)"""
+  gate, up, down = experts
+  n, low = normalized(t, x, norm, low=True)
+  sel, scale = choose_mats(t, precise_mats(t, n, low, router), how)
+  chosen = by_expert(t, sel, router.shape[0])
+  each = mul_mats_id(t, mul_mats_id(t, n, (gate, up), chosen, how.count, scale), [down], chosen, how.count, factor=1 / HIDDEN)
+  if shared is not None: x = mul_mats(t, gate_up_mats(t, n, (shared[0], shared[1])), shared[2], x, 1 / HIDDEN)
+  return (x + each.sum(1)).contiguous()
+
+def choose_mats(t:Target, logits:Tensor, how:Choice) -> tuple[Tensor, Tensor]:
+  """choose_experts in a launch, a block a token"""
+  (T, E), K = logits.shape, how.count
+  threads = -(-max(E, K) // t.lanes) * t.lanes
+  def body(b:dict[str, UOp]) -> list[UOp]:
+    token, thread, chosen = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0"), Chosen(how, E, b["logits"], b.get("bias"))
+    chosen.barrier(thread, threads, token * E, [])
+    k = thread.minimum(K - 1)
+    at = (token * K + k).valid(thread < K)
+    return [b["sel"][at].store(chosen.expert(k)), b["scale"][at].store(chosen.weight(k))]
+  outs = {"sel": Tensor.empty(T, K, dtype=dtypes.int32), "scale": Tensor.empty(T, K, dtype=dtypes.float)}
+  sel, scale = launch(f"choose_{T}_{E}_{K}_{how.gating}", outs, {"logits": logits, **({} if how.bias is None else {"bias": how.bias})}, body)
+  return sel, scale

@@ -4,22 +4,13 @@ Each function takes T tokens. One token on a target with kernels is one launch; 
 kernels are tested against.
 """
 from __future__ import annotations
-from typing import Callable, Protocol, Sequence
+from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, group_sum, target
-from tinygrad.nn.matmat import halves, heads_linear, mats_target, mul_mats, normalized
-from tinygrad.nn.matvec import UNIT, Matrix, Norm, Row, Weight, add, launch, local, matvec, row_pairs
+from tinygrad.nn.matmat import halves, mats_target, mul_mats, normalized, position
+from tinygrad.nn.matvec import UNIT, Matrix, Norm, Rope, Row, Weight, add, launch, local, matvec, rotated, row_pairs
 from tinygrad.nn.mla_attention import by_tiles, padded, query_place
 from tinygrad.uop.ops import Ops
-
-class Rope(Protocol):
-  """The rotation of the tokens at hand (apps/rope.py)"""
-  table: Tensor
-  pos: UOp|int|Tensor
-  head: int
-  nope: int
-  def rotate(self, x:Tensor) -> Tensor: ...
-  def rotate_heads(self, q:Tensor) -> Tensor: ...
 
 def kernel_target(x:Tensor, *widths:int) -> Target|None:
   """The target whose kernels take this step: one token, vectors of whole units. None: the plain-ops form"""
@@ -29,13 +20,6 @@ def kernel_target(x:Tensor, *widths:int) -> Target|None:
 def quad(buffer:UOp, offset:UOp|int=0) -> Callable[[UOp], list[UOp]]: return lambda k: [buffer[offset + k * 4 + j].load() for j in range(4)]
 
 def rows_of(matrix:Matrix, first:UOp|int=0) -> Callable[[UOp], Row]: return lambda i: [(matrix, first + i)]
-
-def rotated(buffers:dict[str, UOp], half:int, at:UOp, pair:Sequence[UOp], turned:UOp) -> list[UOp]:
-  """Numbers `at` and `at + 1` of a rotated part of `half` pairs after RoPE where `turned` is true, and as they are elsewhere"""
-  index = (buffers["pos"][0].load().cast(dtypes.weakint) * half + at // 2) * 2
-  cos, sin = (buffers["rope"][(index + i).valid(turned)].load() for i in range(2))
-  a, b = pair
-  return [turned.where(a * cos - b * sin, a), turned.where(a * sin + b * cos, b)]
 
 def norm_linear(x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
   """x: float32 (T, in); weights: matrices (out_i, in) of RMSNorm(x), or of x without a norm; rope rotates the heads of the first product, residual
@@ -52,9 +36,10 @@ def norm_linear_ops(x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rop
   return [first if residual is None else (residual + first).contiguous(), *rest]
 
 def norm_linear_mats(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
-  n, factor = (normalized(t, x, norm), 1.0) if norm is not None else halves(x)
-  first, *rest = [mul_mats(t, n, w, residual if i == 0 else None, factor) for i, w in enumerate(weights)]
-  return [first if rope is None else rope.rotate_heads(first).contiguous(), *rest]
+  """By tensor cores. What RoPE has rotated is halves."""
+  n, factor = (normalized(t, x, norm)[0], 1.0) if norm is not None else halves(x)
+  first, *rest = weights
+  return [mul_mats(t, n, first, residual, factor, rope, dtypes.float if rope is None else dtypes.half), *[mul_mats(t, n, w, factor=factor) for w in rest]]
 
 def norm_linear_kernel(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
   outs = {f"y{i}": Tensor.empty(1, w.shape[0], dtype=dtypes.float) for i, w in enumerate(weights)}
@@ -76,42 +61,59 @@ def latent_query(q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:
   """The heads' queries in latent space, and the tokens' rows of the cache: [RMSNorm(kv)[:L] | RoPE(kv[L:])] written from pos on.
   q: float32 (T, H·head); kv: float32 (T, L+R); k_b: (H, L, nope); cache: (C, L+R) -> float32 (T, H, L), or as mla_splits wants it, and the cache"""
   if (t := kernel_target(q, k_b.shape[2])) and isinstance(rope.pos, Tensor): return latent_query_kernel(t, q, kv, k_b, norm, cache, rope)
+  if (t := mats_target(q, k_b.shape[2])): return latent_query_mats(t, q, kv, k_b, norm, cache, rope)
   return latent_query_ops(q, kv, k_b, norm, cache, rope)
 
 def latent_query_ops(q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   (H, L, nope), T = k_b.shape, q.shape[0]
   row = norm(kv[:, :L]).cat(rope.rotate(kv[:, L:]), dim=-1)
   written = Tensor(cache.uop.after(cache[rope.pos:rope.pos+T].uop.store(row.cast(cache.dtype).uop)))
-  return heads_linear(q.reshape(T, H, -1)[..., :nope], k_b), written
+  return k_b(q.reshape(T, H, -1)[..., :nope]), written
+
+def latent_query_mats(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+  """By tensor cores: q and the result are halves"""
+  (H, L, _), threads = k_b.shape, 128
+  def body(b:dict[str, UOp]) -> list[UOp]:
+    token, thread = UOp.special(q.shape[0], "gidx0"), UOp.special(threads, "lidx0")
+    return cache_row(t, b, L, cache.shape[1], norm.eps, token, thread, threads, token * 0, 0)
+  written = launch(f"cache_rows_{q.shape[0]}_{cache.shape[1]}", {"cache": cache},
+                   {"kv": kv, "norm": norm.weight, "rope": rope.table, "pos": position(rope.pos)}, body)[0]
+  return mul_mats(t, q.reshape(-1, H, q.shape[1] // H), k_b, dtype=dtypes.half), written
+
+def cache_row(t:Target, b:dict[str, UOp], L:int, dim:int, eps:float, token:UOp, thread:UOp, threads:int, previous:UOp, slot:int,
+              here:UOp|None=None) -> list[UOp]:
+  """A block's stores of a token's row of the cache, [RMSNorm(kv)[:L] | RoPE(kv[L:])], where `here` holds"""
+  pairs, squares = [], None
+  for start in range(0, dim // 2, threads):
+    at = (thread + start) * 2
+    ok, latent = at < dim if here is None else here & (at < dim), at < L
+    pair = [b["kv"][(token * dim + at + i + previous).valid(ok)].load() for i in range(2)]
+    squares = add(squares, (ok & latent).where(pair[0] * pair[0] + pair[1] * pair[1], 0.0))
+    pairs.append((at, ok, latent, pair))
+  assert squares is not None
+  sums, warps = local(threads // t.lanes, dtypes.float, slot), threads // t.lanes
+  mine = sums[(thread // t.lanes).valid((thread % t.lanes).eq(0))].store(group_sum(t, squares, t.lanes))
+  sums, total = sums.after(UOp(Ops.BARRIER, src=(mine,))), None
+  for w in range(warps): total = add(total, sums[w].load())
+  factor, done = (total * (1.0 / L) + eps).rsqrt(), []
+  for at, ok, latent, pair in pairs:
+    turned = rotated(b, (dim - L) // 2, at - L, pair, ok & ~latent, token)
+    for i in range(2):
+      value = latent.where(pair[i] * factor * b["norm"][(at + i).valid(ok & latent)].load(), turned[i])
+      index = (b["pos"][0].load().cast(dtypes.weakint) + token) * dim + at + i
+      done.append(b["cache"][index.valid(ok)].store(value.cast(b["cache"].dtype)))
+  return done
 
 def latent_query_kernel(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
-  (H, L, nope), dim = k_b.shape, cache.shape[1]
-  tiles = by_tiles(t, L, dim - L)
+  H, L, nope = k_b.shape
+  tiles = by_tiles(t, L, cache.shape[1] - L)
   def body(b:dict[str, UOp]) -> list[UOp]:
     item = UOp.special(H, "gidx1")
-    def place(row:UOp) -> UOp: return query_place(item, row, L) if tiles else item * L + row
+    def place(i:UOp) -> UOp: return query_place(item, i, L) if tiles else item * L + i
     part = row_pairs(L, rows_of(k_b.matrix(b, "w"), item * L), b["q_latent"], k_b.integer, place)
-    def cache_row(block:UOp, thread:UOp, threads:int, previous:UOp) -> list[UOp]:
-      first, pairs, squares = block.eq(0) & item.eq(0), [], None   # one block writes it, the others load nothing for it
-      for start in range(0, dim // 2, threads):
-        at = (thread + start) * 2
-        ok, latent = first & (at < dim), at < L
-        pair = [b["kv"][(at + i + previous).valid(ok)].load() for i in range(2)]
-        squares = add(squares, (ok & latent).where(pair[0] * pair[0] + pair[1] * pair[1], 0.0))
-        pairs.append((at, ok, latent, pair))
-      assert squares is not None
-      sums, warps = local(threads // t.lanes, dtypes.float, 4), threads // t.lanes
-      mine = sums[(thread // t.lanes).valid((thread % t.lanes).eq(0))].store(group_sum(t, squares, t.lanes))
-      sums, total = sums.after(UOp(Ops.BARRIER, src=(mine,))), None
-      for w in range(warps): total = add(total, sums[w].load())
-      factor, done = (total * (1.0 / L) + norm.eps).rsqrt(), []
-      for at, ok, latent, pair in pairs:
-        turned = rotated(b, rope.table.shape[1], at - L, pair, ok & ~latent)
-        for i in range(2):
-          value = latent.where(pair[i] * factor * b["norm"][(at + i).valid(ok & latent)].load(), turned[i])
-          done.append(b["cache"][(b["pos"][0].load().cast(dtypes.weakint) * dim + at + i).valid(ok)].store(value.cast(cache.dtype)))
-      return done
-    return matvec(t, [nope // UNIT], quad(b["q"], item * rope.head), [part], side=cache_row, items=H)
+    def row(block:UOp, thread:UOp, threads:int, previous:UOp) -> list[UOp]:  # one block writes it, the others load nothing for it
+      return cache_row(t, b, L, cache.shape[1], norm.eps, block * 0, thread, threads, previous, 4, block.eq(0) & item.eq(0))
+    return matvec(t, [nope // UNIT], quad(b["q"], item * rope.head), [part], side=row, items=H)
   q_latent = Tensor.empty(1, padded(H), L, dtype=dtypes.half) if tiles else Tensor.empty(1, H, L, dtype=dtypes.float)
   outs = {"q_latent": q_latent, "cache": cache}
   ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "pos": rope.pos, **k_b.args("w")}
