@@ -7,6 +7,7 @@ from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
 from tinygrad.apps.mla import Transformer
 from tinygrad.apps.quantized import capturing_jit
 from tinygrad.apps.sampling import Features, Sampling, sample
+from tinygrad.nn.embedding import advance
 from tinygrad.nn.intrinsics import target
 from tinygrad.uop.ops import Ops
 
@@ -47,8 +48,7 @@ class Generator:
     if features.penalty:
       seen = self.seen.assign(Tensor.arange(self.seen.shape[0]).eq(self.token).cast(dtypes.uint8).maximum(self.seen))
     token = self.token.assign(sample(logits, features, self.values, self.key, counter, seen))
-    if isinstance(pos, Tensor): token.realize(pos.assign(pos + 1))
-    return token.realize()
+    return token.realize(*([advance(pos, token)] if isinstance(pos, Tensor) else []))
   def _prefill(self, ids:Tensor, pos:UOp|int) -> Tensor: return self.model.hidden(ids, pos)[1].realize()
   def _logits(self, ids:Tensor, pos:UOp|int) -> Tensor: return self.model.logits(ids, pos).realize()
 

@@ -1,4 +1,4 @@
-"""The two ends of a decode step: the embedding's row of a token, and the token of the largest logit."""
+"""The two ends of a decode step: the embedding's row of a token; the token of the largest logit, and the position moving on."""
 from __future__ import annotations
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, shuffle, target
@@ -29,6 +29,16 @@ def argmax(x:Tensor) -> Tensor:
   """float32 (V,) -> int32 (1,), the place of the largest, the lower on a tie"""
   if (t := target()) is None: return argmax_ops(x)
   return argmax_kernel(t, x)
+
+def advance(pos:Tensor, done:Tensor) -> Tensor:
+  """pos, int32 (1,) on the device, moves on by one when `done` is known. Returns where it then is, int32 (1,).
+  tinygrad is told that pos is read, not that it is written: all kernels of a step read it, and for each it would look anew whether that comes
+  before this one. It does, as `done` depends on all of them; graphs see what a kernel stores."""
+  def body(b:dict[str, UOp]) -> list[UOp]:
+    at = UOp.special(1, "lidx0")
+    moved = b["pos"][at].load() + 1
+    return [b["moved"][at].store(moved), b["pos"][at].store(moved)]
+  return launch("advance", {"moved": Tensor.empty(1, dtype=dtypes.int32)}, {"pos": pos, "done": done}, body)[0]
 
 def argmax_ops(x:Tensor) -> Tensor: return x.argmax(keepdim=True).cast(dtypes.int32)
 
