@@ -23,8 +23,8 @@ from tinygrad.device import Buffer, LRUAllocator
 from tinygrad.dtype import DType
 from tinygrad.helpers import Context, prod
 from tinygrad.nn.embedding import embedding
-from tinygrad.nn.intrinsics import after_previous, target
-from tinygrad.nn.matvec import UNIT, Matrix, Unit, launch, matvec, row_pairs
+from tinygrad.nn.intrinsics import target
+from tinygrad.nn.matvec import UNIT, Late, Matrix, Unit, launch, matvec, row_pairs
 from tinygrad.nn.norm_linear import quad, rows_of
 
 # ---- bytes -> codes: the file's order of bits, one function a family. raw: (n, bytes a block) uint32, returns (n, elements) uint32 ----
@@ -301,9 +301,12 @@ def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
   items = prod(out_shape[:-1])
   share = items // prod(x.shape[:-1])
   def body(b:dict[str, UOp]) -> list[UOp]:
-    item, previous = UOp.special(items, "gidx1"), None if ids is None else after_previous(t)
-    which = item % matrices if previous is None else b["ids"][item + previous].load().maximum(0).minimum(matrices - 1).cast(dtypes.weakint)
-    part = row_pairs(rows, rows_of(w.matrix(b, "w"), which * rows), b["y"], w.integer, lambda i: item * rows + i)
-    return matvec(t, [width // UNIT], quad(b["x"], item // share * width), [part], previous=previous, items=items)
+    item, matrix = UOp.special(items, "gidx1"), w.matrix(b, "w")
+    def chosen(previous:UOp) -> Matrix:
+      which = b["ids"][item + previous].load().maximum(0).minimum(matrices - 1).cast(dtypes.weakint)
+      return lambda row, unit, gate: matrix(which * rows + row, unit, gate)
+    of = rows_of(matrix, item % matrices * rows) if ids is None else lambda i: [(Late(chosen), i)]
+    return matvec(t, [width // UNIT], quad(b["x"], item // share * width), [row_pairs(rows, of, b["y"], w.integer, lambda i: item * rows + i)],
+                  items=items)
   name = f"mul_mat{'' if ids is None else '_id'}_{w.kind.name.lower()}_{items}_{rows}_{width}"
   return launch(name, {"y": Tensor.empty(*out_shape, dtype=dtypes.float)}, {"x": x, **({} if ids is None else {"ids": ids}), **w.args("w")}, body)[0]

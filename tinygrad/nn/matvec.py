@@ -59,7 +59,13 @@ class Norm(Protocol):
   eps: float
   def __call__(self, x:Tensor) -> Tensor: ...
 
-Row = Sequence[tuple[Matrix, UOp]]   # one matrix and row for each of the lengths that the vector is cut into, most often one
+
+@dataclass(frozen=True)
+class Late:
+  """A matrix whose rows are known only after the kernels before: of(previous) reads what they wrote at indices that previous, a zero, is added to"""
+  of: Callable[[UOp], Matrix]
+
+Row = Sequence[tuple[Matrix|Late, UOp]]   # one matrix and row for each of the lengths that the vector is cut into, most often one
 
 @dataclass(frozen=True)
 class Rows:
@@ -195,18 +201,18 @@ SLOTS = 4  # places in shared memory of a part; a caller's own begin behind thos
 Quads = Callable[[UOp], list[UOp]]  # k -> the values 4k … 4k+3 of a vector, float32
 
 def matvec(target:Target, lengths:Sequence[int], x:Quads, parts:list[Rows], norm:tuple[Quads, float]|None=None,
-           side:Callable[[UOp, UOp, int, UOp], list[UOp]]|None=None, previous:UOp|None=None,
+           side:Callable[[UOp, UOp, int, UOp], list[UOp]]|None=None,
            choose:Callable[[UOp, int, UOp, list[UOp]], UOp]|None=None, items:int=1) -> list[UOp]:
   """The stores of a launch over gidx0, each part in blocks of its own; what else numbers the blocks (a head, a token: `items` of them) is the
   caller's, in x and parts.
   x: the vector, of so many units of 32 values as `lengths` sums to; norm: the weight of an RMSNorm of x and its epsilon; side(block, thread, threads,
-  previous): the stores of a small job done beside; previous: after_previous of a caller whose rows are known only after the kernels before;
-  choose(thread, threads, previous, stores): or whose rows are chosen here: the barrier, behind the given stores, after which they are known."""
+  previous): the stores of a small job done beside; choose(thread, threads, previous, stores): where rows are chosen here, the barrier, behind the
+  given stores, after which they are known."""
   layouts = [layout(sum(lengths), target.lanes, items * part.teams) for part in parts]
   threads = max(width * warps * teams for width, warps, teams in layouts)
   blocks = [-(-part.teams // teams) for part, (_, _, teams) in zip(parts, layouts)]
   g, t = UOp.special(sum(blocks), "gidx0"), UOp.special(threads, "lidx0")
-  if len(parts) == 1: return _part(target, lengths, x, parts[0], layouts[0], g, t, threads, 0, norm, side, previous, choose)
+  if len(parts) == 1: return _part(target, lengths, x, parts[0], layouts[0], g, t, threads, 0, norm, side, choose)
   done, start = [], 0
   for i, (part, shape, n) in enumerate(zip(parts, layouts, blocks)):
     loop, zero = branch(i, (g >= start) & (g < start + n))
@@ -215,7 +221,7 @@ def matvec(target:Target, lengths:Sequence[int], x:Quads, parts:list[Rows], norm
   return done
 
 def _part(target:Target, lengths:Sequence[int], x:Quads, part:Rows, shape:tuple[int, int, int], block:UOp, t:UOp, threads:int, slot:int,
-          norm:tuple[Quads, float]|None=None, side:Callable|None=None, previous:UOp|None=None, choose:Callable|None=None) -> list[UOp]:
+          norm:tuple[Quads, float]|None=None, side:Callable|None=None, choose:Callable|None=None) -> list[UOp]:
   (lanes, warps_of_row, teams), units, integer = shape, sum(lengths), part.integer and target.dot4 is not None
   span = lanes * warps_of_row
   team, lane = t // span, t % span
@@ -226,21 +232,32 @@ def _part(target:Target, lengths:Sequence[int], x:Quads, part:Rows, shape:tuple[
   unit_of = [(first, s * span + lane, None if (s + 1) * span <= n else s * span + lane < n)
              for first, n in zip([sum(lengths[:i]) for i in range(len(lengths))], lengths) for s in range(-(-n // span))]
   segment_of = [i for i, n in enumerate(lengths) for _ in range(-(-n // span))]
-  def weights_of() -> tuple[list[list[Unit]], list[UOp]]:
+  def rows_now() -> tuple[Sequence[Row], UOp|None]:
     job, inside = job_of(team)
-    weights = [[row[i][0](row[i][1], u if ok is None else ok.where(u, 0), both(inside, ok)) for i, (_, u, ok) in zip(segment_of, unit_of)]
-               for row in part.of(job if inside is None else inside.where(job, 0))]
-    found = UOp.sink(*(v for row in weights for w in row for v in w.registers())).toposort()
-    return weights, [u for u in found if u.op is Ops.LOAD and u.src[0].src[0].addrspace is AddrSpace.GLOBAL]
+    return part.of(job if inside is None else inside.where(job, 0)), inside
+  def units_of(row:Row, inside:UOp|None, previous:UOp|None=None, known:Sequence[Unit|None]=()) -> list[Unit|None]:
+    """A row's units: first those of matrices whose rows are known; then, with the zero that the others wait for, these too"""
+    units:list[Unit|None] = []
+    for n, (i, (_, u, ok)) in enumerate(zip(segment_of, unit_of)):
+      matrix, number = row[i]
+      if isinstance(matrix, Late) and previous is not None: matrix = matrix.of(previous)
+      if known and known[n] is not None: units.append(known[n])
+      else: units.append(None if isinstance(matrix, Late) else matrix(number, u if ok is None else ok.where(u, 0), both(inside, ok)))
+    return units
+  def loads_of(weights:list[list[Unit|None]]) -> list[UOp]:
+    found = UOp.sink(*(v for row in weights for w in row if w is not None for v in w.registers())).toposort()
+    return [u for u in found if u.op is Ops.LOAD and u.src[0].src[0].addrspace is AddrSpace.GLOBAL]
   def weighted(k:UOp) -> list[UOp]:
     values = x(k + previous)
     return values if norm is None else [v * w for v, w in zip(values, norm[0](k))]
   # weights before x where they do not depend on what other kernels have made
-  loads:list[UOp] = []
   if choose is not None: previous = after_previous(target)
   else:
-    weights, loads = weights_of()
-    if previous is None: previous = after_previous(target, *loads)
+    rows, inside = rows_now()
+    known = [units_of(row, inside) for row in rows]
+    previous = after_previous(target, *loads_of(known))
+    weights = [units_of(row, inside, previous, units) for row, units in zip(rows, known)]
+    loads = loads_of(weights)
   vector = Int8Vector(target, units, slot) if integer else FloatVector(units, slot) if FloatVector.fits(target, units) else DeviceVector(weighted)
   quads, stores, squares = units * 8, [], None
   for first in range(0, quads, threads):
@@ -255,7 +272,8 @@ def _part(target:Target, lengths:Sequence[int], x:Quads, part:Rows, shape:tuple[
   if choose is None: barrier = UOp(Ops.BARRIER, src=(*stores, *loads))
   else:
     barrier = choose(t, threads, previous, stores)
-    weights, _ = weights_of()
+    rows, inside = rows_now()
+    weights = [units_of(row, inside) for row in rows]
   vector.after(barrier)
   factor = None
   if norm is not None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn.intrinsics import Target, after_previous
+from tinygrad.nn.intrinsics import Target
 from tinygrad.nn.matmat import HIDDEN, by_expert, gate_up_mats, mats_target, mul_mats, mul_mats_id, normalized, precise_mats
-from tinygrad.nn.matvec import SLOTS, UNIT, Norm, Row, Rows, Unit, Weight, exp, launch, local, matvec, row_pairs, silu, total
+from tinygrad.nn.matvec import SLOTS, UNIT, Late, Matrix, Norm, Row, Rows, Unit, Weight, exp, launch, local, matvec, row_pairs, silu, total
 from tinygrad.nn.norm_linear import kernel_target, quad, rows_of
 from tinygrad.uop.ops import Ops
 
@@ -46,22 +46,26 @@ class Chosen:
   def __init__(self, how:Choice, experts:int, logits:UOp, bias:UOp|None): self.how, self.experts, self.logits, self.bias = how, experts, logits, bias
   def barrier(self, thread:UOp, threads:int, previous:UOp, stores:list[UOp]) -> UOp:
     how, E, SLOT = self.how, self.experts, SLOTS
-    def score_of(logit:UOp) -> UOp:
-      if how.gating == SIGMOID: return 1 / (1 + exp(-logit))
-      if how.gating == SOFTMAX_WEIGHT: return logit
-      everyone = [self.logits[previous + i].load() for i in range(E)]
-      top = total(everyone, UOp.maximum)
-      return exp(logit - top) / total([exp(x - top) for x in everyone], UOp.add)
     # a thread an expert, or several where there are more experts
     mine = [(expert, expert < E) for expert in (thread + first for first in range(0, E, threads))]
-    scores = [score_of(self.logits[(expert + previous).valid(ok)].load()) for expert, ok in mine]
-    choices = [s if self.bias is None else s + self.bias[expert.valid(ok)].load() for s, (expert, ok) in zip(scores, mine)]
-    everyone = local(E, dtypes.float, SLOT)
-    stored = [everyone[expert.valid(ok)].store(c) for c, (expert, ok) in zip(choices, mine)]
-    everyone = everyone.after(UOp(Ops.BARRIER, src=(*stores, *stored)))
+    def gather(own:list[UOp], slot:int, *others:UOp) -> list[UOp]:
+      """What the threads have of all experts"""
+      shared = local(E, dtypes.float, slot)
+      stored = [shared[expert.valid(ok)].store(v) for v, (expert, ok) in zip(own, mine)]
+      shared = shared.after(UOp(Ops.BARRIER, src=(*others, *stored)))
+      return [shared[i].load() for i in range(E)]
+    scores = [self.logits[(expert + previous).valid(ok)].load() for expert, ok in mine]
+    choices = scores
+    if how.gating == SOFTMAX:
+      everyone = gather(scores, SLOT + 3, *stores)   # in the order of the softmax already
+      top = total(everyone, UOp.maximum)
+      scores = [exp(x - top) / total([exp(x - top) for x in everyone], UOp.add) for x in scores]
+    elif how.gating == SIGMOID: choices = scores = [1 / (1 + exp(-x)) for x in scores]
+    if self.bias is not None: choices = [s + self.bias[expert.valid(ok)].load() for s, (expert, ok) in zip(scores, mine)]
+    if how.gating != SOFTMAX or self.bias is not None: everyone = gather(choices, SLOT, *stores)
     ids, values, written = local(how.count, dtypes.int, SLOT + 1), local(how.count, dtypes.float, SLOT + 2), []
     for score, choice, (expert, ok) in zip(scores, choices, mine):
-      ahead = total([((other := everyone[i].load()) > choice).where(1, ((other >= choice) & (i < expert)).where(1, 0)) for i in range(E)], UOp.add)
+      ahead = total([(other > choice).where(1, ((other >= choice) & (i < expert)).where(1, 0)) for i, other in enumerate(everyone)], UOp.add)
       place = ok.where(ahead, E)   # not in the gate: tinygrad would take ok for true in all that the index depends on, the barrier's stores too
       wins = place < how.count
       slot = wins.where(place, 0).cast(dtypes.weakint)
@@ -151,19 +155,21 @@ def expert_down_kernel(t:Target, hidden:Tensor, down:Weight, sel:Tensor, residua
   each, lengths = F // UNIT, [K * F // UNIT]   # a row of the product runs through all chosen experts, and on through the shared one
   if shared is not None: lengths.append(shared[0].shape[1] // UNIT)
   def body(b:dict[str, UOp]) -> list[UOp]:
-    matrix, previous = down.matrix(b, "w"), after_previous(t)
-    def chosen(row:UOp, unit:UOp, gate:UOp|None) -> Unit:
-      k = unit // each + previous
-      expert = b["sel"][k if gate is None else k.valid(gate)].load().maximum(0).minimum(E - 1).cast(dtypes.weakint)
-      return matrix(expert * D + row, unit % each, gate)
+    matrix = down.matrix(b, "w")
+    def chosen(previous:UOp) -> Matrix:
+      def of(row:UOp, unit:UOp, gate:UOp|None) -> Unit:
+        k = unit // each + previous
+        expert = b["sel"][k if gate is None else k.valid(gate)].load().maximum(0).minimum(E - 1).cast(dtypes.weakint)
+        return matrix(expert * D + row, unit % each, gate)
+      return of
     beside = None if shared is None else shared[1].matrix(b, "shared")
     def x(k:UOp) -> list[UOp]:
       at = k - (own := K * F // 4)
       first = quad(b["x"])(k if shared is None else (k < own).where(k, 0))
       return first if shared is None else [(k < own).where(v, w) for v, w in zip(first, quad(b["x_shared"])((k < own).where(0, at)))]
-    part = row_pairs(D, lambda row: [(chosen, row), *([] if beside is None else [(beside, row)])], b["y"],
+    part = row_pairs(D, lambda row: [(Late(chosen), row), *([] if beside is None else [(beside, row)])], b["y"],
                      down.integer and (shared is None or shared[1].integer), residual=b["residual"])
-    return matvec(t, lengths, x, [part], previous=previous)
+    return matvec(t, lengths, x, [part])
   ins = {"x": hidden, "sel": sel, "residual": residual, **down.args("w"),
          **({} if shared is None else {"x_shared": shared[0], **shared[1].args("shared")})}
   name = "_".join([f"expert_down_{K}", down.label, *([] if shared is None else ["shared", shared[1].label])])
