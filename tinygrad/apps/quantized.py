@@ -13,7 +13,8 @@ bit 8·byte + width·k, so shifting by width·k and masking yields four codes at
 Wider codes are split over two planes (6 bits: 4 + 2). Floats are kept as they are, 16-bit ones as uint16.
 """
 from __future__ import annotations
-import functools
+import functools, mmap
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Callable, Self
 import numpy as np
@@ -216,7 +217,7 @@ def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, un
 
 # ---- weights of a model ----
 
-BIG = 1 << 24  # bytes
+BIG, PIECE = 1 << 24, 1 << 25  # bytes
 
 def capturing_jit(fxn:Callable) -> TinyJit:
   """A TinyJit that captures on its first call: what it reads is realized already, there is nothing to leave out of the graph"""
@@ -234,6 +235,25 @@ def _splitter(device:str, kind:GGMLType, shape:tuple[int, ...]) -> tuple[TinyJit
     Tensor.realize(*(plane.assign(p) for plane, p in zip(planes, split_planes(kind, shape, raw).values())))
   return capturing_jit(split), layout
 
+_ahead = ThreadPoolExecutor(4)
+
+def _copy_in(buffer:Buffer, data:np.ndarray) -> None:
+  """The file's bytes to the device, piece by piece: threads fetch the pages ahead, and a piece's staging memory serves the next"""
+  pieces = [data[at:at + PIECE] for at in range(0, data.size, PIECE)]
+  fetched = [_ahead.submit(lambda p: int(p[::mmap.PAGESIZE].sum()), p) for p in pieces]
+  for i, (piece, done) in enumerate(zip(pieces, fetched)):
+    done.result()
+    part = buffer if len(pieces) == 1 else buffer.view(piece.size, dtypes.uint8, i * PIECE).ensure_allocated()
+    part.copy_from(Buffer("NPY", piece.size, dtypes.uint8, opaque=np.asarray(piece)))
+    Device[Device.DEFAULT].synchronize()
+
+def _give_back() -> None:
+  """Device memory that only tinygrad's cache holds on to goes back, before the next tensor takes its own"""
+  Device[Device.DEFAULT].synchronize()
+  if not isinstance(allocator := Device[Device.DEFAULT].allocator, LRUAllocator): return
+  for (size, options), kept in allocator.cache.items():
+    while kept and not (options and options.host): super(LRUAllocator, allocator).free(kept.pop(), size, options)
+
 class QuantizedWeight:
   """A matrix, or a stack of them, in its GGUF type on the device. shape: (…, out, in); planes as split_planes lays them out."""
   def __init__(self, kind:GGMLType, shape:tuple[int, ...], planes:Planes): self.kind, self.shape, self.planes = kind, shape, planes
@@ -244,12 +264,10 @@ class QuantizedWeight:
     planes = {name: Tensor.empty(*s, dtype=dtype) for name, (s, dtype) in layout.items()}
     raw = Tensor.empty(data.size, dtype=dtypes.uint8)
     for t in (raw, *planes.values()): t.uop.buffer.ensure_allocated()
-    raw.uop.buffer.copy_from(Buffer("NPY", data.size, dtypes.uint8, opaque=np.asarray(data)))
+    _copy_in(raw.uop.buffer, data)
     with Context(JIT=2): splitter(raw, *planes.values())  # kernels one by one: a graph would hold on to its first tensor's buffers
     del raw
-    # the host's staging memory and the raw copy are given back before the next tensor takes its own
-    Device[Device.DEFAULT].synchronize()
-    if data.size >= BIG and isinstance(allocator := Device[Device.DEFAULT].allocator, LRUAllocator): allocator.free_cache()
+    if data.size >= BIG: _give_back()
     return cls(kind, shape, planes)
   def __getitem__(self, index:Tensor) -> QuantizedWeight:
     """Rows, or matrices of a stack, by a tensor of indices; nothing is read until the result is"""
