@@ -30,15 +30,15 @@ def argmax(x:Tensor) -> Tensor:
   if (t := target()) is None: return argmax_ops(x)
   return argmax_kernel(t, x)
 
-def advance(pos:Tensor, done:Tensor) -> Tensor:
-  """pos, int32 (1,) on the device, moves on by one when `done` is known. Returns where it then is, int32 (1,).
+def advance(pos:Tensor, token:Tensor) -> Tensor:
+  """pos, int32 (1,) on the device, moves on by one when the token, int32 (1,), is chosen. Returns where it then is, int32 (1,).
   tinygrad is told that pos is read, not that it is written: all kernels of a step read it, and for each it would look anew whether that comes
-  before this one. It does, as `done` depends on all of them; graphs see what a kernel stores."""
+  before this one. It does, as the token depends on all of them; graphs see what a kernel stores."""
   def body(b:dict[str, UOp]) -> list[UOp]:
     at = UOp.special(1, "lidx0")
-    moved = b["pos"][at].load() + 1
+    moved = b["pos"][at].load() + (b["token"][at].load() >= 0).where(1, 0)  # a token is: the kernel only has to read it
     return [b["moved"][at].store(moved), b["pos"][at].store(moved)]
-  return launch("advance", {"moved": Tensor.empty(1, dtype=dtypes.int32)}, {"pos": pos, "done": done}, body)[0]
+  return launch("advance", {"moved": Tensor.empty(1, dtype=dtypes.int32)}, {"pos": pos, "token": token}, body)[0]
 
 def argmax_ops(x:Tensor) -> Tensor: return x.argmax(keepdim=True).cast(dtypes.int32)
 
