@@ -8,7 +8,7 @@
 A file here that stands at an upstream path loads what it replaces with `wheel_module(__name__)` and redefines only what changes.
 Spawned workers import tinygrad by the sys.path they inherit, so they pass through here too.
 """
-import importlib, importlib.machinery, importlib.metadata, importlib.util, pathlib, sys, types
+import importlib, importlib.machinery, importlib.metadata, importlib.util, os, pathlib, sys, types
 
 WHEEL_VERSION = "0.14.0"
 OVERLAY = pathlib.Path(__file__).resolve().parent
@@ -49,3 +49,7 @@ if str(OVERLAY.parent) not in sys.path: sys.path.insert(0, str(OVERLAY.parent))
 sys.meta_path.insert(0, _OverlayFinder)
 __path__ = [str(WHEEL), str(OVERLAY)]
 exec(compile((WHEEL / "__init__.py").read_text(), str(WHEEL / "__init__.py"), "exec"))
+
+if os.environ.get("MOCKMETAL"):  # a Metal for machines without one (test/mockmetal); here, so that spawned workers have it too
+  sys.path.append(str(OVERLAY.parent / "test"))
+  importlib.import_module("mockmetal").install()
