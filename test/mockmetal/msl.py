@@ -1,6 +1,6 @@
 """MSL source -> a shared object for this machine, by clang with the metal_stdlib beside this file. Cached by the hash of all that goes into it."""
 from __future__ import annotations
-import ctypes, functools, hashlib, os, pathlib, platform, re, subprocess, tempfile
+import ctypes, functools, hashlib, os, pathlib, platform, re, shutil, subprocess, tempfile
 from dataclasses import dataclass
 from typing import Callable
 from tinygrad.helpers import cache_dir
@@ -110,6 +110,10 @@ def home() -> pathlib.Path:
   folder.mkdir(parents=True, exist_ok=True)
   return folder
 
+def header() -> pathlib.Path:
+  """A copy beside what is compiled from it: clang wants the very file again, and another clone's is another"""
+  return publish(home() / "metal_stdlib", lambda to: shutil.copyfile(HERE / "metal_stdlib", to))
+
 def publish(path:pathlib.Path, make:Callable[[str], object]) -> pathlib.Path:
   """Makes a file under another name and moves it into place: processes side by side never see half of it."""
   if path.exists(): return path
@@ -124,8 +128,8 @@ def compile(src:str, checked:bool=False) -> pathlib.Path:
     if m := re.search(r"\bdouble\b", strip_comments(src)):
       raise MSLError(f"kernel.metal:{src[:m.start()].count(chr(10)) + 1}: error: 'double' is not supported in Metal")
     cpp, extra = to_cpp(src, parse(src)), CHECKED if checked else []
-    def header(to:str) -> None: subprocess.run([CXX, "-x", "c++-header", *flags(), *extra, STD, HERE / "metal_stdlib", "-o", to], check=True)
-    compiled = publish(home() / f"{'checked' if checked else 'plain'}.pch", header)
+    def precompile(to:str) -> None: subprocess.run([CXX, "-x", "c++-header", *flags(), *extra, STD, header(), "-o", to], check=True)
+    compiled = publish(home() / f"{'checked' if checked else 'plain'}.pch", precompile)
     checking = None if checked else address_spaces(cpp)  # while clang works; a checked object was compiled before as it is
     text = cpp.replace("#include <metal_stdlib>", "")
     run = subprocess.run([CXX, "-x", "c++", *flags(), *extra, STD, "-include-pch", compiled, "-shared", "-nostdlib", "-o", out, "-"],

@@ -195,13 +195,18 @@ def dequantize(kind:GGMLType, planes:Planes) -> Tensor:
 
 # ---- in a kernel ----
 
+def _unit_scales(kind:GGMLType, units:int, plane:Callable[[str, Any], Any], row:Any, unit:Any) -> Scales:
+  fmt, upb = FORMATS[kind], block_size(kind)[0] // UNIT
+  def at(name:str) -> Any: return plane(name, row * units + unit if upb == 1 or name in fmt.unit_planes else row * (units // upb) + unit // upb)
+  return fmt.scales(UnitView(at, unit % upb))
+
 def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp) -> Unit:
   """One unit of a row of `units`. plane(name, index) loads an entry of a flat plane."""
   if kind in FLOATS:
     words = [plane("w", (row * units + unit) * UNIT + i) for i in range(UNIT)]
     if kind is GGMLType.BF16: words = [(w.cast(dtypes.uint32) << 16).bitcast(dtypes.float) for w in words]
     return Unit([], [(UOp.const(1.0, dtypes.float), None)], floats=[w.cast(dtypes.float) for w in words])
-  fmt, upb = FORMATS[kind], block_size(kind)[0] // UNIT
+  fmt = FORMATS[kind]
   loaded = [[plane(f"q{i}", (row * units + unit) * width + w) for w in range(width)] for i, width in enumerate(fmt.widths)]
   def word(j:int) -> UOp:  # the codes of the weights 4j … 4j+3
     codes, low = None, 0
@@ -210,8 +215,7 @@ def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, un
       codes, low = part if codes is None else codes | (part << low), low + width
     assert codes is not None
     return codes
-  def at(name:str) -> UOp: return plane(name, row * units + unit if upb == 1 or name in fmt.unit_planes else row * (units // upb) + unit // upb)
-  words, scales = [word(j) for j in range(8)], fmt.scales(UnitView(at, unit % upb))
+  words, scales = [word(j) for j in range(8)], _unit_scales(kind, units, plane, row, unit)
   if fmt.values is None: return Unit(words, scales, fmt.zero)
   return Unit([], scales, floats=[_table((words[i // 4] >> (8 * (i % 4))) & 255, fmt.values) for i in range(UNIT)])
 
@@ -283,6 +287,14 @@ class QuantizedWeight:
       def plane(which:str, at:UOp) -> UOp: return buffers[f"{name}.{which}"][at if gate is None else at.valid(gate)].load()
       return _unit(self.kind, self.shape[-1] // UNIT, plane, row, u)
     return unit
+  # what a kernel that is text needs to know
+  @property
+  def widths(self) -> tuple[int, ...]: return FORMATS[self.kind].widths if self.kind in FORMATS else ()
+  @property
+  def zero(self) -> int: return FORMATS[self.kind].zero
+  def scales(self, plane:Callable[[str, Any], Any], row:Any, unit:Any) -> Scales:
+    """Of a unit of a row, from the planes' entries plane(name, index): whatever takes the operators of the formulas above"""
+    return _unit_scales(self.kind, self.shape[-1] // UNIT, plane, row, unit)
   @property
   def label(self) -> str: return "_".join([self.kind.name.lower(), *map(str, self.shape)])
   @property

@@ -11,6 +11,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target
 from tinygrad.nn.matmat import HIDDEN, by_expert, gate_up_mats, mats_target, mul_mats, mul_mats_id, normalized, precise_mats
 from tinygrad.nn.matvec import SLOTS, UNIT, Late, Matrix, Norm, Row, Rows, Unit, Weight, exp, launch, local, matvec, row_pairs, silu, total
+from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, serves
 from tinygrad.nn.norm_linear import kernel_target, quad, rows_of
 from tinygrad.uop.ops import Ops
 
@@ -100,6 +101,7 @@ def gate_up_ops(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weigh
   return [(gate(n).silu() * up(n)).contiguous(), *([] if router is None else [router(n)])]
 
 def gate_up_kernel(t:Target, x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weight|None=None) -> list[Tensor]:
+  if serves(t, QL_SHEXP_MSL, weights, *([] if router is None else [[router]])): return gate_up_msl(x, norm, weights, router)
   def body(b:dict[str, UOp]) -> list[UOp]:
     parts = [gate_up_part(weights, b, ("gate", "up"), b["y"])]
     if router is not None: parts.append(row_pairs(router.shape[0], rows_of(router.matrix(b, "router")), b["logits"], router.integer))
@@ -120,6 +122,7 @@ def expert_gate_up_ops(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logit
   return (gate(each, sel).silu() * up(each, sel) * scale.unsqueeze(-1)).contiguous(), sel
 
 def expert_gate_up_kernel(t:Target, x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, how:Choice) -> tuple[Tensor, Tensor]:
+  if serves(t, QL_MOE_MSL, weights): return expert_gate_up_msl(x, norm, weights, logits, how)
   (E, F, _), K = weights[0].shape, how.count
   def body(b:dict[str, UOp]) -> list[UOp]:
     (gate, up), chosen = (w.matrix(b, name) for w, name in zip(weights, ("gate", "up"))), Chosen(how, E, b["logits"], b.get("bias"))
@@ -151,6 +154,7 @@ def expert_down_ops(hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, sha
   return (out if shared is None else out + shared[1](shared[0])).contiguous()
 
 def expert_down_kernel(t:Target, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, Weight]|None=None) -> Tensor:
+  if serves(t, QL_MOE_MSL, [down], *([] if shared is None else [[shared[1]]])): return expert_down_msl(hidden, down, sel, residual, shared)
   (E, D, F), K = down.shape, sel.shape[1]
   each, lengths = F // UNIT, [K * F // UNIT]   # a row of the product runs through all chosen experts, and on through the shared one
   if shared is not None: lengths.append(shared[0].shape[1] // UNIT)

@@ -1,0 +1,24 @@
+"""The built-in model on METAL: the CPU's greedy tokens, by the hand-written MSL and by the portable kernels, in few batches."""
+from pathlib import Path
+import pytest
+from extra.bench import batches
+from mockmetal import on_metal
+from tinygrad.apps.llm import Model, load
+from tinygrad.helpers import Context
+
+COUNT = 64
+def tokens(model:Model) -> list[int]: return list(model.generate(model.tokenizer.encode("The for statement"), COUNT, stop=False))
+def built_in() -> Model: return load(Path(__file__).parents[2] / "models/tiny-glm-Q4_0.gguf", max_context=96)
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]: return tokens(built_in())
+
+@pytest.mark.parametrize("msl", [0, 1])
+def test_the_tokens_of_the_cpu(expected:list[int], msl:int):
+  with on_metal(check=False), Context(QL_MOE_MSL=msl, QL_SHEXP_MSL=msl):
+    model = built_in()
+    assert tokens(model) == expected and len(set(expected)) > 8
+    jit, = model.generator.decode_jits.values()
+    names = [[call.src[0].arg.name for call in batch] for batch in batches(jit)]
+    assert len(names) <= 6 and all(len(batch) > 1 for batch in names)
+    assert any("msl" in name for batch in names for name in batch) == bool(msl)
