@@ -2,7 +2,7 @@
 
   python bench_block.py --model glm                        a bank of GLM-4.7-Flash's blocks, random weights, no file
   python bench_block.py 20 --model models/X.gguf --depth 4096
-  python bench_block.py --count --target METAL             kernels a token of the three models, with no device
+  python bench_block.py --target METAL                     kernels a token of the three models, with no device; for METAL with estimates
 
 Distinct blocks, together larger than the caches, run one after another in one JIT, as in decode. A round replays it for several tokens with the
 device synchronized only before and after, so that gaps between launches count as they do in decode. Attention and feed-forward run the same
@@ -21,13 +21,13 @@ if not hasattr(tinygrad, "OVERLAY"):
 import copy, ctypes, json, statistics, time
 from typing import Any, Callable
 import numpy as np
-from extra.bench import LANGUAGES, batches, count_kernels, head_bytes, random_weights, read_bytes, stand_in, with_blocks
+from extra.bench import LANGUAGES, batch_count, batches, count_kernels, head_bytes, random_weights, read_bytes, render_kernels, stand_in, with_blocks
 from extra.mkgguf import MIXES, MODELS
 from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
 from tinygrad.apps.generate import Generator
 from tinygrad.apps.gguf import GGUFError, GGUFFile, read_gguf
 from tinygrad.apps.llm import Parser, UserError, check_device, find_model, whole
-from tinygrad.apps.machine import peak_bandwidth
+from tinygrad.apps.machine import APPLE, peak_bandwidth
 from tinygrad.apps.mla import Block, Config, Transformer
 from tinygrad.apps.rope import Rope
 from tinygrad.apps.sampling import Features
@@ -141,16 +141,35 @@ def measure(f:GGUFFile, name:str, progress:Callable, rounds:int, depth:int, want
           "kernels_a_token": kernels, "token_bytes": token, "peak_gb_s": peak / 1e9 if peak else None, "token_us": seconds * 1e6,
           "tok_s": 1 / seconds, "ceiling_percent": percent}
 
+# what an estimate for Metal supposes, as nobody has measured it: a launch within a batch costs this much beside its bytes
+LAUNCH_SECONDS = 5e-6
+MACHINES = ("M3 Pro", "M3 Max", "M4 Max", "M2 Ultra")
+
+def estimate(kernels:int, size:int) -> dict[str, Any]:
+  """Seconds a token by bytes / bandwidth + launches · LAUNCH_SECONDS, printed as what it is"""
+  print(f"{'':24s} estimate, not a measurement: {size / 1e6:.1f} MB / bandwidth + {kernels} launches x {LAUNCH_SECONDS * 1e6:g} us")
+  result:dict[str, Any] = {"launch_us": LAUNCH_SECONDS * 1e6}
+  for machine in MACHINES:
+    seconds = size / (APPLE[machine] * 1e9) + kernels * LAUNCH_SECONDS
+    result[machine] = {"gb_s": APPLE[machine], "token_ms": seconds * 1e3, "tok_s": 1 / seconds}
+    print(f"{'':24s} estimate {machine:9s} {APPLE[machine]:4d} GB/s {seconds * 1e3:7.2f} ms a token, {1 / seconds:6.1f} tok/s")
+  return result
+
 def count(files:dict[str, GGUFFile], target:str) -> dict[str, Any]:
   print(f"kernels a token for {target}, scheduled and rendered with no device; one block of each kind is scheduled and multiplied")
   result = {}
   for name, f in files.items():
     c = Config.from_gguf(f)
-    kernels, kinds = count_kernels(f, target, render=True)
+    (kernels, kinds), each = count_kernels(f, target), render_kernels(f, target)
     size = sum(read_bytes(f, c, i) for i in range(c.n_blocks)) + head_bytes(f, c)
-    result[name] = {"kernels_a_token": kernels, "kinds": kinds, "token_bytes": size}
+    result[name] = {"kernels_a_token": kernels, "kinds": kinds, "batches": (in_batches := batch_count(kernels)), "token_bytes": size,
+                    "kernels": [k._asdict() for k in each]}
     rest = kernels - sum(n * k for n, k in kinds)
-    print(f"{name:24s} {kernels:5d} = {' + '.join(f'{n} x {k}' for n, k in kinds)} + {rest}; {size / 1e6:.1f} MB of weights", flush=True)
+    print(f"{name:24s} {kernels:5d} = {' + '.join(f'{n} x {k}' for n, k in kinds)} + {rest}; {in_batches} batches; {size / 1e6:.1f} MB of weights")
+    if target == "METAL":
+      print(f"{'':24s} times   MB each  threadgroup bytes  threads")
+      for k in each: print(f"{'':24s} {k.times:5d} {k.read / 1e6:9.3f} {k.shared:18d} {k.threads:8d}  {k.name}")
+      result[name]["estimate"] = estimate(kernels, size)
   return {"target": target, "models": result}
 
 def main() -> None:

@@ -5,8 +5,9 @@ zeros. `random_weights`, given to Transformer.from_gguf, fills it tensor by tens
 """
 from __future__ import annotations
 import contextlib, copy, functools, math
+from collections import Counter
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, NamedTuple
 from unittest import mock
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
@@ -17,8 +18,9 @@ from tinygrad.apps.gguf import GGUFFile, GGUFTensor
 from tinygrad.apps.mla import Config, Transformer
 from tinygrad.apps.quantized import QuantizedWeight, split_planes
 from tinygrad.apps.sampling import Features
+from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import capturing, compile_linear
-from tinygrad.helpers import Context
+from tinygrad.helpers import Context, JIT_BATCH_SIZE
 from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer, MetalRenderer
 from tinygrad.schedule.rangeify import DEVICE_MAX_BUFS
@@ -76,6 +78,10 @@ def batches(jit:TinyJit) -> list[list[UOp]]:
   assert jit.captured is not None, "nothing is captured yet"
   return [list(c.src[0].src[0].src) if c.src[0].op is Ops.CUSTOM_FUNCTION and c.src[0].arg == "graph" else [c] for c in jit.captured.linear.src]
 
+def batch_count(kernels:int) -> int:
+  """Graph batches that a JIT makes of so many kernels in a row: each holds twice as many as the one before"""
+  return math.ceil(math.log2(kernels / JIT_BATCH_SIZE.value + 1)) if kernels > 1 else 0
+
 LANGUAGES:dict[str, tuple[type[Renderer], str]] = {
   "CUDA": (CUDARenderer, "sm_90"), "METAL": (MetalRenderer, "Apple9"), "CPU": (ClangRenderer, "x86_64")}
 
@@ -109,23 +115,52 @@ def captured() -> Iterator[list[UOp]]:
   try: yield calls
   finally: capturing.clear()
 
-def count_kernels(f:GGUFFile, target:str, render:bool=False, max_context:int=4096) -> tuple[int, list[tuple[int, int]]]:
-  """(kernels a token, [(blocks of a kind, kernels a block)], the file's kinds in order) of the greedy decode graph for a target, with no device.
-  Blocks of the same shapes and types are a kind: the first block is scheduled alone and with one of each kind behind it, what that adds is
-  multiplied. render: also lower and render the kernels, which takes longer and finds what the target cannot say."""
+Kinds = list[tuple[int, int]]
+
+def _token(f:GGUFFile, target:str, max_context:int) -> tuple[list[UOp], list[list[UOp]], list[int]]:
+  """The greedy decode graph's calls for the first block alone, and with one of each kind behind it; how many blocks a kind has. Blocks of the same
+  shapes and types are a kind, in the file's order."""
   c, kinds = Config.from_gguf(f), {}
   for i in range(c.n_blocks): kinds.setdefault(tuple((name, t.shape, t.type) for name, t in of_block(f, i).items()), []).append(i)
   groups = list(kinds.values())
-  with no_device(target):
-    # the first kind twice: two blocks that shared a weight would be scheduled otherwise
-    with captured(): model = Transformer.from_gguf(with_blocks(f, [0, *(g[0] for g in groups)]), max_context)
-    def calls(blocks:list[int]) -> list[UOp]:
-      m = copy.copy(model)
-      m.blk, m.cache = [model.blk[i] for i in blocks], [model.cache[i] for i in blocks]
-      with captured(): gen = Generator(m)
-      with captured() as kernels: gen._decode(Features(), gen.position.bind(1) if gen.device_position is None else gen.device_position)
-      return kernels
-    alone, pairs = calls([0]), [calls([0, i + 1]) for i in range(len(groups))]
-    if render: compile_linear(UOp(Ops.LINEAR, src=tuple(call for pair in pairs for call in pair)))
-  each = [(len(g), len(pair) - len(alone)) for g, pair in zip(groups, pairs)]
+  # the first kind twice: two blocks that shared a weight would be scheduled otherwise
+  with captured(): model = Transformer.from_gguf(with_blocks(f, [0, *(g[0] for g in groups)]), max_context)
+  def calls(blocks:list[int]) -> list[UOp]:
+    m = copy.copy(model)
+    m.blk, m.cache = [model.blk[i] for i in blocks], [model.cache[i] for i in blocks]
+    with captured(): gen = Generator(m)
+    with captured() as kernels: gen._decode(Features(), gen.position.bind(1) if gen.device_position is None else gen.device_position)
+    return kernels
+  return calls([0]), [calls([0, i + 1]) for i in range(len(groups))], [len(g) for g in groups]
+
+def count_kernels(f:GGUFFile, target:str, max_context:int=4096) -> tuple[int, Kinds]:
+  """(kernels a token, [(blocks of a kind, kernels a block)]) of the greedy decode graph for a target, with no device. What a block of each kind
+  adds is multiplied."""
+  with no_device(target): alone, pairs, blocks = _token(f, target, max_context)
+  each = [(n, len(pair) - len(alone)) for n, pair in zip(blocks, pairs)]
   return len(alone) - each[0][1] + sum(n * k for n, k in each), each
+
+class Kernel(NamedTuple):
+  name: str
+  times: int               # a token
+  read: int                # bytes it moves
+  shared: int              # bytes of a block of threads, together
+  threads: int             # of a launch
+
+def render_kernels(f:GGUFFile, target:str, max_context:int=4096) -> list[Kernel]:
+  """The kernels of a token, each once, lowered and rendered for the target: slower than counting, and finds what the target cannot say"""
+  with no_device(target):
+    alone, pairs, blocks = _token(f, target, max_context)
+    def programs(calls:list[UOp]) -> list[UOp]: return [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
+    first, every = programs(alone), [programs(pair) for pair in pairs]
+  times = Counter(p.key for p in first)
+  for n, pair in zip(blocks, every):  # the first block is in `alone`
+    for key, more in (Counter(p.key for p in pair) - Counter(p.key for p in first)).items(): times[key] += more * n
+  for key, more in (Counter(p.key for p in every[0]) - Counter(p.key for p in first)).items(): times[key] -= more
+  known, kernels = {p.key: p for p in [p for pair in every for p in pair] + first}, []
+  for key, n in times.items():
+    p = known[key]
+    shared = sum(u.max_numel() * u.dtype.itemsize for u in p.src[1].src if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL)
+    read = p.src[0].arg.estimates
+    kernels.append(Kernel(p.arg.name, n, int(read.mem) if read else 0, shared, math.prod((*p.arg.global_size, *(p.arg.local_size or (1,))))))
+  return kernels

@@ -1,21 +1,25 @@
-"""Decoding as on a GPU, every kernel of ours included, run on the host (mockcuda) and judged by the naive numpy forward pass."""
+"""Decoding as on a GPU, every kernel of ours included, run on the host (mockcuda, mockmetal) and judged by the naive numpy forward pass."""
 from pathlib import Path
 from typing import Iterator
 import numpy as np, pytest
 from gguf import GGMLQuantizationType as T
 from helpers import WIDE, generator, write_mixed
 from mockcuda import on_cuda
+from mockmetal import on_metal
 from oracle import logits, nmse
 from tinygrad import Tensor, TinyJit, dtypes
 
-LIMIT = 1e-3  # activations of 8 bits, a cache of half floats
+GPUS = {"cuda": (on_cuda, 1e-3), "metal": (on_metal, 1e-5)}  # and the error: a cache of half floats; for CUDA activations of 8 bits
 
 @pytest.fixture(autouse=True)
-def cuda() -> Iterator[None]:
-  with on_cuda(): yield
+def limit(request: pytest.FixtureRequest) -> Iterator[float]:
+  on, limit = GPUS[request.param]
+  with on(): yield limit
 
-@pytest.mark.parametrize("family,types,sizes", [("small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5)), ("small-ds", "Q4_K F16 Q5_0", {})])
-def test_decode(family: str, types: str, sizes: dict[str, int], tmp_path: Path):
+@pytest.mark.parametrize("limit,family,types,sizes", [
+  ("cuda", "small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5)), ("cuda", "small-ds", "Q4_K F16 Q5_0", {}),
+  ("metal", "small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5))], indirect=["limit"])
+def test_decode(limit: float, family: str, types: str, sizes: dict[str, int], tmp_path: Path):
   """A token at a time, over more positions than one split of the attention holds; mixed types (test_mul_mat has all)"""
   path = write_mixed(tmp_path / "m.gguf", family, [T[t] for t in types.split()], **WIDE | sizes, seed=1)
   ids = np.random.default_rng(1).integers(0, 320, 34)
@@ -28,4 +32,4 @@ def test_decode(family: str, types: str, sizes: dict[str, int], tmp_path: Path):
     return out
   jit = TinyJit(step)
   got = np.concatenate([jit(Tensor([t], dtype=dtypes.int32).realize()).numpy() for t in ids])
-  assert nmse(got, logits(path, ids)) < LIMIT
+  assert nmse(got, logits(path, ids)) < limit

@@ -4,7 +4,7 @@ A number that changes is to be changed here, in the commit that changes it: fewe
   python bench_block.py --count --target CUDA
 """
 import pytest
-from extra.bench import captured, count_kernels, no_device, stand_in, with_blocks
+from extra.bench import batch_count, captured, count_kernels, no_device, render_kernels, stand_in, with_blocks
 from tinygrad import Device, Tensor
 from tinygrad.apps.generate import Generator
 from tinygrad.apps.mla import Config, Transformer
@@ -13,8 +13,8 @@ from tinygrad.nn.intrinsics import HOPPER, TARGETS, target
 
 # model: {target: (kernels a token, [(blocks of a kind, kernels a block)])}; types as in the public Q4_0 files
 TABLE = {
-  "glm": {"CUDA": (613, [(1, 9), (4, 13), (42, 13)]), "METAL": (613, [(1, 9), (4, 13), (42, 13)]), "CPU": (1647, [(1, 21), (4, 36), (42, 35)])},
-  "ds2lite": {"CUDA": (326, [(1, 8), (2, 12), (24, 12)]), "METAL": (326, [(1, 8), (2, 12), (24, 12)]), "CPU": (864, [(1, 18), (2, 33), (24, 32)])},
+  "glm": {"CUDA": (475, [(1, 9), (4, 10), (42, 10)]), "METAL": (475, [(1, 9), (4, 10), (42, 10)]), "CPU": (1601, [(1, 21), (4, 35), (42, 34)])},
+  "ds2lite": {"CUDA": (248, [(1, 8), (2, 9), (24, 9)]), "METAL": (248, [(1, 8), (2, 9), (24, 9)]), "CPU": (838, [(1, 18), (2, 32), (24, 31)])},
   "youtu": {"CUDA": (294, [(4, 9), (28, 9)]), "METAL": (294, [(4, 9), (28, 9)]), "CPU": (684, [(4, 21), (28, 21)])},
 }
 
@@ -28,10 +28,20 @@ def test_multiplying_is_counting(to: str):
   with no_device(to):
     with captured(): gen = Generator(Transformer.from_gguf(f, 256))
     with captured() as calls: gen._decode(Features(), gen.position.bind(1) if gen.device_position is None else gen.device_position)
-  kernels, kinds = count_kernels(f, to, render=to != "CPU", max_context=256)
+  kernels, kinds = count_kernels(f, to, max_context=256)
+  if to != "CPU": assert sum(k.times for k in render_kernels(f, to, max_context=256)) == kernels
   assert kernels == len(calls) and sum(n for n, _ in kinds) == Config.from_gguf(f).n_blocks == 4
   longer = with_blocks(f, [0, 0, 1, 2, 3, 3])
   assert count_kernels(longer, to, max_context=256)[0] - kernels == kinds[0][1] + kinds[-1][1]
+
+def test_what_metal_takes():
+  """GLM at full size: few kernels in few batches, none past the threadgroup memory"""
+  kernels = render_kernels(stand_in("glm"), "METAL")
+  assert sum(k.times for k in kernels) == TABLE["glm"]["METAL"][0] <= 480 and batch_count(480) <= 6
+  assert all(k.shared <= 32768 for k in kernels)
+
+@pytest.mark.parametrize("kernels,batches", [(1, 0), (2, 1), (32, 1), (33, 2), (96, 2), (97, 3), (475, 4), (480, 4), (481, 5)])
+def test_batch_count(kernels: int, batches: int): assert batch_count(kernels) == batches
 
 def test_null_speaks_for_a_target():
   before = Device.DEFAULT

@@ -3,9 +3,10 @@ import numpy as np, pytest
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import target
 from tinygrad.nn.matvec import launch
-from test.mockcuda import on_cuda
+from mockcuda import on_cuda
+from mockmetal import on_metal
 
-@pytest.mark.parametrize("on", [on_cuda])
+@pytest.mark.parametrize("on", [on_cuda, on_metal])
 def test_fragments(on):
   rng = np.random.default_rng(0)
   with on():

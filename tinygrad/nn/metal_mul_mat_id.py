@@ -4,8 +4,8 @@ Replaces, where QL_MOE_MSL and QL_SHEXP_MSL say so, the UOp programs of nn/moe.p
 against together with the plain ops). Formats with integer codes: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K.
 
 Layout. The planes of apps/quantized.py, the same that the portable kernels read. A lane takes half a unit of a row, 16 weights: 8 bytes of its
-4-bit plane, so that the lanes of a SIMD-group read 256 neighbouring bytes. A SIMD-group takes ROWS rows, of one matrix or shared between gate
-and up, and the 16 activations that a lane holds in registers serve all of them. No threadgroup memory, no barrier: simd_sum ends a row.
+4-bit plane, so that the lanes of a SIMD-group read 256 neighbouring bytes. A SIMD-group takes two rows, or two of gate and two of
+up, and the 16 activations that a lane holds in registers serve all of them. No threadgroup memory, no barrier: simd_sum ends a row.
 Dimensions, offsets and the number of experts are constants of the text; every buffer is bound whole.
 
 Arithmetic. float32. A code is masked out of its 16 bits where it stands and never shifted: the factor of its place, a power of two, was taken off
@@ -27,7 +27,7 @@ from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
 QL_MOE_MSL, QL_SHEXP_MSL = ContextVar("QL_MOE_MSL", 1), ContextVar("QL_SHEXP_MSL", 1)
-ROWS, SIMDGROUPS = 4, 4    # rows of a SIMD-group, SIMD-groups of a threadgroup
+ROWS, SIMDGROUPS = 2, 4    # rows of a matrix that a SIMD-group takes, SIMD-groups of a threadgroup
 HALF = UNIT // 2           # weights a lane takes at once
 
 HEAD = """#include <metal_stdlib>
@@ -96,7 +96,7 @@ def product(w:Any, name:str, row:str, sum:str) -> str:
 def sums(parts:Sequence[tuple[Any, str, str]], x:str, norm:bool=False) -> str:
   """Statements that add to s0[r], s1[r], … what the lane has of row first + r of each part times the vector at x, and to `squares`, where there
   is a norm, what it has of x². A part is a matrix, its name, and the number of its first row; past its end the last row is taken again."""
-  w, rows = parts[0][0], ROWS // len(parts)
+  w = parts[0][0]
   lines = [f"for (uint i = lane; i < {w.shape[-1] // HALF}; i += 32) {{", "uint unit = i / 2, part = i % 2;", "float4 v[4];", "float total = 0;"]
   for k in range(4):
     lines.append(f"v[{k}] = ((device const float4*)({x}))[i * 4 + {k}];")
@@ -104,7 +104,7 @@ def sums(parts:Sequence[tuple[Any, str, str]], x:str, norm:bool=False) -> str:
     lines.append(f"total += v[{k}].x + v[{k}].y + v[{k}].z + v[{k}].w;")
     if scaled(w): lines.append(f"v[{k}] *= {PLACES}{' * (1.0f / 16)' if k % 2 else ''};")
   for i, (w, name, start) in enumerate(parts):
-    lines.append(f"for (uint r = 0; r < {rows}; r++) " + product(w, name, f"{start} + min(first + r, {w.shape[-2] - 1}u)", f"s{i}[r]"))
+    lines.append(f"for (uint r = 0; r < {ROWS}; r++) " + product(w, name, f"{start} + min(first + r, {w.shape[-2] - 1}u)", f"s{i}[r]"))
   return "\n".join([*lines, "}"])
 
 def launch_source(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:str, grid:tuple[int, int, int], mem:int) -> list[Tensor]:
@@ -125,18 +125,16 @@ def launch_source(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:
 
 def start(matrices:int) -> str:
   """Statements every kernel begins with: the number of its SIMD-group's first row, and sums at zero"""
-  rows = ROWS // matrices
-  return "\n".join([f"uint first = (group.x * {SIMDGROUPS} + simdgroup) * {rows};", *(f"float s{i}[{rows}] = {{}};" for i in range(matrices))])
+  return "\n".join([f"uint first = (group.x * {SIMDGROUPS} + simdgroup) * {ROWS};", *(f"float s{i}[{ROWS}] = {{}};" for i in range(matrices))])
 def squared(width:int, norm:Any, parts:Sequence[tuple[Any, str, str]]) -> str:
   """The sums of parts over RMSNorm(x), but for the norm's `factor`"""
   return "\n".join([start(len(parts)), "float squares = 0;", sums(parts, "x", norm=True),
                     f"float factor = rsqrt(simd_sum(squares) * {1 / width!r}f + {norm.eps!r}f);"])
 def finish(matrices:int, rows:int, store:str) -> str:
   """Statements every kernel ends with: `store`, by one lane, for each `row` there is, with the rows' sums y0, y1, …"""
-  each = ROWS // matrices
-  lines = [f"for (uint r = 0; r < {each}; r++) {{", "uint row = first + r;", *(f"float y{i} = simd_sum(s{i}[r]);" for i in range(matrices))]
+  lines = [f"for (uint r = 0; r < {ROWS}; r++) {{", "uint row = first + r;", *(f"float y{i} = simd_sum(s{i}[r]);" for i in range(matrices))]
   return "\n".join([*lines, f"if (lane == 0 && row < {rows}) {store}", "}"])
-def groups(rows:int, matrices:int) -> int: return -(-rows // (ROWS // matrices * SIMDGROUPS))
+def groups(rows:int) -> int: return -(-rows // (ROWS * SIMDGROUPS))
 def chosen(at:str, experts:int) -> str: return f"uint(clamp(sel[{at}], 0, {experts - 1}))"
 def read_bytes(count:int, *weights:Any) -> int: return sum(w.nbytes // prod(w.shape[:-2]) * count for w in weights)
 
@@ -150,17 +148,17 @@ def mul_mat_msl(x:Tensor, w:Any, sel:Tensor|None=None) -> Tensor:
           finish(1, rows, f"y[group.z * {rows} + row] = y0;")]
   y = Tensor.empty(*((1, rows) if sel is None else (1, K, rows)), dtype=dtypes.float)
   ins = {"x": x, **({} if sel is None else {"sel": sel}), **w.args("w")}
-  return launch_source(f"mul_mat_msl_{K}_{w.label}", {"y": y}, ins, "\n".join(body), (groups(rows, 1), 1, K), read_bytes(K, w))[0]
+  return launch_source(f"mul_mat_msl_{K}_{w.label}", {"y": y}, ins, "\n".join(body), (groups(rows), 1, K), read_bytes(K, w))[0]
 
 SWIGLU = "{ y0 *= factor; y[%s] = y0 / (1 + exp(-y0)) * (y1 * factor)%s; }"
 
 def gate_up_msl(x:Tensor, norm:Any, weights:tuple[Any, Any], router:Any=None) -> list[Tensor]:
   """As gate_up of nn/moe.py. The threadgroups past those of gate and up take the router's rows"""
-  (rows, width), own, beside = weights[0].shape, groups(weights[0].shape[0], 2), 0
+  (rows, width), own, beside = weights[0].shape, groups(weights[0].shape[0]), 0
   body = [squared(width, norm, [(weights[0], "gate", "0"), (weights[1], "up", "0")]), finish(2, rows, SWIGLU % ("row", ""))]
   outs, ins = {"y": Tensor.empty(1, rows, dtype=dtypes.float)}, {"x": x, "norm": norm.weight, **weights[0].args("gate"), **weights[1].args("up")}
   if router is not None:
-    beside = groups(experts := router.shape[0], 1)
+    beside = groups(experts := router.shape[0])
     body = [f"if (group.x < {own}) {{", *body, f"}} else {{ group.x -= {own};", squared(width, norm, [(router, "router", "0")]),
             finish(1, experts, "logits[row] = y0 * factor;"), "}"]
     outs, ins = outs | {"logits": Tensor.empty(1, experts, dtype=dtypes.float)}, ins | router.args("router")
@@ -201,7 +199,7 @@ def expert_gate_up_msl(x:Tensor, norm:Any, weights:tuple[Any, Any], logits:Tenso
   ins = {"x": x, "norm": norm.weight, "logits": logits, **({} if how.bias is None else {"bias": how.bias}), **weights[0].args("gate"),
          **weights[1].args("up")}
   name = f"expert_gate_up_msl_{K}_{how.gating}_{weights[0].label}"
-  y, sel = launch_source(name, outs, ins, "\n".join(body), (groups(rows, 2), 1, K), read_bytes(K, *weights))
+  y, sel = launch_source(name, outs, ins, "\n".join(body), (groups(rows), 1, K), read_bytes(K, *weights))
   return y, sel
 
 def expert_down_msl(hidden:Tensor, down:Any, sel:Tensor, residual:Tensor, shared:tuple[Tensor, Any]|None=None) -> Tensor:
@@ -213,4 +211,4 @@ def expert_down_msl(hidden:Tensor, down:Any, sel:Tensor, residual:Tensor, shared
   ins = {"hidden": hidden, "sel": sel, "residual": residual, **down.args("w"), **({"x": shared[0], **shared[1].args("shared")} if shared else {})}
   mem = read_bytes(K, down) + (read_bytes(1, shared[1]) if shared else 0)
   name = f"expert_down_msl_{K}_{down.label}" + (f"_{shared[1].label}" if shared else "")
-  return launch_source(name, {"y": Tensor.empty(1, rows, dtype=dtypes.float)}, ins, "\n".join(body), (groups(rows, 1), 1, 1), mem)[0]
+  return launch_source(name, {"y": Tensor.empty(1, rows, dtype=dtypes.float)}, ins, "\n".join(body), (groups(rows), 1, 1), mem)[0]
