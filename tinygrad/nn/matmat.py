@@ -45,7 +45,8 @@ def products(t:Target, tile:Tile, width:int, matrices:Sequence[Callable[[UOp, UO
   halves k … k+3; active: whether there is anything to do"""
   m = t.mma
   assert m is not None
-  step = 2 * UNIT if width % (2 * UNIT) == 0 else UNIT
+  # never in a single step: tinygrad takes what such a loop computes to be known behind it too
+  step = 2 * UNIT if width % (2 * UNIT) == 0 and width > 2 * UNIT else UNIT
   threads = tile.warps[0] * tile.warps[1] * t.lanes
   thread = UOp.special(threads, "lidx0")
   lane, warp = thread % t.lanes, thread // t.lanes
