@@ -26,6 +26,7 @@ from tinygrad.helpers import Context, prod
 from tinygrad.nn.embedding import embedding
 from tinygrad.nn.intrinsics import target
 from tinygrad.nn.matvec import UNIT, Late, Matrix, Unit, launch, matvec, row_pairs
+from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, mul_mat_msl, serves
 from tinygrad.nn.norm_linear import quad, rows_of
 
 # ---- bytes -> codes: the file's order of bits, one function a family. raw: (n, bytes a block) uint32, returns (n, elements) uint32 ----
@@ -327,6 +328,7 @@ def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
   QuantizedExpertWeights"""
   t, (*stack, rows, width) = target(), w.shape
   if t is None or width % UNIT: return mul_mat_reference(x, w, ids)
+  if ids is not None and x.shape[0] == 1 and serves(t, QL_MOE_MSL, [w]): return mul_mat_msl(x, w, ids)
   out_shape, matrices = (*(x.shape[:-1] if ids is None else ids.shape), rows), prod(stack)
   items = prod(out_shape[:-1])
   share = items // prod(x.shape[:-1])

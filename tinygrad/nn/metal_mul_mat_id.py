@@ -1,7 +1,8 @@
-"""Matrix times vector in hand-written MSL: the feed-forward of a token on Apple GPUs, experts chosen by id.
+"""Matrix times vector in hand-written MSL for Apple GPUs, experts chosen by id.
 
-Replaces, where QL_MOE_MSL and QL_SHEXP_MSL say so, the UOp programs of nn/moe.py (their text is what runs elsewhere, and what these are tested
-against together with the plain ops). Formats with integer codes: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K.
+Replaces, where QL_MOE_MSL says so, the UOp programs of the chosen experts (nn/moe.py; a lone mul_mat_id in apps/quantized.py), and where
+QL_SHEXP_MSL does, those of the router with the shared expert, of a dense feed-forward, and of linear layers with a residual (nn/norm_linear.py).
+Formats with integer codes: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K; the router's float32.
 
 Layout. The planes of apps/quantized.py, the same that the portable kernels read. A lane takes half a unit of a row, 16 weights: 8 bytes of its
 4-bit plane, so that the lanes of a SIMD-group read 256 neighbouring bytes. A SIMD-group takes two rows, or two of gate and two of
@@ -17,7 +18,7 @@ by `bench_block.py --target METAL`.
 """
 from __future__ import annotations
 import functools, sys
-from typing import Any, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Sequence
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ContextVar, prod
@@ -25,6 +26,7 @@ from tinygrad.nn.intrinsics import TARGETS, Target
 from tinygrad.nn.matvec import UNIT, Norm, Weight
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
+if TYPE_CHECKING: from tinygrad.nn.moe import Choice
 
 QL_MOE_MSL, QL_SHEXP_MSL = ContextVar("QL_MOE_MSL", 1), ContextVar("QL_SHEXP_MSL", 1)
 ROWS, SIMDGROUPS = 2, 4    # rows of a matrix that a SIMD-group takes, SIMD-groups of a threadgroup
@@ -55,10 +57,10 @@ def _operator(sign:str) -> Callable[[Text, Any], Text]:
 for method, sign in dict(add="+", sub="-", mul="*", floordiv="/", mod="%", and_="&", or_="|", lshift="<<", rshift=">>").items():
   setattr(Text, f"__{method.strip('_')}__", _operator(sign))
 
-def scaled(w:Any) -> bool: return bool(w.widths) and w.widths[0] < 8   # whether activations have the factors of places taken off
+def scaled(w:Weight) -> bool: return bool(w.widths) and w.widths[0] < 8   # whether activations have the factors of places taken off
 @functools.cache
 def say_once(what:str) -> None: print(f"{what}: no MSL for this type: the portable kernels run", file=sys.stderr)
-def serves(t:Target, switch:ContextVar, *vectors:Sequence[Any]) -> bool:
+def serves(t:Target, switch:ContextVar, *vectors:Sequence[Weight]) -> bool:
   """Whether a switch is on and the text below can say the products of each vector's matrices: float32 or integer codes, alike in `scaled`"""
   if t is not TARGETS["METAL"] or not switch: return False
   for w in (w for weights in vectors for w in weights):
@@ -67,7 +69,7 @@ def serves(t:Target, switch:ContextVar, *vectors:Sequence[Any]) -> bool:
     return False
   return all(len(set(map(scaled, weights))) == 1 for weights in vectors)
 
-def product(w:Any, name:str, row:str, sum:str) -> str:
+def product(w:Weight, name:str, row:str, sum:str) -> str:
   """Statements that add to `sum` what half a unit of a row gives: the `part` of `unit` whose activations are v[0] … v[3], their sum `total`"""
   lines, terms, low = [f"uint row = {row}, at = row * {w.shape[-1] // UNIT} + unit;"], [], 0
   if not w.widths:
@@ -93,7 +95,7 @@ def product(w:Any, name:str, row:str, sum:str) -> str:
   minimum = f" + {of_part(1)} * total" if scales[0][1] != "None" else ""
   return "\n".join(["{", *lines, "float codes = " + "\n + ".join(terms) + ";", f"{sum} += {of_part(0)} * (codes{zero}){minimum};", "}"])
 
-def sums(parts:Sequence[tuple[Any, str, str]], x:str, norm:bool=False) -> str:
+def sums(parts:Sequence[tuple[Weight, str, str]], x:str, norm:bool=False) -> str:
   """Statements that add to s0[r], s1[r], … what the lane has of row first + r of each part times the vector at x, and to `squares`, where there
   is a norm, what it has of x². A part is a matrix, its name, and the number of its first row; past its end the last row is taken again."""
   w = parts[0][0]
@@ -126,7 +128,7 @@ def launch_source(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:
 def start(matrices:int) -> str:
   """Statements every kernel begins with: the number of its SIMD-group's first row, and sums at zero"""
   return "\n".join([f"uint first = (group.x * {SIMDGROUPS} + simdgroup) * {ROWS};", *(f"float s{i}[{ROWS}] = {{}};" for i in range(matrices))])
-def squared(width:int, norm:Any, parts:Sequence[tuple[Any, str, str]]) -> str:
+def squared(width:int, norm:Norm, parts:Sequence[tuple[Weight, str, str]]) -> str:
   """The sums of parts over RMSNorm(x), but for the norm's `factor`"""
   return "\n".join([start(len(parts)), "float squares = 0;", sums(parts, "x", norm=True),
                     f"float factor = rsqrt(simd_sum(squares) * {1 / width!r}f + {norm.eps!r}f);"])
@@ -136,23 +138,25 @@ def finish(matrices:int, rows:int, store:str) -> str:
   return "\n".join([*lines, f"if (lane == 0 && row < {rows}) {store}", "}"])
 def groups(rows:int) -> int: return -(-rows // (ROWS * SIMDGROUPS))
 def chosen(at:str, experts:int) -> str: return f"uint(clamp(sel[{at}], 0, {experts - 1}))"
-def read_bytes(count:int, *weights:Any) -> int: return sum(w.nbytes // prod(w.shape[:-2]) * count for w in weights)
+def read_bytes(count:int, *weights:Weight) -> int: return sum(w.nbytes // prod(w.shape[:-2]) * count for w in weights)
 
 # ---- the kernels ----
 
-def mul_mat_msl(x:Tensor, w:Any, sel:Tensor|None=None) -> Tensor:
-  """x: float32 (1, in), w: (out, in) -> (1, out); or mul_mat_id: x: (1, 1 or K, in), sel: int32 (1, K), w: (E, out, in) -> (1, K, out)"""
+def mul_mat_msl(x:Tensor, w:Weight, sel:Tensor|None=None, residual:Tensor|None=None) -> Tensor:
+  """x: float32 (1, in), w: (out, in), residual: (1, out) -> (1, out), residual + w·x; or mul_mat_id: x: (1, 1 or K, in), sel: int32 (1, K),
+  w: (E, out, in) -> (1, K, out)"""
   rows, width, K = *w.shape[-2:], 1 if sel is None else sel.shape[1]
   source = f"x + group.z * {width}" if prod(x.shape[:-1]) > 1 else "x"
   body = [start(1), sums([(w, "w", "0" if sel is None else f"{chosen('group.z', w.shape[0])} * {rows}")], source),
-          finish(1, rows, f"y[group.z * {rows} + row] = y0;")]
+          finish(1, rows, f"y[group.z * {rows} + row] = y0{'' if residual is None else ' + residual[row]'};")]
   y = Tensor.empty(*((1, rows) if sel is None else (1, K, rows)), dtype=dtypes.float)
-  ins = {"x": x, **({} if sel is None else {"sel": sel}), **w.args("w")}
-  return launch_source(f"mul_mat_msl_{K}_{w.label}", {"y": y}, ins, "\n".join(body), (groups(rows), 1, K), read_bytes(K, w))[0]
+  ins = {"x": x, **({} if sel is None else {"sel": sel}), **({} if residual is None else {"residual": residual}), **w.args("w")}
+  name = f"mul_mat_msl_{K}_{w.label}{'' if residual is None else '_residual'}"
+  return launch_source(name, {"y": y}, ins, "\n".join(body), (groups(rows), 1, K), read_bytes(K, w))[0]
 
 SWIGLU = "{ y0 *= factor; y[%s] = y0 / (1 + exp(-y0)) * (y1 * factor)%s; }"
 
-def gate_up_msl(x:Tensor, norm:Any, weights:tuple[Any, Any], router:Any=None) -> list[Tensor]:
+def gate_up_msl(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weight|None=None) -> list[Tensor]:
   """As gate_up of nn/moe.py. The threadgroups past those of gate and up take the router's rows"""
   (rows, width), own, beside = weights[0].shape, groups(weights[0].shape[0]), 0
   body = [squared(width, norm, [(weights[0], "gate", "0"), (weights[1], "up", "0")]), finish(2, rows, SWIGLU % ("row", ""))]
@@ -166,7 +170,7 @@ def gate_up_msl(x:Tensor, norm:Any, weights:tuple[Any, Any], router:Any=None) ->
   name = "_".join(["gate_up_msl", *(w.label for w in read[::2])])
   return launch_source(name, outs, ins, "\n".join(body), (own + beside, 1, 1), read_bytes(1, *read))
 
-def choose(how:Any, experts:int) -> str:
+def choose(how:Choice, experts:int) -> str:
   """Statements by which a SIMD-group ranks the experts, a lane every 32nd: it then knows all chosen, `ids`, and of its layer of the grid `expert`
   and `weight`. Ties go to the lower index."""
   from tinygrad.nn.moe import LEAST_SUM, SIGMOID, SOFTMAX, SOFTMAX_WEIGHT  # which imports this file
@@ -189,7 +193,7 @@ def choose(how:Any, experts:int) -> str:
   lines.append(f"for (uint k = 0; k < {K}; k++) {{ sum += values[k]; if (k == group.z) expert = ids[k], weight = values[k] * {how.scale!r}f; }}")
   return "\n".join(lines + [f"weight /= max(sum, {LEAST_SUM!r}f);"] * how.normalize)
 
-def expert_gate_up_msl(x:Tensor, norm:Any, weights:tuple[Any, Any], logits:Tensor, how:Any) -> tuple[Tensor, Tensor]:
+def expert_gate_up_msl(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, how:Choice) -> tuple[Tensor, Tensor]:
   """As expert_gate_up of nn/moe.py, a chosen expert a layer of the grid. Every SIMD-group makes the choice for itself"""
   (experts, rows, width), K = weights[0].shape, how.count
   parts = [(w, name, f"expert * {rows}") for w, name in zip(weights, ("gate", "up"))]
@@ -202,7 +206,7 @@ def expert_gate_up_msl(x:Tensor, norm:Any, weights:tuple[Any, Any], logits:Tenso
   y, sel = launch_source(name, outs, ins, "\n".join(body), (groups(rows), 1, K), read_bytes(K, *weights))
   return y, sel
 
-def expert_down_msl(hidden:Tensor, down:Any, sel:Tensor, residual:Tensor, shared:tuple[Tensor, Any]|None=None) -> Tensor:
+def expert_down_msl(hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, Weight]|None=None) -> Tensor:
   """As expert_down of nn/moe.py; shared: the shared expert's hidden vector and down matrix, whose product is added"""
   (experts, rows, width), K = down.shape, sel.shape[1]
   body = [start(1), f"for (uint k = 0; k < {K}; k++) {{", f"uint base = {chosen('k', experts)} * {rows};",

@@ -10,6 +10,7 @@ from tinygrad.nn.intrinsics import Target, group_sum, target
 from tinygrad.nn.matmat import halves, mats_target, mul_mats, normalized, position
 from tinygrad.nn.matvec import UNIT, Matrix, Norm, Rope, Row, Weight, add, launch, local, matvec, rotated, row_pairs
 from tinygrad.nn.mla_attention import by_tiles, padded, query_place
+from tinygrad.nn.metal_mul_mat_id import QL_SHEXP_MSL, mul_mat_msl, serves
 from tinygrad.uop.ops import Ops
 
 def kernel_target(x:Tensor, *widths:int) -> Target|None:
@@ -42,6 +43,8 @@ def norm_linear_mats(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weight
   return [mul_mats(t, n, first, residual, factor, rope, dtypes.float if rope is None else dtypes.half), *[mul_mats(t, n, w, factor=factor) for w in rest]]
 
 def norm_linear_kernel(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
+  if norm is None and rope is None and len(weights) == 1 and residual is not None and serves(t, QL_SHEXP_MSL, weights):
+    return [mul_mat_msl(x, weights[0], residual=residual)]
   outs = {f"y{i}": Tensor.empty(1, w.shape[0], dtype=dtypes.float) for i, w in enumerate(weights)}
   ins = {"x": x, **({"norm": norm.weight} if norm else {}), **({"rope": rope.table, "pos": rope.pos} if rope else {}),
          **({} if residual is None else {"residual": residual})}
