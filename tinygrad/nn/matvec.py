@@ -24,7 +24,7 @@ from tinygrad.nn.intrinsics import Target, after_previous, dot4, group_reduce, g
 UNIT = 32                          # weights
 LOG2_E = 1.4426950408889634
 STEPS = 6                          # units a lane takes of a row before the row is spread over more warps
-WARPS, MANY_WARPS, MANY_JOBS = 8, 16, 4096  # of a block; of a block of a launch with that many warps' work
+WARPS, MANY_WARPS, MANY_JOBS = 8, 16, 2048  # of a block; of a block of a launch with that many warps' work
 FEW_BLOCKS = 64                    # a launch of fewer blocks is cut finer
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def layout(units:int, lanes:int, jobs:int) -> tuple[int, int, int]:
   A row stays within a warp up to STEPS units a lane, over the most lanes that leave at most a tenth of them idle."""
   width, warps = lanes, -(-units // (lanes * STEPS))
   while warps == 1 and width > 1 and units < 0.9 * width * -(-units // width): width //= 2
-  teams = max((MANY_WARPS if jobs * width // lanes >= MANY_JOBS else WARPS) // warps, 1) * (lanes // width)
+  teams = max((MANY_WARPS if jobs * width * warps // lanes >= MANY_JOBS else WARPS) // warps, 1) * (lanes // width)
   # too few jobs to fill the machine: smaller blocks, and a row over as many lanes as it has units
   while teams > 1 and jobs < FEW_BLOCKS * teams and teams * width * warps >= 2 * lanes: teams //= 2
   while teams == 1 and warps * width * 2 <= units: warps *= 2
