@@ -28,7 +28,8 @@ class Tile:
   rows: int
   warps: tuple[int, int]
 
-WIDE, NARROW = Tile(64, 64, (2, 2)), Tile(32, 64, (1, 4))   # for a chunk's tokens; for those of them that chose an expert
+WIDE, NARROW = Tile(64, 64, (2, 2)), Tile(32, 64, (1, 4))   # the second for the tokens that chose an expert
+FEW_TILES = 256
 
 def depth_of(m:Mma, part:int, k:UOp) -> UOp:
   """The number of a slab that meets at place k of the depth of the slab's product `part`: a lane's places are parts of its quad"""
@@ -39,6 +40,22 @@ class Halves:
   def __init__(self, rows:int, width:int, slot:int): self.rows, self.shared = rows, local(rows * width, dtypes.half, slot)
   def at(self, row:UOp, slab:UOp|int, quad:UOp) -> UOp:
     return (slab * self.rows + row) * SLAB + (quad + row // 4 + slab) % 4 * 4
+
+def loaded_ahead(values:list[UOp], at:UOp, last:int) -> tuple[list[UOp], Callable[[UOp], list[UOp]]]:
+  """Values of the loop `at`, made of what the turn before loaded, and the stores that load for the next turn behind a barrier of this one"""
+  loads = [u for u in UOp.sink(*values).toposort() if u.op is Ops.LOAD and u.src[0].src[0].addrspace is AddrSpace.GLOBAL and at in u.backward_slice]
+  def loads_at(turn:UOp) -> list[UOp]: return list(UOp.sink(*loads).substitute({at: turn}, walk=True).src)
+  kept:dict[DType, UOp] = {}
+  of_type = {dtype: [i for i, u in enumerate(loads) if u.dtype == dtype] for dtype in dict.fromkeys(u.dtype for u in loads)}
+  first = loads_at(UOp.const(0))
+  for slot, (dtype, numbers) in enumerate(of_type.items()):
+    registers = UOp.placeholder((len(numbers),), dtype, slot=slot + 1, addrspace=AddrSpace.REG)
+    kept[dtype] = registers.after(UOp.group(*[registers[j].store(first[i]) for j, i in enumerate(numbers)]))
+  places = {loads[i]: (kept[dtype], j) for dtype, numbers in of_type.items() for j, i in enumerate(numbers)}
+  current = UOp.sink(*values).substitute({u: registers.after(at)[j].load() for u, (registers, j) in places.items()}, walk=True).src
+  def ahead(barrier:UOp) -> list[UOp]:
+    return [places[u][0].after(at, barrier)[places[u][1]].store(v) for u, v in zip(loads, loads_at((at + 1).minimum(last)))]
+  return list(current), ahead
 
 def products(t:Target, tile:Tile, width:int, matrices:Sequence[Callable[[UOp, UOp], Unit]], x:Callable[[UOp, UOp], list[UOp]], active:UOp|None=None) -> list[tuple[UOp, UOp, list[UOp]]]:
   """(token, row, a product for each matrix) of all that a lane holds of the tile. matrices: (row of the tile, unit) -> Unit; x(token of the tile, k): the
@@ -56,8 +73,9 @@ def products(t:Target, tile:Tile, width:int, matrices:Sequence[Callable[[UOp, UO
   xs, ws = Halves(tile.tokens, step, 0), [Halves(tile.rows, step, i + 1) for i in range(len(matrices))]
   sums = UOp.placeholder((len(matrices) * down * across * each,), dtypes.float, slot=0, addrspace=AddrSpace.REG)
   sums = sums.after(UOp.group(*[sums[i].store(0.0) for i in range(sums.shape[0])]))
-  at = UOp.range(width // step if active is None else active.where(UOp.const(width // step), 0), 0)
-  now, stores = sums.after(at), []
+  last = width // step - 1
+  at = UOp.range(last + 1 if active is None else active.where(UOp.const(last + 1), 0), 0)
+  now, places, values = sums.after(at), [], []
   units, quads = tile.rows * step // UNIT, tile.tokens * step // 4
   for matrix, w in zip(matrices, ws):
     for start in range(0, units, threads):
@@ -67,13 +85,17 @@ def products(t:Target, tile:Tile, width:int, matrices:Sequence[Callable[[UOp, UO
       for j in range(UNIT):
         scale, minimum = unit.scales[j * len(unit.scales) // UNIT]
         value = unit.value(j) * scale
-        place = w.at(row, u * 2 + j // SLAB, UOp.const(j % SLAB // 4)) + j % 4
-        stores.append(w.shared[place].store((value if minimum is None else value + minimum).cast(dtypes.half)))
+        places.append(w.shared[w.at(row, u * 2 + j // SLAB, UOp.const(j % SLAB // 4)) + j % 4])
+        values.append((value if minimum is None else value + minimum).cast(dtypes.half))
   for start in range(0, quads, threads):
     i = (thread + start) % quads
     quad, token, slab = i % 4, i // 4 % tile.tokens, i // (4 * tile.tokens)
-    stores += [xs.shared[xs.at(token, slab, quad) + j].store(v) for j, v in enumerate(x(token, at * step + slab * SLAB + quad * 4))]
-  barrier = UOp(Ops.BARRIER, src=tuple(stores))
+    for j, v in enumerate(x(token, at * step + slab * SLAB + quad * 4)):
+      places.append(xs.shared[xs.at(token, slab, quad) + j])
+      values.append(v)
+  values, ahead = loaded_ahead(values, at, last)
+  barrier = UOp(Ops.BARRIER, src=tuple(place.store(v) for place, v in zip(places, values)))
+  held = ahead(barrier)
   shared_x, shared_w = xs.shared.after(barrier), [w.shared.after(barrier) for w in ws]
   values = [now[i].load() for i in range(sums.shape[0])]
   for slab in range(step // SLAB):
@@ -88,7 +110,7 @@ def products(t:Target, tile:Tile, width:int, matrices:Sequence[Callable[[UOp, UO
           for i in range(down):
             first = ((n * across + j) * down + i) * each
             values[first:first + each] = m(a[i], b, values[first:first + each])
-  sums = sums.after(UOp.group(*[now[i].store(v) for i, v in enumerate(values)]).end(at))
+  sums = sums.after(UOp.group(*[now[i].store(v) for i, v in enumerate(values)], *held).end(at))
   found = []
   for j in range(across):
     for i in range(down):
@@ -103,7 +125,9 @@ def mats_target(x:Tensor, *widths:int) -> Target|None:
   t = target() if x.shape[0] > 1 else None
   return t if t is not None and t.mma is not None and all(w % UNIT == 0 for w in widths) else None
 
-def tile_of(tokens:int) -> Tile: return NARROW if tokens <= NARROW.tokens else WIDE
+def tile_of(tokens:int, rows:int) -> Tile:
+  """Narrow tiles where wide ones are too few to fill a large GPU"""
+  return WIDE if -(-tokens // WIDE.tokens) * -(-rows // WIDE.rows) >= FEW_TILES else NARROW
 
 def halves(x:Tensor) -> tuple[Tensor, float]:
   """x as halves, and what a product with them is to be multiplied by: halves are hidden numbers, times HIDDEN"""
@@ -115,14 +139,17 @@ def heads_linear(x:Tensor, w:Weight, factor:float=1.0) -> Tensor:
   return mul_mats(t, halves(x)[0], w, factor=factor, dtype=dtypes.half)
 
 def position(pos:UOp|int) -> Tensor:
-  """Where a kernel reads it"""
-  return Tensor(pos, dtype=dtypes.int32).reshape(1).contiguous()
+  """int32 (1,) on the device, where kernels read it"""
+  if isinstance(pos, UOp): return Tensor(pos, dtype=dtypes.int32).reshape(1).contiguous()
+  def body(b:dict[str, UOp]) -> list[UOp]: return [b["pos"][UOp.special(1, "lidx0")].store(pos)]
+  return launch("position", {"pos": Tensor.empty(1, dtype=dtypes.int32)}, {}, body)[0]
 
 def mul_mats(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:float=1.0, rope:Rope|None=None, dtype:DType=dtypes.float) -> Tensor:
   """y = factor · W·x + residual. x: half (T, in), or (T, H, in or more) for a stack of matrices, one a head -> (T, out) or (T, H, out); rope rotates
   the heads of y"""
   (*stack, rows, width), T = w.shape, x.shape[0]
-  heads, tile = stack[0] if stack else 1, tile_of(T)
+  heads = stack[0] if stack else 1
+  tile = tile_of(T, heads * rows)
   def body(b:dict[str, UOp]) -> list[UOp]:
     group, block, head = UOp.special(-(-T // tile.tokens), "gidx0"), UOp.special(-(-rows // tile.rows), "gidx1"), UOp.special(heads, "gidx2")
     matrix, done = w.matrix(b, "w"), []
@@ -147,7 +174,7 @@ def mul_mats(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:flo
 def gate_up_mats(t:Target, x:Tensor, weights:tuple[Weight, Weight]) -> Tensor:
   """silu(gate·x) · (up·x) · HIDDEN. x: half (T, D); weights: gate and up, (F, D) -> half (T, F)"""
   (rows, width), T = weights[0].shape, x.shape[0]
-  tile = tile_of(T)
+  tile = tile_of(T, rows)
   def body(b:dict[str, UOp]) -> list[UOp]:
     group, block, done = UOp.special(-(-T // tile.tokens), "gidx0"), UOp.special(-(-rows // tile.rows), "gidx1"), []
     def of(matrix:Matrix) -> Callable[[UOp, UOp], Unit]: return lambda row, unit: matrix((block * tile.rows + row).minimum(rows - 1), unit, None)
@@ -252,7 +279,7 @@ def left_out(x:UOp) -> UOp:
 
 def precise_mats(t:Target, x:Tensor, low:Tensor, w:Weight) -> Tensor:
   """W·(x + low) to about 22 bits: both sides in halves and what those leave out. x, low: half (T, in) -> float32 (T, out)"""
-  (rows, width), T, tile = w.shape, x.shape[0], tile_of(x.shape[0])
+  (rows, width), T, tile = w.shape, x.shape[0], tile_of(x.shape[0], w.shape[0])
   parts = next(n for n in (8, 4, 2, 1) if width % (n * 2 * UNIT) == 0 or n == 1)    # few rows: blocks take a part of the row each
   def body(b:dict[str, UOp]) -> list[UOp]:
     group, block, part = UOp.special(-(-T // tile.tokens), "gidx0"), UOp.special(-(-rows // tile.rows), "gidx1"), UOp.special(3 * parts, "gidx2")
