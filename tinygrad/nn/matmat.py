@@ -121,9 +121,9 @@ def products(t:Target, tile:Tile, width:int, matrices:Sequence[Callable[[UOp, UO
   return found
 
 def mats_target(x:Tensor, *widths:int) -> Target|None:
-  """The target whose tensor cores take this step: many tokens, vectors of whole units"""
+  """The target whose tensor cores take this step: many tokens, vectors of several whole units"""
   t = target() if x.shape[0] > 1 else None
-  return t if t is not None and t.mma is not None and all(w % UNIT == 0 for w in widths) else None
+  return t if t is not None and t.mma is not None and all(w % UNIT == 0 and w > UNIT for w in widths) else None
 
 def tile_of(tokens:int, rows:int) -> Tile:
   """Narrow tiles where wide ones are too few to fill a large GPU"""
@@ -135,7 +135,7 @@ def halves(x:Tensor) -> tuple[Tensor, float]:
 
 def heads_linear(x:Tensor, w:Weight, factor:float=1.0) -> Tensor:
   """A matrix a head: (T, H, in) -> (T, H, out), float32; by tensor cores it is halves, times the factor"""
-  if (t := mats_target(x, x.shape[2])) is None: return w(x)
+  if (t := mats_target(x, x.shape[2], w.shape[0] * w.shape[1])) is None: return w(x)
   return mul_mats(t, halves(x)[0], w, factor=factor, dtype=dtypes.half)
 
 def position(pos:UOp|int) -> Tensor:

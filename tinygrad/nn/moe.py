@@ -93,7 +93,7 @@ def gate_up(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weight|No
   """silu(gate·n) · (up·n) with n = RMSNorm(x), and router·n. x: float32 (T, D); weights: gate and up, (F, D); router: (E, D)
   -> float32 (T, F) and, with a router, (T, E)"""
   if t := kernel_target(x, x.shape[1]): return gate_up_kernel(t, x, norm, weights, router)
-  if router is None and (t := mats_target(x, x.shape[1])): return [gate_up_mats(t, normalized(t, x, norm)[0], weights)]
+  if router is None and (t := mats_target(x, *weights[0].shape)): return [gate_up_mats(t, normalized(t, x, norm)[0], weights)]
   return gate_up_ops(x, norm, weights, router)
 
 def gate_up_ops(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weight|None=None) -> list[Tensor]:

@@ -71,7 +71,7 @@ def latent_query_ops(q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, r
   (H, L, nope), T = k_b.shape, q.shape[0]
   row = norm(kv[:, :L]).cat(rope.rotate(kv[:, L:]), dim=-1)
   written = Tensor(cache.uop.after(cache[rope.pos:rope.pos+T].uop.store(row.cast(cache.dtype).uop)))
-  return k_b(q.reshape(T, H, -1)[..., :nope]), written
+  return k_b(q.reshape(T, H, -1)[..., :nope].cast(dtypes.float)), written
 
 def latent_query_mats(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   """By tensor cores: q and the result are halves"""
