@@ -1,7 +1,8 @@
 """Matrix times many vectors on weights as they lie in the file, by tensor cores: what prefill is made of.
 
 A block makes a tile of rows × tokens. It goes along the row in steps: units of the weights become halves (scale · value + minimum) in shared
-memory, beside them the tokens' halves, and each warp multiplies its part of the tile from there. A weight is read and dequantized once for a tile of tokens; experts' rows once for all tokens that chose the expert.
+memory, beside them the tokens' halves, and each warp multiplies its part of the tile from there. A weight is read and dequantized once for a tile of
+tokens; experts' rows once for a tile of the tokens that chose the expert.
 
 Layout in shared memory: slabs of 16 numbers of the row, in each the rows (or tokens), in each four quads of halves. A lane's share of a product's
 depth is a quad: sums do not mind which numbers of the row meet in which place as long as both sides agree. A quad lies at (q + row/4 + slab) % 4:
@@ -57,9 +58,10 @@ def loaded_ahead(values:list[UOp], at:UOp, last:int) -> tuple[list[UOp], Callabl
     return [places[u][0].after(at, barrier)[places[u][1]].store(v) for u, v in zip(loads, loads_at((at + 1).minimum(last)))]
   return list(current), ahead
 
-def products(t:Target, tile:Tile, width:int, matrices:Sequence[Callable[[UOp, UOp], Unit]], x:Callable[[UOp, UOp], list[UOp]], active:UOp|None=None) -> list[tuple[UOp, UOp, list[UOp]]]:
-  """(token, row, a product for each matrix) of all that a lane holds of the tile. matrices: (row of the tile, unit) -> Unit; x(token of the tile, k): the
-  halves k … k+3; active: whether there is anything to do"""
+def products(t:Target, tile:Tile, width:int, matrices:Sequence[Callable[[UOp, UOp], Unit]], x:Callable[[UOp, UOp], list[UOp]],
+             active:UOp|None=None) -> list[tuple[UOp, UOp, list[UOp]]]:
+  """(token, row, a product for each matrix) of all that a lane holds of the tile. matrices: (row of the tile, unit) -> Unit;
+  x(token of the tile, k): the halves k … k+3; active: whether there is anything to do"""
   m = t.mma
   assert m is not None
   # never in a single step: tinygrad takes what such a loop computes to be known behind it too
@@ -145,8 +147,8 @@ def position(pos:UOp|int) -> Tensor:
   return launch("position", {"pos": Tensor.empty(1, dtype=dtypes.int32)}, {}, body)[0]
 
 def mul_mats(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:float=1.0, rope:Rope|None=None, dtype:DType=dtypes.float) -> Tensor:
-  """y = factor · W·x + residual. x: half (T, in), or (T, H, in or more) for a stack of matrices, one a head -> (T, out) or (T, H, out); rope rotates
-  the heads of y"""
+  """y = factor · W·x + residual. x: half (T, in), or (T, H, in or more) for a stack of matrices, one a head -> (T, out) or (T, H, out); rope
+  rotates the heads of y"""
   (*stack, rows, width), T = w.shape, x.shape[0]
   heads = stack[0] if stack else 1
   tile = tile_of(T, heads * rows)
@@ -161,7 +163,9 @@ def mul_mats(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:flo
     for (token, row, (first,)), (_, _, (second,)) in zip(found[::2], found[1::2]):  # neighbouring rows of a token
       token, row = group * tile.tokens + token, block * tile.rows + row
       pair = [y if factor == 1.0 else y * factor for y in (first, second)]
-      if rope is not None: pair = rotated(b, rope.table.shape[1], row % rope.head - rope.nope, pair, row % rope.head >= rope.nope, token.minimum(T - 1))
+      if rope is not None:
+        at = row % rope.head - rope.nope
+        pair = rotated(b, rope.table.shape[1], at, pair, at >= 0, token.minimum(T - 1))
       for i, y in enumerate(pair):
         index = ((token * heads + head) * rows + row + i).valid((token < T) & (row + i < rows))
         done.append(b["y"][index].store((y if residual is None else y + b["residual"][index].load()).cast(dtype)))
@@ -221,9 +225,10 @@ def by_expert(t:Target, sel:Tensor, experts:int) -> tuple[Tensor, Tensor]:
   order, counts = launch(f"by_expert_{experts}", outs, {"sel": sel}, body)
   return order, counts
 
-def mul_mats_id(t:Target, x:Tensor, weights:Sequence[Weight], chosen:tuple[Tensor, Tensor], K:int, scale:Tensor|None=None, factor:float=1.0) -> Tensor:
-  """One matrix: factor · W·x for each choice, float32 (T, K, out). Two: silu(gate·x) · (up·x) · scale · HIDDEN, half (T, K, out). x: half (T, in) or
-  (T, K, in); weights: (E, out, in); chosen: as by_expert gives it; scale: float32 (T, K)"""
+def mul_mats_id(t:Target, x:Tensor, weights:Sequence[Weight], chosen:tuple[Tensor, Tensor], K:int,
+                scale:Tensor|None=None, factor:float=1.0) -> Tensor:
+  """One matrix: factor · W·x for each choice, float32 (T, K, out). Two: silu(gate·x) · (up·x) · scale · HIDDEN, half (T, K, out).
+  x: half (T, in) or (T, K, in); weights: (E, out, in); chosen: as by_expert gives it; scale: float32 (T, K)"""
   (E, rows, width), T, tile, paired = weights[0].shape, x.shape[0], NARROW, len(weights) == 2
   share = K if x.ndim == 2 else 1
   def body(b:dict[str, UOp]) -> list[UOp]:

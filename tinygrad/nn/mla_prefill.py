@@ -22,8 +22,8 @@ def fits(t:Target, latent:int, dim:int) -> bool:
   return t.mma is not None and latent % (WARPS * 4 * t.mma.N) == 0 and dim % SLAB == 0
 
 def mla_prefill(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:float) -> Tensor:
-  """q_latent: (T, H, L); q: (T, H·head), each head's last R numbers rotated; cache: half (C, L+R), with the tokens from pos on written; pos: int32 (1,)
-  -> half (T, H, L), softmax(q·k·scale)·v"""
+  """q_latent: (T, H, L); q: (T, H·head), each head's last R numbers rotated; cache: half (C, L+R), with the tokens from pos on written;
+  pos: int32 (1,) -> half (T, H, L), softmax(q·k·scale)·v"""
   (T, H, L), (C, dim), head, m = q_latent.shape, cache.shape, q.shape[1] // q_latent.shape[1], t.mma
   assert m is not None
   down, steps, slabs, share, groups = TOKENS // m.M, SLAB // m.K, dim // SLAB, -(-dim // SLAB // WARPS), L // (WARPS * 4 * m.N)
@@ -41,10 +41,12 @@ def mla_prefill(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, s
     def query(row:UOp, slab:UOp, k:UOp) -> UOp:
       token, latent = token_of(row), slab * SLAB < L
       in_latent = b["q_latent"][((token * H + of_head) * L + slab * SLAB + k).valid(latent)].load().cast(dtypes.half)
-      in_rope = b["q"][(token * H * head + of_head * head + head - dim + slab * SLAB + k).valid((slab < slabs) & (slab * SLAB >= L))].load().cast(dtypes.half)
+      at = (token * H + of_head + 1) * head - dim + slab * SLAB + k
+      in_rope = b["q"][at.valid((slab < slabs) & (slab * SLAB >= L))].load().cast(dtypes.half)
       return in_latent + in_rope                                      # one of them is 0
     own_slabs = [i * WARPS + warp for i in range(share)]
-    queries = [[[query(i * m.M + row, slab, depth_of(m, part, k)) for row, k in places] for i in range(down)] for slab in own_slabs for part in range(steps)]
+    queries = [[[query(i * m.M + row, slab, depth_of(m, part, k)) for row, k in places] for i in range(down)]
+               for slab in own_slabs for part in range(steps)]
     # running maximum, sum of weights (a lane's own) and weighted sums
     rows, each = down * len(row_slots), m.counts[2]
     state = UOp.placeholder((2 * rows + down * groups * 4 * each,), dtypes.float, slot=0, addrspace=AddrSpace.REG)
@@ -101,7 +103,8 @@ def mla_prefill(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, s
         sums = [[now[sum_at(i, g, n, e)].load() * shrinks[slot_of(i, e)] for e in range(each)] for i in range(down)]
         for slab in range(POSITIONS // SLAB):
           for part in range(steps):
-            values = [key(slab * SLAB + depth_of(m, part, k), first + (g * m.N + column) * 4 + n) for k, column in (m.b(lane, e) for e in range(m.counts[1]))]
+            values = [key(slab * SLAB + depth_of(m, part, k), first + (g * m.N + column) * 4 + n)
+                      for k, column in (m.b(lane, e) for e in range(m.counts[1]))]
             for i in range(down): sums[i] = m(weights[i][slab * steps + part], values, sums[i])
         updates += [now[sum_at(i, g, n, e)].store(v) for i in range(down) for e, v in enumerate(sums[i])]
     state = state.after(UOp.group(*updates).end(at))
@@ -114,7 +117,8 @@ def mla_prefill(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, s
         for g in range(groups):
           for n in range(4):
             index = (token * H + of_head) * L + first + (g * m.N + column) * 4 + n
-            done.append(b["y"][index if T % TOKENS == 0 else index.valid(token < T)].store((state[sum_at(i, g, n, e)].load() * inverse[slot_of(i, e)]).cast(dtypes.half)))
+            value = state[sum_at(i, g, n, e)].load() * inverse[slot_of(i, e)]
+            done.append(b["y"][index if T % TOKENS == 0 else index.valid(token < T)].store(value.cast(dtypes.half)))
     return done
   ins = {"q_latent": q_latent, "q": q, "cache": cache, "pos": pos}
   return launch(f"mla_prefill_{T}_{H}_{L}_{dim - L}", {"y": Tensor.empty(T, H, L, dtype=dtypes.half)}, ins, body, cache.nbytes())[0]

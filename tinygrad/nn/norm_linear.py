@@ -40,7 +40,8 @@ def norm_linear_mats(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weight
   """By tensor cores. What RoPE has rotated is halves."""
   n, factor = (normalized(t, x, norm)[0], 1.0) if norm is not None else halves(x)
   first, *rest = weights
-  return [mul_mats(t, n, first, residual, factor, rope, dtypes.float if rope is None else dtypes.half), *[mul_mats(t, n, w, factor=factor) for w in rest]]
+  y = mul_mats(t, n, first, residual, factor, rope, dtypes.float if rope is None else dtypes.half)
+  return [y, *[mul_mats(t, n, w, factor=factor) for w in rest]]
 
 def norm_linear_kernel(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
   if norm is None and rope is None and len(weights) == 1 and residual is not None and serves(t, QL_SHEXP_MSL, weights):
