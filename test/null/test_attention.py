@@ -1,7 +1,9 @@
 """Decoding's attention over splits of the cache against the plain form in float64: both ways of cutting the work, on the mock of CUDA."""
 import dataclasses
+from typing import Callable
 import numpy as np, pytest
 from mockcuda import on_cuda
+from mockmetal import on_metal
 from oracle import nmse
 from tinygrad import Tensor, dtypes
 from tinygrad.nn import intrinsics, mla_attention
@@ -32,10 +34,10 @@ def test_by_tiles(shape: tuple[int, ...]):
     assert mla_attention.by_tiles(intrinsics.target(), shape[1], shape[2])
     assert attention(*shape, seed=1) < 1e-6  # queries and weights are halves
 
-@pytest.mark.parametrize("shape", SHAPES[1:3])
-def test_by_lanes(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("shape,on", [(SHAPES[1], on_cuda), (SHAPES[2], on_cuda), (SHAPES[1], on_metal)])
+def test_by_lanes(shape: tuple[int, ...], on: Callable, monkeypatch: pytest.MonkeyPatch):
   monkeypatch.setitem(intrinsics.TARGETS, "CUDA", dataclasses.replace(intrinsics.TARGETS["CUDA"], mma=None))
-  with on_cuda():
+  with on():
     assert not mla_attention.by_tiles(intrinsics.target(), shape[1], shape[2])
     assert attention(*shape, seed=2) < 1e-12
 

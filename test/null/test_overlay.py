@@ -18,7 +18,7 @@ WRAPPED = {
 }
 
 def python(*args:str|Path, cwd:Path, **env:str) -> subprocess.CompletedProcess[str]:
-  kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+  kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MOCKMETAL"))}  # a clone here has no mock
   return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env=kept | env, capture_output=True, text=True)
 
 # ---- the guards ----
