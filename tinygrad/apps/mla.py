@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as GGMLType
 from gguf.quants import dequantize
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor
-from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear
+from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, fetch
 from tinygrad.apps.rope import Rope, Yarn, rope_table
 from tinygrad.nn.intrinsics import target
 from tinygrad.nn.matmat import HIDDEN, heads_linear, mats_target
@@ -216,7 +216,10 @@ class Transformer:
     Raises GGUFError for a missing key or tensor and for a wrong shape."""
     c = Config.from_gguf(f)
     spec = _checked_tensors(f, c)
-    w = {t.name: _load(spec[t.name], t) for t in progress([f.tensors[name] for name in spec])}
+    w, tensors = {}, [f.tensors[name] for name in spec]
+    for t, following in zip(progress(tensors), [*tensors[1:], None]):
+      if following is not None: fetch(following.data)
+      w[t.name] = _load(spec[t.name], t)
     def norm(name:str) -> RMSNorm: return RMSNorm(w[name + ".weight"], c.norm_eps)
     def block(i:int) -> Block:
       b, attn = f"blk.{i}.", Attention(c)

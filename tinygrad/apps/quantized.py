@@ -14,7 +14,7 @@ Wider codes are split over two planes (6 bits: 4 + 2). Floats are kept as they a
 """
 from __future__ import annotations
 import functools, mmap
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Callable, Self
 import numpy as np
@@ -240,17 +240,20 @@ def _splitter(device:str, kind:GGMLType, shape:tuple[int, ...]) -> tuple[TinyJit
     Tensor.realize(*(plane.assign(p) for plane, p in zip(planes, split_planes(kind, shape, raw).values())))
   return capturing_jit(split), layout
 
-_ahead = ThreadPoolExecutor(4)
+_readers = ThreadPoolExecutor(4)
+
+def pieces(data:np.ndarray) -> list[np.ndarray]: return [data[at:at + PIECE] for at in range(0, data.size, PIECE)]
+def fetch(data:np.ndarray) -> list[Future]:
+  """Threads bring the pages of the file's bytes into memory, piece by piece"""
+  return [_readers.submit(lambda p: int(p[::mmap.PAGESIZE].sum()), p) for p in pieces(data)]
 
 def _copy_in(buffer:Buffer, data:np.ndarray) -> None:
-  """The file's bytes to the device, piece by piece: threads fetch the pages ahead, and a piece's staging memory serves the next"""
-  pieces = [data[at:at + PIECE] for at in range(0, data.size, PIECE)]
-  fetched = [_ahead.submit(lambda p: int(p[::mmap.PAGESIZE].sum()), p) for p in pieces]
-  for i, (piece, done) in enumerate(zip(pieces, fetched)):
-    done.result()
-    part = buffer if len(pieces) == 1 else buffer.view(piece.size, dtypes.uint8, i * PIECE).ensure_allocated()
+  """The file's bytes to the device, piece by piece: a piece's staging memory serves a later one"""
+  for i, (piece, fetched) in enumerate(zip(parts := pieces(data), fetch(data))):
+    fetched.result()
+    part = buffer if len(parts) == 1 else buffer.view(piece.size, dtypes.uint8, i * PIECE).ensure_allocated()
     part.copy_from(Buffer("NPY", piece.size, dtypes.uint8, opaque=np.asarray(piece)))
-    Device[Device.DEFAULT].synchronize()
+    if i % 2 or piece is parts[-1]: Device[Device.DEFAULT].synchronize()
 
 def _give_back() -> None:
   """Device memory that only tinygrad's cache holds on to goes back, before the next tensor takes its own"""
