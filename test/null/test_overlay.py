@@ -15,6 +15,7 @@ SCRIPTS = ["tinygrad/apps/llm.py", "bench_block.py", "profile_model.py"]
 WRAPPED = {
   "__init__.py": "fc24d5d0df1b1a14bbee0bd2641a61ca5f34ec7d83f1b0b755adf6eb83d5c0be",
   "runtime/graph/cuda.py": "613edd9b4a89787dd3753ba91cc9b699b21c0daef1871d24252a3dcf57e0f457",
+  "runtime/ops_cpu.py": "7749618e303b7dae1599fe1d0d26265aaef16b741a2b2b8914ae1feb9e3d2fea",
 }
 
 def python(*args:str|Path, cwd:Path, **env:str) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, fetch
 from tinygrad.apps.rope import Rope, Yarn, rope_table
+from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import target
 from tinygrad.nn.matmat import HIDDEN, heads_linear, mats_target
 from tinygrad.nn.matvec import UNIT
@@ -195,7 +196,9 @@ class Transformer:
     c, t = self.config, target()
     widths = [c.dim, c.nope_dim, c.kv_lora_rank, c.n_heads * c.v_dim, c.hidden_dim] + [c.q_lora_rank] * (c.q_lora_rank > 0)
     if c.n_experts: widths.append(c.expert_dim)
-    return t is not None and all(w % UNIT == 0 for w in widths) and attention_fits(t, c.n_heads, c.kv_lora_rank, c.rope_dim)
+    fit = all(w % UNIT == 0 for w in widths)
+    if cpu.device(): return fit and c.rope_dim % cpu.ROWS == 0
+    return fit and t is not None and attention_fits(t, c.n_heads, c.kv_lora_rank, c.rope_dim)
 
   @property
   def weight_bytes_a_token(self) -> int:

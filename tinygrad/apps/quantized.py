@@ -23,6 +23,7 @@ from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.device import Buffer, LRUAllocator
 from tinygrad.dtype import DType
 from tinygrad.helpers import Context, prod
+from tinygrad.nn import cpu
 from tinygrad.nn.embedding import embedding
 from tinygrad.nn.intrinsics import target
 from tinygrad.nn.matvec import UNIT, Late, Matrix, Unit, launch, matvec, row_pairs
@@ -199,14 +200,16 @@ def dequantize(kind:GGMLType, planes:Planes) -> Tensor:
 def _unit_scales(kind:GGMLType, units:int, plane:Callable[[str, Any], Any], row:Any, unit:Any) -> Scales:
   fmt, upb = FORMATS[kind], block_size(kind)[0] // UNIT
   def at(name:str) -> Any: return plane(name, row * units + unit if upb == 1 or name in fmt.unit_planes else row * (units // upb) + unit // upb)
-  return fmt.scales(UnitView(at, unit % upb))
+  index = cpu.C(f"((v16u)({unit % upb}u))", dtypes.uint32) if isinstance(unit, int) else unit % upb
+  return fmt.scales(UnitView(at, index))
 
 def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp) -> Unit:
   """One unit of a row of `units`. plane(name, index) loads an entry of a flat plane."""
   if kind in FLOATS:
     words = [plane("w", (row * units + unit) * UNIT + i) for i in range(UNIT)]
     if kind is GGMLType.BF16: words = [(w.cast(dtypes.uint32) << 16).bitcast(dtypes.float) for w in words]
-    return Unit([], [(UOp.const(1.0, dtypes.float), None)], floats=[w.cast(dtypes.float) for w in words])
+    floats = [w.cast(dtypes.float) for w in words]
+    return Unit([], [(floats[0].const_like(1.0), None)], floats=floats)
   fmt = FORMATS[kind]
   loaded = [[plane(f"q{i}", (row * units + unit) * width + w) for w in range(width)] for i, width in enumerate(fmt.widths)]
   def word(j:int) -> UOp:  # the codes of the weights 4j … 4j+3
@@ -262,9 +265,31 @@ def _give_back() -> None:
   for (size, options), kept in allocator.cache.items():
     while kept and not (options and options.host): super(LRUAllocator, allocator).free(kept.pop(), size, options)
 
+@functools.cache
+def interleaved(kind:GGMLType) -> cpu.Layout:
+  """The layout of the CPU's kernels"""
+  elements, nbytes = block_size(kind)
+  units = max(elements // UNIT, 1)
+  planes = split_planes(kind, (1, units * UNIT), Tensor.empty(units * UNIT // elements * nbytes, dtype=dtypes.uint8))
+  return cpu.Layout({name: (p.dtype, prod(p.shape)) for name, p in planes.items()}, units)
+
+def interleave(kind:GGMLType, shape:tuple[int, ...], planes:Planes) -> Planes:
+  """The planes of a matrix or a stack as one stream on the device"""
+  stream = interleaved(kind).interleave(shape, {name: p.numpy() for name, p in planes.items()})
+  on_device = Tensor.empty(*stream.shape, dtype=dtypes.uint32)
+  on_device.uop.buffer.ensure_allocated().copy_from(Buffer("NPY", stream.size, dtypes.uint32, opaque=stream))
+  return {"stream": on_device}
+
+def deinterleave(layout:cpu.Layout, shape:tuple[int, ...], stream:Tensor) -> Planes:
+  """The planes of a stream, unrealized"""
+  def back(name:str, p:Tensor) -> Tensor: return p.reshape(*p.shape[:-1], shape[-1] // UNIT, -1) if name.startswith("q") else p
+  return {name: back(name, p) for name, p in layout.planes(shape, stream).items()}
+
 class QuantizedWeight:
   """A matrix, or a stack of them, in its GGUF type on the device. shape: (…, out, in); planes as split_planes lays them out."""
-  def __init__(self, kind:GGMLType, shape:tuple[int, ...], planes:Planes): self.kind, self.shape, self.planes = kind, shape, planes
+  def __init__(self, kind:GGMLType, shape:tuple[int, ...], planes:Planes):
+    self.kind, self.shape, self.planes = kind, shape, planes
+    self.layout = interleaved(kind) if "stream" in planes else None
   @classmethod
   def load(cls, kind:GGMLType, shape:tuple[int, ...], data:np.ndarray) -> Self:
     """data: uint8, the tensor's bytes as in the file. They are copied to the device once; the copy is freed when the planes stand."""
@@ -276,12 +301,21 @@ class QuantizedWeight:
     with Context(JIT=2): splitter(raw, *planes.values())  # kernels one by one: a graph would hold on to its first tensor's buffers
     del raw
     if data.size >= BIG: _give_back()
+    if cpu.device() and shape[-1] % UNIT == 0: planes = interleave(kind, shape, planes)
     return cls(kind, shape, planes)
   def __getitem__(self, index:Tensor) -> QuantizedWeight:
     """Rows, or matrices of a stack, by a tensor of indices; nothing is read until the result is"""
     shape = (*index.shape, *self.shape[1:])
-    return QuantizedWeight(self.kind, shape, {name: p[index] for name, p in self.planes.items()})
-  def dequantize(self) -> Tensor: return dequantize(self.kind, self.planes)
+    planes = self.planes if len(self.shape) > 2 else self.plain_planes  # rows lie interleaved, matrices of a stack do not
+    return QuantizedWeight(self.kind, shape, {name: p[index] for name, p in planes.items()})
+  @property
+  def plain_planes(self) -> Planes:
+    """The planes as split_planes lays them out, interleaved or not"""
+    return self.planes if self.layout is None else deinterleave(self.layout, self.shape, self.planes["stream"])
+  def dequantize(self) -> Tensor: return dequantize(self.kind, self.plain_planes)
+  def unit_of_block(self, plane:Callable[[str, int], cpu.C], u:int) -> Unit:
+    """The unit u of a block in C; plane(name, index) is an entry of the block's planes"""
+    return _unit(self.kind, self.layout.units, plane, 0, u)
   def args(self, name:str) -> dict[str, Tensor]:
     """The planes as a kernel's arguments"""
     return {f"{name}.{plane}": t for plane, t in self.planes.items()}
@@ -330,6 +364,7 @@ def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
   """y = W·x, for a matrix, a stack with one a head, or the matrices that ids name (clamped); shapes as in QuantizedLinear and
   QuantizedExpertWeights"""
   t, (*stack, rows, width) = target(), w.shape
+  if cpu.fits(w): return cpu.mul_mat(x, w, ids, (*(x.shape[:-1] if ids is None else ids.shape), rows))
   if t is None or width % UNIT: return mul_mat_reference(x, w, ids)
   if ids is not None and x.shape[0] == 1 and serves(t, QL_MOE_MSL, [w]): return mul_mat_msl(x, w, ids)
   out_shape, matrices = (*(x.shape[:-1] if ids is None else ids.shape), rows), prod(stack)

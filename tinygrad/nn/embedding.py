@@ -1,6 +1,7 @@
 """The two ends of a decode step: the embedding's row of a token; the token of the largest logit, and the position moving on."""
 from __future__ import annotations
 from tinygrad import Tensor, UOp, dtypes
+from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import Target, shuffle, target
 from tinygrad.nn.matvec import UNIT, launch, local
 from tinygrad.nn.norm_linear import Weight, kernel_target
@@ -8,6 +9,7 @@ from tinygrad.uop.ops import Ops
 
 def embedding(ids:Tensor, w:Weight) -> Tensor:
   """ids: int32 (T,); w: (vocab, D) -> float32 (T, D)"""
+  if ids.shape[0] == 1 and cpu.fits(w): return cpu.embedding(ids, w)
   if (t := kernel_target(ids.reshape(-1, 1), w.shape[1])): return embedding_kernel(t, ids, w)
   return embedding_ops(ids, w)
 
@@ -27,6 +29,7 @@ def embedding_kernel(t:Target, ids:Tensor, w:Weight) -> Tensor:
 
 def argmax(x:Tensor) -> Tensor:
   """float32 (V,) -> int32 (1,), the place of the largest, the lower on a tie"""
+  if cpu.device(): return cpu.argmax(x)
   if (t := target()) is None: return argmax_ops(x)
   return argmax_kernel(t, x)
 
@@ -34,6 +37,7 @@ def advance(pos:Tensor, token:Tensor) -> Tensor:
   """pos, int32 (1,) on the device, moves on by one when the token, int32 (1,), is chosen. Returns where it then is, int32 (1,).
   tinygrad is told that pos is read, not that it is written: all kernels of a step read it, and for each it would look anew whether that comes
   before this one. It does, as the token depends on all of them; graphs see what a kernel stores."""
+  if cpu.device(): return cpu.advance(pos, token)
   def body(b:dict[str, UOp]) -> list[UOp]:
     at = UOp.special(1, "lidx0")
     moved = b["pos"][at].load() + (b["token"][at].load() >= 0).where(1, 0)  # a token is: the kernel only has to read it

@@ -1,0 +1,128 @@
+"""The CPU's kernels against the plain ops and the gguf package, in float64; and the weights' layout there."""
+from __future__ import annotations
+import numpy as np, pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
+from helpers import HALVES, random_weight
+from tinygrad import Tensor, dtypes
+from tinygrad.apps.mla import RMSNorm
+from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear
+from tinygrad.apps.rope import Rope, rope_table
+from tinygrad.nn import cpu, embedding, mla_attention, moe, norm_linear
+
+pytestmark = pytest.mark.skipif(cpu.device() is None, reason="not on the CPU")
+KINDS = pytest.mark.parametrize("kind", HALVES, ids=lambda k: k.name)
+
+def normal(*shape: int) -> np.ndarray: return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
+def tensor(x: np.ndarray) -> Tensor: return Tensor(x).realize()
+def nmse(got: np.ndarray, want: np.ndarray) -> float:
+  assert got.shape == want.shape
+  return float(((got - want) ** 2).sum() / (want.astype(np.float64) ** 2).sum())
+def same(got: Tensor, want: np.ndarray | Tensor, limit: float = 1e-11) -> None:
+  assert nmse(got.numpy(), want.numpy() if isinstance(want, Tensor) else want) < limit
+def load(cls: type, kind: T, *shape: int):
+  data, want = random_weight(kind, shape)
+  w = cls.load(kind, shape, data)
+  assert w.layout is not None
+  return w, want.astype(np.float64)
+def norm(n: int) -> RMSNorm: return RMSNorm(tensor(1 + 0.1 * normal(n)), 1e-5)
+def width(kind: T, least: int = 96) -> int: return -(-least // GGML_QUANT_SIZES[kind][0]) * GGML_QUANT_SIZES[kind][0]
+
+@KINDS
+@pytest.mark.parametrize("rows", [1, 16, 37])
+def test_layout(kind: T, rows: int):
+  """What the interleaved stream holds is what the file holds, extremes too"""
+  shape = (8, rows, width(kind))
+  data, want = random_weight(kind, shape, extreme=True)
+  w = QuantizedExpertWeights.load(kind, shape, data)
+  assert w.layout is not None and w.planes["stream"].shape[1] == -(-rows // 16)
+  np.testing.assert_array_equal(w.dequantize().numpy(), want)
+  np.testing.assert_array_equal(w[Tensor([1, 0, 1])].dequantize().numpy(), want[[1, 0, 1]])
+
+@KINDS
+@pytest.mark.parametrize("tokens,rows", [(1, 33), (5, 48), (11, 7)])
+def test_mul_mat(kind: T, tokens: int, rows: int):
+  w, want = load(QuantizedLinear, kind, rows, width(kind))
+  x = normal(tokens, w.shape[1])
+  same(w(tensor(x)), x @ want.T)
+
+@KINDS
+def test_mul_mat_id(kind: T):
+  w, want = load(QuantizedExpertWeights, kind, 3, 21, width(kind))
+  x, sel = normal(2, 1, w.shape[2]), np.int32([[2, 0, 7], [1, -1, 2]])
+  same(w(tensor(x), tensor(sel)), np.einsum("ti,tkoi->tko", x[:, 0], want[sel.clip(0, 2)]))
+  x = normal(2, 3, w.shape[2])
+  same(w(tensor(x), tensor(sel)), np.einsum("tki,tkoi->tko", x, want[sel.clip(0, 2)]))
+
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+def test_a_matrix_a_head(tokens: int):
+  w, want = load(QuantizedLinear, T.Q8_0, 5, 20, 64)
+  x = normal(tokens, 5, 64)
+  same(w(tensor(x)), np.einsum("thi,hoi->tho", x, want))
+
+@KINDS
+def test_embedding(kind: T):
+  w, want = load(QuantizedEmbedding, kind, 37, width(kind))
+  for i in (0, 17, 36): same(w(tensor(np.int32([i]))), want[[i]].astype(np.float32), 1e-13)
+  same(w(tensor(np.int32([99]))), want[[36]].astype(np.float32), 1e-13)
+  same(w(tensor(np.int32([3, 36, 0]))), want[[3, 36, 0]].astype(np.float32), 1e-13)
+
+def test_norm_linear():
+  a, b = load(QuantizedLinear, T.Q4_0, 3 * 24, 96)[0], load(QuantizedLinear, T.Q8_0, 21, 96)[0]
+  x, n, pos = tensor(normal(1, 96)), norm(96), 5
+  table = rope_table(8, 10000.0, 8)
+  on_device = Rope(table, tensor(np.int32([pos])), 24, 16)
+  for got, want in zip(norm_linear.norm_linear(x, n, [a, b], on_device), norm_linear.norm_linear_ops(x, n, [a, b], Rope(table, pos, 24, 16))):
+    same(got, want)
+  residual = tensor(normal(1, 21))
+  same(norm_linear.norm_linear(x, None, [b], residual=residual)[0], norm_linear.norm_linear_ops(x, None, [b], residual=residual)[0])
+
+@pytest.mark.parametrize("kept", [dtypes.half, dtypes.float])
+@pytest.mark.parametrize("pos", [0, 3, 15, 16, 40])
+def test_attention(pos: int, kept):
+  H, L, R, nope, C = 5, 64, 16, 32, 48
+  k_b, table, n = load(QuantizedLinear, T.Q8_0, H, L, nope)[0], rope_table(R, 10000.0, C), norm(L)
+  q, kv = tensor(normal(1, H * (nope + R))), tensor(normal(1, L + R))
+  device = tensor(np.int32([pos]))
+  a, b = (tensor(normal(C, L + R)).cast(kept).contiguous().realize() for _ in range(2))
+  got, cache = norm_linear.latent_query(q, kv, k_b, n, a, Rope(table, device, nope + R, nope))
+  want, other = norm_linear.latent_query_ops(q, kv, k_b, n, b, Rope(table, pos, nope + R, nope))
+  Tensor.realize(got, cache, want, other)
+  same(got, want)
+  same(cache.cast(dtypes.float), other.cast(dtypes.float), 1e-7)
+  same(mla_attention.mla_attention(got, q.reshape(1, H, -1), cache, device, 0.1), mla_attention.mla_attention_ops(got, q.reshape(1, H, -1), cache, pos, 0.1), 1e-10)
+
+@pytest.mark.parametrize("gating", [1, 2, 3])
+@pytest.mark.parametrize("experts", [4, 33])
+def test_choose_experts(gating: int, experts: int):
+  logits, bias = tensor(normal(1, experts).round(1)), tensor(0.1 * normal(experts))   # rounded: ties
+  for b in (None, bias):
+    for normalize in (False, True):
+      how = moe.Choice(3, gating, normalize, 1.8, b)
+      (sel, weights), (sel_ops, weights_ops) = cpu.choose_experts(logits, how, moe.LEAST_SUM), moe.choose_experts(logits, how)
+      assert sel.tolist() == sel_ops.tolist()
+      same(weights, weights_ops)
+
+def test_feed_forward():
+  D, F, E = 96, 32 * 3, 4
+  gate, up = (load(QuantizedExpertWeights, T.Q4_0, E, F, D)[0] for _ in range(2))
+  down = load(QuantizedExpertWeights, T.Q5_1, E, 75, F)[0]
+  x, n, residual = tensor(0.1 * normal(1, D)), norm(D), tensor(normal(1, 75))
+  logits, how = tensor(normal(1, E)), moe.Choice(3, 2, True, 1.8)
+  (hidden, sel), (want, sel_ops) = (f(x, n, (gate, up), logits, how) for f in (moe.expert_gate_up, moe.expert_gate_up_ops))
+  Tensor.realize(hidden, sel)
+  assert sel.tolist() == sel_ops.tolist()
+  same(hidden, want)
+  aside = load(QuantizedLinear, T.Q6_K, 75, 256)[0]
+  for shared in (None, (tensor(normal(1, 256)), aside)):
+    for ids in (sel.numpy(), np.int32([[9, -4, 1]])):  # the second clamped
+      got = moe.expert_down(hidden, down, tensor(ids), residual, shared)
+      same(got, moe.expert_down_ops(hidden, down, tensor(ids.clip(0, E - 1)), residual, shared))
+  gate, up, router = (load(QuantizedLinear, k, 40, D)[0] for k in (T.Q8_0, T.F16, T.F32))
+  for got, want in zip(moe.gate_up(x, n, (gate, up), router), moe.gate_up_ops(x, n, (gate, up), router), strict=True): same(got, want)
+
+@pytest.mark.parametrize("size", [5, 16, 1000])
+def test_argmax(size: int):
+  x = normal(size)
+  assert embedding.argmax(tensor(x)).tolist() == [int(x.argmax())]
+  x[[size // 2, size - 1]] = 9.0
+  assert embedding.argmax(tensor(x)).tolist() == [size // 2]

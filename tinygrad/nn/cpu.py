@@ -1,0 +1,443 @@
+"""Decoding on the CPU: the primitives as C with vector extensions, no intrinsics, so that AVX2, AVX-512 and ARM compile the same source.
+
+Layout: 16 rows are interleaved, block by block, in one ascending stream of words (`Layout`): a vector's lane is a row, and a row's sum never
+leaves its lane. Codes lie four to a word, byte by byte; a byte is masked where it stands, and x is scaled by the power of two that undoes its
+place. Zeros and minimums go through sums of x over 16 weights. Every thread stages x, norm included, for itself, and takes a share of the
+groups of 16 rows: nothing is shared, sums are float32 in one order whatever the number of threads.
+"""
+from __future__ import annotations
+import math
+from dataclasses import dataclass
+from typing import Any, Sequence
+import numpy as np
+from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad.dtype import AddrSpace, DType
+from tinygrad.helpers import NUM_CPU_THREADS, prod
+from tinygrad.nn.matvec import UNIT
+from tinygrad.renderer import Estimates
+from tinygrad.renderer.cstyle import ClangRenderer
+from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
+
+ROWS = 16     # of a group
+COLUMNS = 8   # of x that a pass over the weights serves
+
+def device() -> str|None:
+  """The device whose kernels these are: the CPU, or NULL where it stands for it"""
+  name = Device.DEFAULT.split(":")[0]
+  return Device.DEFAULT if name in ("CPU", "NULL") and isinstance(Device[Device.DEFAULT].renderer, ClangRenderer) else None
+
+# ---- the layout ----
+
+@dataclass(frozen=True)
+class Field:
+  """A plane's share of a block: `entries` of 16 rows each, from byte `offset` of the block, or of every unit"""
+  dtype: DType
+  entries: int
+  offset: int
+  of_unit: bool
+
+class Layout:
+  """Where a block of 16 rows holds what. planes: {name: (dtype, entries a block)}; first what the block has once, then unit by unit the rest"""
+  def __init__(self, planes:dict[str, tuple[DType, int]], units:int):
+    self.units, self.fields = units, {}
+    size = {False: 0, True: 0}
+    for name, (dtype, entries) in planes.items():
+      of_unit = units > 1 and entries % units == 0
+      each = entries // units if of_unit else entries
+      self.fields[name] = Field(dtype, each, size[of_unit], of_unit)
+      size[of_unit] += each * ROWS * dtype.itemsize
+    self.once, self.unit = size[False], size[True]
+    self.nbytes = self.once + self.unit * units
+  def shape(self, shape:tuple[int, ...], blocks:int) -> tuple[int, ...]: return (*shape[:-2], -(-shape[-2] // ROWS), blocks, self.nbytes // 4)
+
+  def interleave(self, shape:tuple[int, ...], planes:dict[str, np.ndarray]) -> np.ndarray:
+    """uint32 (…, groups, blocks, words a block) of the planes of a matrix or a stack; lacking rows are zeros"""
+    rows, groups = shape[-2], -(-shape[-2] // ROWS)
+    name, f = next(iter(self.fields.items()))
+    blocks = planes[name].size // (prod(shape[:-1]) * f.entries * (self.units if f.of_unit else 1))
+    out = np.zeros(self.shape(shape, blocks), np.uint32)
+    every = out.view(np.uint8).reshape(-1, groups, blocks, self.nbytes)
+    for name, f in self.fields.items():
+      units, size = self.units if f.of_unit else 1, f.entries * ROWS * f.dtype.itemsize
+      part = every[..., self.once:].reshape(*every.shape[:3], units, -1) if f.of_unit else every[..., :self.once].reshape(*every.shape[:3], 1, -1)
+      plane = planes[name].reshape(-1, rows, blocks, units, f.entries)
+      place = part[..., f.offset:f.offset + size].view(plane.dtype).reshape(*part.shape[:4], f.entries, ROWS)
+      for r in range(ROWS): place[:, :len(range(r, rows, ROWS)), ..., r] = plane[:, r::ROWS]
+    return out
+
+  def planes(self, shape:tuple[int, ...], stream:Tensor) -> dict[str, Tensor]:
+    """The planes again, as views and shifts: (…, rows, entries of a row)"""
+    *stack, groups, blocks, _ = stream.shape
+    out = {}
+    for name, f in self.fields.items():
+      units, size = self.units if f.of_unit else 1, f.dtype.itemsize
+      words = (stream[..., self.once // 4:] if f.of_unit else stream[..., :self.once // 4]).reshape(*stack, groups, blocks, units, -1)
+      words = words[..., f.offset // 4:f.offset // 4 + f.entries * ROWS * size // 4]
+      if size < 4: words = (words.unsqueeze(-1) >> (Tensor.arange(4 // size, dtype=dtypes.uint32) * (8 * size))) & ((1 << (8 * size)) - 1)
+      n = len(stack)
+      p = words.reshape(*stack, groups, blocks, units * f.entries, ROWS).permute(*range(n + 1), n + 3, n + 1, n + 2)
+      p = p.reshape(*stack, groups * ROWS, blocks * units * f.entries)[..., :shape[-2], :]
+      out[name] = p.bitcast(f.dtype) if size == 4 else p.cast({1: dtypes.uint8, 2: dtypes.uint16}[size]).bitcast(f.dtype)
+    return out
+
+# ---- a format's description, told in C ----
+
+VECTORS = {dtypes.float: "v16f", dtypes.half: "v16h", dtypes.uint32: "v16u", dtypes.uint16: "v16s", dtypes.uint8: "v16b", dtypes.int8: "v16c"}
+
+class C:
+  """A C expression of 16 lanes that is built as a kernel's value is (apps/quantized.py), by the same code"""
+  def __init__(self, text:str, dtype:DType): self.text, self.dtype = text, dtype
+  def _of(self, x:Any) -> str:
+    if isinstance(x, C): return x.text
+    return f"(({VECTORS[self.dtype]})({f'{float(x)!r}f' if self.dtype is dtypes.float else f'{x}u'}))"
+  def _op(self, op:str, x:Any) -> C: return C(f"({self.text} {op} {self._of(x)})", self.dtype)
+  def __and__(self, x): return self._op("&", x)
+  def __or__(self, x): return self._op("|", x)
+  def __xor__(self, x): return self._op("^", x)
+  def __rshift__(self, x): return self._op(">>", x)
+  def __lshift__(self, x): return self._op("<<", x)
+  def __add__(self, x): return self._op("+", x)
+  def __sub__(self, x): return self._op("-", x)
+  def __mul__(self, x): return self._op("*", x)
+  def __lt__(self, x): return self._op("<", x)
+  def eq(self, x): return self._op("==", x)
+  def where(self, a, b) -> C:
+    of = next((y for y in (a, b) if isinstance(y, C)), C("", dtypes.float))
+    kind = VECTORS[of.dtype]
+    return C(f"(({kind})((((v16u){self.text}) & ((v16u){of._of(a)})) | (~((v16u){self.text}) & ((v16u){of._of(b)}))))", of.dtype)
+  def maximum(self, x): return C(f"__builtin_elementwise_max({self.text}, {self._of(x)})", self.dtype)
+  def const_like(self, x): return C(self._of(x), self.dtype)
+  def cast(self, dtype:DType) -> C:
+    if dtype is self.dtype: return self
+    if dtype is dtypes.float and self.dtype is dtypes.uint32: return C(f"FLOAT({self.text})", dtype)  # codes: the sign is never set
+    return C(f"__builtin_convertvector({self.text}, {VECTORS[dtype]})", dtype)
+  def bitcast(self, dtype:DType) -> C: return C(f"(({VECTORS[dtype]}){self.text})", dtype)
+
+PRELUDE = """#define VEC(n, t, a) __attribute__((ext_vector_type(n), aligned(a))) t
+typedef float v16f __attribute__((ext_vector_type(16), aligned(4))); typedef float v8f __attribute__((ext_vector_type(8), aligned(4)));
+typedef float v4f __attribute__((ext_vector_type(4), aligned(4))); typedef int v16i __attribute__((ext_vector_type(16), aligned(4)));
+typedef unsigned v16u __attribute__((ext_vector_type(16), aligned(4))); typedef __fp16 v16h __attribute__((ext_vector_type(16), aligned(2)));
+typedef unsigned short v16s __attribute__((ext_vector_type(16), aligned(2)));
+typedef unsigned char v16b __attribute__((ext_vector_type(16), aligned(1)));
+typedef signed char v16c __attribute__((ext_vector_type(16), aligned(1))); typedef unsigned char byte;
+#define FLOAT(e) __builtin_convertvector(__builtin_convertvector(e, v16i), v16f)
+#define AT(type, o) (*(const type*)(B + (o)))
+#define FN static inline __attribute__((always_inline))
+FN float sum16(v16f v) { v8f a = v.lo + v.hi; v4f b = a.lo + a.hi; return (b.x + b.y) + (b.z + b.w); }
+FN int clamp(int i, int n) { return i < 0 ? 0 : i < n ? i : n - 1; }
+FN v16f exp16(v16f x) {
+  x = __builtin_elementwise_min(__builtin_elementwise_max(x, (v16f)(-87.0f)), (v16f)(88.0f));
+  v16f n = (x * 1.44269504f + 12582912.0f) - 12582912.0f, r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  v16f p = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r + 1.6666665459e-1f) * r + 5.0000001201e-1f;
+  return (p * r * r + r + 1.0f) * (v16f)((__builtin_convertvector(n, v16i) + 127) << 23);
+}
+FN float exp1(float x) { return exp16((v16f)(x))[0]; }
+FN void put(float* y, v16f v, int rows) { if (rows >= 16) *(v16f*)y = v; else for (int r = 0; r < rows; r++) y[r] = v[r]; }
+FN float rms(const float* x, int n, float eps) {
+  v16f s = 0; float rest = 0; int i = 0;
+  for (; i + 16 <= n; i += 16) { v16f v = *(const v16f*)(x + i); s += v * v; }
+  for (; i < n; i++) rest += x[i] * x[i];
+  return 1.0f / __builtin_sqrtf((sum16(s) + rest) / n + eps);
+}
+/* x as products want it: X, P: scaled by the place of a byte in its word, S: the sums of 16 */
+FN void stage(const float* x, const float* norm, float factor, int n, float* X, float* P, float* S) {
+  const float a = 1.0f / 256, b = 1.0f / 65536;
+  const v16f place = {1, a, b, 1, 1, a, b, 1, 1, a, b, 1, 1, a, b, 1};
+  for (int i = 0; i < n; i += 16) {
+    v16f v = *(const v16f*)(x + i);
+    if (norm) v = v * factor * *(const v16f*)(norm + i);
+    *(v16f*)(X + i) = v; *(v16f*)(P + i) = v * place; S[i / 16] = sum16(v);
+  }
+}
+"""
+
+def of_block(w:Any, layout:Layout, u:int) -> Any:
+  """The unit u of a block, at B"""
+  def plane(name:str, i:int) -> C:
+    f = layout.fields[name]
+    base = layout.once + i // f.entries * layout.unit + i % f.entries * ROWS * f.dtype.itemsize if f.of_unit else i * ROWS * f.dtype.itemsize
+    return C(f"AT({VECTORS[f.dtype]}, {base + f.offset})", f.dtype)
+  return w.unit_of_block(plane, u)
+
+def dot(name:str, w:Any, columns:int=1) -> str:
+  """The C function that multiplies 16 rows, one stream at B, by staged columns of x"""
+  layout, width, lines = w.layout, w.shape[-1], []
+  parts = 4 if columns == 1 else 1
+  for u in range(layout.units):
+    unit = of_block(w, layout, u)
+    half = UNIT // len(unit.scales)
+    for g, (scale, minimum) in enumerate(unit.scales):
+      lines.append(f"{{ v16f t[{columns * parts}] = {{0}};")
+      def add(value:str, x:str, k:int) -> None:
+        if columns == 1: lines.append(f"t[{k % 4}] += {value} * {x}[{u * UNIT + k}];")
+        else: lines.append(f"{{ v16f f = {value}; EACH t[c] += f * {x}[c * {width} + {u * UNIT + k}]; }}")
+      for k in range(g * half, (g + 1) * half):
+        if unit.floats is not None: add(unit.floats[k].text, "X", k)
+        elif k % 4 == 0:
+          lines.append(f"{{ v16u q = {unit.words[k // 4].text};")
+          for i, byte in enumerate(("q & 255u", "q & 65280u", "q & 16711680u", "q >> 24")): add(f"FLOAT({byte})", "P", k + i)
+          lines.append("}")
+      sums = [f"S[c * {width // 16} + {u * 2 + h}]" for h in range(2)]
+      total = sums[g] if len(unit.scales) == 2 else " + ".join(sums)
+      zero = f" - {float(unit.zero)}f * s" if unit.floats is None and unit.zero else ""
+      lines.append(f"const v16f scale = {scale.text}{'' if minimum is None else f', least = {minimum.text}'};")
+      partial = "((t[0] + t[1]) + (t[2] + t[3]))" if columns == 1 else "t[c]"
+      lines.append(f"EACH {{ float s = {total}; y[c] += scale * ({partial}{zero}){'' if minimum is None else ' + least * s'}; }} }}")
+  elements = layout.units * UNIT
+  each = '_Pragma("clang loop unroll(full)") for (int c = 0; c < %d; c++)' % columns
+  body = "\n    ".join(lines).replace("EACH", each)
+  return f"""FN void {name}(const byte* B, const float* X, const float* P, const float* S, v16f* y) {{
+  for (int b = 0; b < {width // elements}; b++, B += {layout.nbytes}, X += {elements}, P += {elements}, S += {elements // 16}) {{
+    {body}
+  }}
+}}
+"""
+
+# ---- launches ----
+
+TYPES = {dtypes.float: "float", dtypes.half: "__fp16", dtypes.int32: "int", dtypes.uint32: "unsigned"}
+
+def threads() -> int: return max(NUM_CPU_THREADS.value, 1)
+
+def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], functions:str, body:str, jobs:int=0, mem:int=0) -> list[Tensor]:
+  """Runs a kernel in C. Buffers have their names there; of `jobs` a thread does those from `job` up to `last`; none: one thread does it all.
+  Returns the outs, written."""
+  names, tensors = [*outs, *ins], [t.flatten() for t in (*outs.values(), *ins.values())]
+  n, over = len(names), threads() if jobs > 1 else 1
+  arguments = [f"{TYPES[t.dtype]}* restrict {name}" for name, t in zip(names, tensors)] + ["int core_id"] * (over > 1)
+  core = "core_id" if over > 1 else "0"
+  share = f"long job = (long){core} * {jobs} / {over}, last = ((long){core} + 1) * {jobs} / {over};\n" if jobs else ""
+  source = f"{PRELUDE}{functions}void {name}({', '.join(arguments)}) {{\n{share}{body}\n}}\n"
+  variables = (UOp.param(n, dtypes.int, (), vmin_vmax=(0, over - 1), name="core_id", addrspace=AddrSpace.ALU),) if over > 1 else ()
+  estimates = Estimates(0, mem, mem)
+  def fxn(*buffers:UOp) -> UOp:
+    params = tuple(b.base for b in buffers)
+    sink = UOp.sink(*params, *variables, arg=KernelInfo(name=name, estimates=estimates))
+    info = ProgramInfo(name=name, global_size=(over, 1, 1), local_size=(1, 1, 1), vars=variables, globals=tuple(range(n)),
+                       outs=tuple(range(len(outs))), ins=tuple(range(len(outs), n)), target=Device[Device.DEFAULT].renderer.target)
+    return UOp(Ops.PROGRAM, src=(sink, UOp(Ops.LINEAR, src=(*params, *variables, sink)), UOp(Ops.SOURCE, arg=source)), arg=info)
+  written = tensors[0].custom_kernel(*tensors[1:], fxn=fxn)
+  return [w.reshape(t.shape) for w, t in zip(written, outs.values())]
+
+def fits(*weights:Any) -> bool:
+  """Whether these are the CPU's, interleaved"""
+  return device() is not None and all(w.layout is not None for w in weights)
+
+def groups(w:Any) -> int: return -(-w.shape[-2] // ROWS)
+def group_bytes(w:Any) -> int: return w.shape[-1] // (w.layout.units * UNIT) * w.layout.nbytes
+def staged(n:int, columns:int=1) -> str: return f"float X[{n * columns}], P[{n * columns}], S[{n * columns // 16}];\n"
+
+def mul_mat(x:Tensor, w:Any, ids:Tensor|None, out_shape:tuple[int, ...]) -> Tensor:
+  """As in quantized.mul_mat. A matrix takes COLUMNS of x at a time; chosen matrices one."""
+  *stack, rows, width = w.shape
+  T, G, size, matrices = x.shape[0], groups(w), group_bytes(w), prod(stack)
+  items = prod(out_shape[:-1]) // (1 if ids is not None else T)
+  columns = 1 if ids is not None else min(T, COLUMNS)
+  share = prod(out_shape[:-1]) // prod(x.shape[:-1])
+  which = f"clamp(ids[item], {matrices})" if ids is not None else "item"
+  x_at = f"x + (item / {share} + (from + c) * {items}) * {width}L" if ids is None else f"x + item / {share} * {width}L"
+  y_at = f"y + (item + (from + c) * {items}) * {rows}L + g * 16"
+  body = f"""{staged(width, columns)}
+  for (int from = 0; from < {1 if ids is not None else T}; from += {columns}) for (long j = job; j < last;) {{
+    long item = j / {G}, g = j % {G};
+    int some = {T} - from < {columns} ? {T} - from : {columns};
+    for (int c = 0; c < {columns}; c++) if (c < some) stage({x_at}, 0, 0, {width}, X + c * {width}, P + c * {width}, S + c * {width // 16});
+      else for (int i = 0; i < {width}; i++) {{ X[c * {width} + i] = P[c * {width} + i] = 0; S[c * {width // 16} + i / 16] = 0; }}
+    const byte* W = (const byte*)w + (long){which} * {G * size};
+    for (; g < {G} && j < last; g++, j++) {{
+      v16f s[{columns}] = {{0}};
+      dot(W + g * {size}, X, P, S, s);
+      for (int c = 0; c < some; c++) put({y_at}, s[c], {rows} - (int)g * 16);
+    }}
+  }}"""
+  outs, ins = {"y": Tensor.empty(*out_shape, dtype=dtypes.float)}, {"x": x.contiguous(), "w": w.planes["stream"]}
+  if ids is not None: ins["ids"] = ids.contiguous()
+  name = f"mul_mat{'' if ids is None else '_id'}_{w.label}_{prod(out_shape[:-1])}"
+  return launch(name, outs, ins, dot("dot", w, columns), body, items * G, w.nbytes if ids is None else w.nbytes // matrices * items)[0]
+
+ROTATE = """FN v16f rotate(v16f v, int row, int head, int nope, const float* turn) {
+  for (int r = 0; r < 16; r += 2) {
+    int at = (row + r) % head - nope;
+    if (at < 0) continue;
+    float a = v[r], b = v[r + 1], c = turn[at], s = turn[at + 1];
+    v[r] = a * c - b * s; v[r + 1] = a * s + b * c;
+  }
+  return v;
+}
+"""
+
+def norm_linear(x:Tensor, norm:Any, weights:Sequence[Any], rope:Any=None, residual:Tensor|None=None) -> list[Tensor]:
+  D, first, body, functions = x.shape[1], 0, "", ROTATE if rope else ""
+  ins = {"x": x, **({"norm": norm.weight} if norm else {}), **({"rope": rope.table, "pos": rope.pos} if rope else {}),
+         **({} if residual is None else {"residual": residual})}
+  for i, w in enumerate(weights):
+    functions += dot(f"dot{i}", w)
+    ins[f"w{i}"] = w.planes["stream"]
+    finish, rows = "", w.shape[0]
+    if rope and i == 0: finish += f"s = rotate(s, g * 16, {rope.head}, {rope.nope}, rope + pos[0] * {rope.table.shape[1] * 2}L);"
+    if residual is not None and i == 0: finish += f"for (int r = 0; r < 16 && g * 16 + r < {rows}; r++) s[r] += residual[g * 16 + r];"
+    body += f"""for (; job < last && job < {first + groups(w)}; job++) {{
+    int g = job - {first}; v16f s = 0;
+    dot{i}((const byte*)w{i} + g * {group_bytes(w)}L, X, P, S, &s);
+    {finish} put(y{i} + g * 16, s, {rows} - g * 16);
+  }}
+  """
+    first += groups(w)
+  body = staged(D) + f"stage(x, {f'norm, rms(x, {D}, {norm.eps!r}f)' if norm else '0, 0'}, {D}, X, P, S);\n  " + body
+  parts = {"norm": norm, "linear": weights, "rope": rope, "residual": residual}
+  name = "_".join([part for part, there in parts.items() if there is not None] + [w.label for w in weights])
+  outs = {f"y{i}": Tensor.empty(1, w.shape[0], dtype=dtypes.float) for i, w in enumerate(weights)}
+  return launch(name, outs, ins, functions, body, first, sum(w.nbytes for w in weights))
+
+def latent_query(q:Tensor, kv:Tensor, k_b:Any, norm:Any, cache:Tensor, rope:Any) -> tuple[Tensor, Tensor]:
+  (H, L, nope), dim, G, size = k_b.shape, cache.shape[1], groups(k_b), group_bytes(k_b)
+  body = f"""if (job == 0) {{
+    float f = rms(kv, {L}, {norm.eps!r}f);
+    {TYPES[cache.dtype]}* row = cache + pos[0] * {dim}L; const float* turn = rope + pos[0] * {rope.table.shape[1] * 2}L;
+    for (int i = 0; i < {L}; i++) row[i] = kv[i] * f * norm[i];
+    for (int i = 0; i < {dim - L}; i += 2) {{
+      float a = kv[{L} + i], b = kv[{L} + i + 1], c = turn[i], s = turn[i + 1];
+      row[{L} + i] = a * c - b * s; row[{L} + i + 1] = a * s + b * c;
+    }}
+  }}
+  {staged(nope)}for (; job < last;) {{
+    long h = job / {G}, g = job % {G};
+    stage(q + h * {rope.head}, 0, 0, {nope}, X, P, S);
+    for (; g < {G} && job < last; g++, job++) {{
+      v16f s = 0;
+      dot((const byte*)w + job * {size}L, X, P, S, &s);
+      put(q_latent + h * {L} + g * 16, s, {L} - (int)g * 16);
+    }}
+  }}"""
+  outs = {"q_latent": Tensor.empty(1, H, L, dtype=dtypes.float), "cache": cache}
+  ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "pos": rope.pos, "w": k_b.planes["stream"]}
+  q_latent, written = launch(f"latent_query_{k_b.label}", outs, ins, dot("dot", k_b), body, H * G, k_b.nbytes)
+  return q_latent, written
+
+AT_ONCE = 16  # positions
+
+def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:float) -> Tensor:
+  """A thread takes a share of the heads: it reads the cache once for all of them, AT_ONCE positions at a time; softmax is online, as on GPUs"""
+  (_, H, L), dim = q_latent.shape, cache.shape[1]
+  head = q.shape[1] // H
+  body = f"""int n = pos[0] + 1;
+  float query[{H * dim}], keys[{AT_ONCE * dim}], top[{H}], total[{H}];
+  for (int h = job; h < last; h++) {{
+    top[h] = -1e30f; total[h] = 0;
+    for (int i = 0; i < {L}; i++) {{ query[h * {dim} + i] = q_latent[h * {L} + i] * {scale!r}f; context[h * {L} + i] = 0; }}
+    for (int i = {L}; i < {dim}; i++) query[h * {dim} + i] = q[h * {head} + {head - dim} + i] * {scale!r}f;
+  }}
+  for (int from = 0; from < n; from += {AT_ONCE}) {{
+    int some = n - from < {AT_ONCE} ? n - from : {AT_ONCE};
+    for (int p = 0; p < {AT_ONCE}; p++) for (int i = 0; i < {dim}; i++) keys[p * {dim} + i] = p < some ? (float)cache[(from + p) * {dim}L + i] : 0;
+    for (int h = job; h < last; h++) {{
+      v16f score = -1e30f; float* y = context + h * {L};
+      for (int p = 0; p < some; p += 4) {{
+        v16f t[4] = {{0}};
+        for (int i = 0; i < {dim}; i += 16) for (int k = 0; k < 4; k++) t[k] += *(v16f*)(query + h * {dim} + i) * *(v16f*)(keys + (p + k) * {dim} + i);
+        for (int k = 0; k < 4; k++) if (p + k < some) score[p + k] = sum16(t[k]);
+      }}
+      float old = top[h], now = old;
+      for (int p = 0; p < some; p++) now = score[p] > now ? score[p] : now;
+      float shrink = exp1(old - now); v16f weight = exp16(score - now);
+      top[h] = now; total[h] *= shrink;
+      for (int p = 0; p < some; p++) total[h] += weight[p];
+      for (int i = 0; i < {L}; i += 16) {{
+        v16f s = *(v16f*)(y + i) * shrink;
+        for (int p = 0; p < some; p++) s += weight[p] * *(v16f*)(keys + p * {dim} + i);
+        *(v16f*)(y + i) = s;
+      }}
+    }}
+  }}
+  for (int h = job; h < last; h++) for (int i = 0; i < {L}; i++) context[h * {L} + i] /= total[h];"""
+  outs, ins = {"context": Tensor.empty(1, H, L, dtype=dtypes.float)}, {"q_latent": q_latent, "q": q, "cache": cache, "pos": pos}
+  return launch(f"mla_attention_{H}_{L}_{dim - L}", outs, ins, "", body, H, cache.nbytes())[0]
+
+def choose_experts(logits:Tensor, how:Any, least_sum:float) -> tuple[Tensor, Tensor]:
+  """gating: 1 softmax, 2 sigmoid, 3 softmax over the chosen"""
+  E, bias, count, gating, normalize, scale = logits.shape[1], how.bias, how.count, how.gating, how.normalize, how.scale
+  score = {1: "exp1(logits[e] - top)", 2: "1 / (1 + exp1(-logits[e]))", 3: "logits[e]"}[gating]
+  body = f"""float score[{E}], choice[{E}], top = logits[0], total = 0;
+  for (int e = 1; e < {E}; e++) top = logits[e] > top ? logits[e] : top;
+  for (int e = 0; e < {E}; e++) total += score[e] = {score};
+  for (int e = 0; e < {E}; e++) {{
+    {'score[e] /= total;' if gating == 1 else ''} choice[e] = score[e]{'' if bias is None else ' + bias[e]'};
+  }}
+  for (int k = 0; k < {count}; k++) sel[k] = weights[k] = 0;
+  for (int e = 0; e < {E}; e++) {{
+    int before = 0;
+    for (int o = 0; o < {E}; o++) before += choice[o] > choice[e] || (choice[o] == choice[e] && o < e);
+    if (before < {count}) {{ sel[before] = e; weights[before] = score[e]; }}
+  }}
+  total = 0;
+  {f'for (int k = {count} - 1; k >= 0; k--) total += weights[k] = exp1(weights[k] - top);' if gating == 3 else ''}
+  {f'for (int k = 0; k < {count}; k++) weights[k] /= total;' if gating == 3 else ''}
+  total = 0;
+  for (int k = 0; k < {count}; k++) total += weights[k];
+  float factor = {scale!r}f{f' / (total > {least_sum!r}f ? total : {least_sum!r}f)' if normalize else ''};
+  for (int k = 0; k < {count}; k++) weights[k] *= factor;"""
+  outs = {"sel": Tensor.empty(1, count, dtype=dtypes.int32), "weights": Tensor.empty(1, count, dtype=dtypes.float)}
+  sel, weights = launch(f"choose_{count}_of_{E}_{gating}", outs, {"logits": logits, **({} if bias is None else {"bias": bias})}, "", body)
+  return sel, weights
+
+def gate_up(x:Tensor, norm:Any, weights:tuple[Any, Any], sel:Tensor|None=None, scale:Tensor|None=None) -> Tensor:
+  gate, up = weights
+  (*stack, F, D), G, K = gate.shape, groups(gate), 1 if sel is None else sel.shape[1]
+  expert = f"clamp(sel[k], {stack[0]})" if stack else "0"
+  body = f"""{staged(D)}stage(x, norm, rms(x, {D}, {norm.eps!r}f), {D}, X, P, S);
+  for (; job < last; job++) {{
+    long k = job / {G}, g = job % {G}, at = (long){expert} * {G} + g; v16f a = 0, b = 0;
+    dot_gate((const byte*)gate + at * {group_bytes(gate)}, X, P, S, &a);
+    dot_up((const byte*)up + at * {group_bytes(up)}, X, P, S, &b);
+    put(y + k * {F} + g * 16, a / (1 + exp16(-a)) * b{' * scale[k]' if stack else ''}, {F} - (int)g * 16);
+  }}"""
+  ins = {"x": x, "norm": norm.weight, **({} if sel is None or scale is None else {"sel": sel, "scale": scale}),
+         "gate": gate.planes["stream"], "up": up.planes["stream"]}
+  y = Tensor.empty(*((1, K, F) if stack else (1, F)), dtype=dtypes.float)
+  mem = (gate.nbytes + up.nbytes) * K // prod(stack)
+  name = f"gate_up_{f'{K}_of_' if stack else ''}{gate.label}"
+  return launch(name, {"y": y}, ins, dot("dot_gate", gate) + dot("dot_up", up), body, K * G, mem)[0]
+
+def expert_down(hidden:Tensor, down:Any, sel:Tensor, residual:Tensor) -> Tensor:
+  (E, D, F), K, G, size = down.shape, sel.shape[1], groups(down), group_bytes(down)
+  body = f"""{staged(K * F)}stage(x, 0, 0, {K * F}, X, P, S);
+  for (; job < last; job++) {{
+    v16f s = 0;
+    for (int k = 0; k < {K}; k++)
+      dot((const byte*)w + ((long)clamp(sel[k], {E}) * {G} + job) * {size}, X + k * {F}, P + k * {F}, S + k * {F // 16}, &s);
+    for (int r = 0; r < 16 && job * 16 + r < {D}; r++) s[r] += residual[job * 16 + r];
+    put(y + job * 16, s, {D} - (int)job * 16);
+  }}"""
+  ins = {"x": hidden, "sel": sel, "residual": residual, "w": down.planes["stream"]}
+  outs = {"y": Tensor.empty(1, D, dtype=dtypes.float)}
+  return launch(f"expert_down_{K}_{down.label}", outs, ins, dot("dot", down), body, G, down.nbytes * K // E)[0]
+
+def embedding(ids:Tensor, w:Any) -> Tensor:
+  (vocab, D), lines = w.shape, []
+  for u in range(w.layout.units):
+    unit = of_block(w, w.layout, u)
+    for k in range(UNIT):
+      scale, minimum = unit.scales[k * len(unit.scales) // UNIT]
+      value = unit.floats[k] if unit.floats is not None else ((unit.words[k // 4] >> (8 * (k % 4))) & 255).cast(dtypes.float) - float(unit.zero)
+      weight = value * scale if minimum is None else value * scale + minimum
+      lines.append(f"y[b * {w.layout.units * UNIT} + {u * UNIT + k}] = ({weight.text})[id % 16];")
+  body = f"""int id = clamp(ids[0], {vocab});
+  const byte* B = (const byte*)w + id / 16 * {group_bytes(w)}L;
+  for (int b = 0; b < {D // (w.layout.units * UNIT)}; b++, B += {w.layout.nbytes}) {{ {chr(10).join(lines)} }}"""
+  outs = {"y": Tensor.empty(1, D, dtype=dtypes.float)}
+  return launch(f"embedding_{w.label}", outs, {"ids": ids, "w": w.planes["stream"]}, "", body, mem=D * 8)[0]
+
+def argmax(x:Tensor) -> Tensor:
+  V = x.shape[0]
+  body = f"""v16f best = x[0]; float top = x[0]; int i = 0;
+  for (; i + 16 <= {V}; i += 16) best = __builtin_elementwise_max(best, *(const v16f*)(x + i));
+  for (int r = 0; r < 16; r++) top = best[r] > top ? best[r] : top;
+  for (; i < {V}; i++) top = x[i] > top ? x[i] : top;
+  for (i = 0; i < {V} - 1 && x[i] != top; i++);
+  y[0] = i;"""
+  return launch(f"argmax_{V}", {"y": Tensor.empty(1, dtype=dtypes.int32)}, {"x": x.contiguous()}, "", body)[0]
+
+def advance(pos:Tensor, token:Tensor) -> Tensor:
+  """As in embedding.advance"""
+  outs, ins = {"moved": Tensor.empty(1, dtype=dtypes.int32)}, {"pos": pos, "token": token}
+  return launch("advance", outs, ins, "", "moved[0] = pos[0] = pos[0] + (token[0] >= 0);")[0]

@@ -1,0 +1,139 @@
+"""A batch of kernels on the CPU by one call: the wheel pays Python for every launch, and runs a program's threads one after another.
+
+The batch is a table of commands (address, threads, arguments) that a small C program walks on every thread of a pool. A program that takes a
+core_id is shared out among them; the others run on the first. Threads meet only before and after a shared program. Between batches a thread
+polls a while and then sleeps on a semaphore.
+"""
+from __future__ import annotations
+import ctypes, functools, os, threading
+from tinygrad import Device, UOp
+from tinygrad.device import Buffer, TinyELF
+from tinygrad.engine.jit import GraphRunner
+from tinygrad.engine.realize import get_call_arg_uops
+from tinygrad.helpers import NUM_CPU_THREADS, all_int, unwrap
+from tinygrad.renderer.cstyle import ClangRenderer
+from tinygrad.runtime.autogen import libc
+from tinygrad.runtime.ops_cpu import CPUProgram
+from tinygrad.uop.ops import Ops
+
+ARGUMENTS = 28                 # at most, of a program
+WORDS = 4 + ARGUMENTS          # of a command: the program's address, its threads, which argument is core_id, whether the threads meet before it
+LINE = 16                      # words a thread has of `sync`: two cache lines
+POLLS = 50000                  # before a thread sleeps
+
+CALL = ", ".join(f"a[{i}]" for i in range(ARGUMENTS))
+SOURCE = f"""typedef unsigned long long u64;
+typedef void (*program)({', '.join(['u64'] * ARGUMENTS)});
+typedef struct {{ u64 *commands, count, threads, epoch, *sync, batch; int (*yield)(void), (*wait)(void*), (*post)(void*); void **sleepers; }} pool;
+#if defined(__x86_64__)
+#define PAUSE __builtin_ia32_pause()
+#else
+#define PAUSE __asm__ volatile("yield")
+#endif
+#define GET(p) __atomic_load_n(p, __ATOMIC_ACQUIRE)
+static void meet(pool* P, u64 me, u64 epoch) {{
+  __atomic_store_n(P->sync + me * {LINE}, epoch, __ATOMIC_RELEASE);
+  for (u64 t = 0; t < P->threads; t++)
+    for (u64 k = 1; GET(P->sync + t * {LINE}) < epoch; k++) {{ PAUSE; if (k % 1024 == 0) P->yield(); }}
+}}
+static void walk(pool* P, u64 me) {{
+  u64 epoch = P->epoch, count = P->count, threads = P->threads, *commands = P->commands;
+  for (u64 i = 0; i < count; i++) {{
+    u64 *c = commands + i * {WORDS}, a[{ARGUMENTS}];
+    if (c[3] && threads > 1) meet(P, me, ++epoch);
+    if (c[1] == 1 && me) continue;
+    for (int k = 0; k < {ARGUMENTS}; k++) a[k] = c[4 + k];
+    for (u64 t = me; t < c[1]; t += threads) {{
+      if (c[1] > 1) a[c[2]] = t;
+      ((program)c[0])({CALL});
+    }}
+  }}
+  if (threads > 1) meet(P, me, ++epoch);
+  if (!me) P->epoch = epoch;
+}}
+void cpu_pool(pool* P, u64 me) {{
+  if (!me) {{
+    __atomic_store_n(&P->batch, P->batch + 1, __ATOMIC_SEQ_CST);
+    for (u64 t = 1; t < P->threads; t++)
+      if (__atomic_exchange_n(P->sync + t * {LINE} + 1, 0, __ATOMIC_SEQ_CST)) P->post(P->sleepers[t]);
+    walk(P, 0);
+    return;
+  }}
+  for (u64 batch = 0;; batch++) {{
+    for (u64 k = 0; GET(&P->batch) == batch && k < {POLLS}; k++) PAUSE;
+    if (GET(&P->batch) == batch) {{
+      u64* asleep = P->sync + me * {LINE} + 1;
+      __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
+      /* woken by the first thread, unless the batch came in between and this one takes its mark back itself */
+      if (__atomic_load_n(&P->batch, __ATOMIC_SEQ_CST) == batch || !__atomic_exchange_n(asleep, 0, __ATOMIC_SEQ_CST))
+        while (P->wait(P->sleepers[me]));
+    }}
+    walk(P, me);
+  }}
+}}
+"""
+
+class PoolState(ctypes.Structure):
+  """SOURCE's `pool`"""
+  _fields_ = [(name, ctypes.c_uint64) for name in ("commands", "count", "threads", "epoch", "sync", "batch", "yield_", "wait", "post", "sleepers")]
+
+class Pool:
+  """The threads; the caller is the first of them, and one caller at a time"""
+  def __init__(self, device:str, threads:int):
+    dev = Device[device]
+    self.lock, self.words, self.sleepers = threading.Lock(), (ctypes.c_uint64 * (LINE * (threads + 1)))(), (ctypes.c_void_p * threads)()
+    clang = ClangRenderer(dev.renderer.target)
+    self.program = CPUProgram(dev, TinyELF(clang.compiler.compile_cached(SOURCE), "cpu_pool", clang.target, ()))
+    def address(function:str) -> int: return unwrap(ctypes.cast(getattr(libc.dll, function), ctypes.c_void_p).value)
+    for t in range(1, threads):
+      name = f"/tinygrad-pool-{os.getpid()}-{id(self) % 100000}-{t}".encode()
+      semaphore = libc.sem_open(name, os.O_CREAT | os.O_EXCL, 0o600, 0)
+      self.sleepers[t] = ctypes.cast(semaphore, ctypes.c_void_p).value
+      if self.sleepers[t] == ctypes.c_void_p(-1).value or libc.sem_unlink(name): raise OSError("no semaphore for the CPU's threads")
+    self.state = PoolState(threads=threads, sync=-(-ctypes.addressof(self.words) // 128) * 128, yield_=address("sched_yield"),
+                           wait=address("sem_wait"), post=address("sem_post"), sleepers=ctypes.addressof(self.sleepers))
+    for t in range(1, threads): threading.Thread(target=self._enter, args=(t,), daemon=True).start()
+  def _enter(self, thread:int) -> None: self.program.fxn(ctypes.c_uint64(ctypes.addressof(self.state)), ctypes.c_uint64(thread))
+  def run(self, commands:int, count:int) -> None:
+    with self.lock:
+      self.state.commands, self.state.count = commands, count
+      self._enter(0)
+
+@functools.cache
+def pool(device:str, threads:int) -> Pool: return Pool(device, threads)
+
+def address(b:Buffer) -> int: return b.get_buf(b.device).va_addr
+
+class CPUGraph(GraphRunner):
+  def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
+    super().__init__(linear, input_uops)
+    self.dev = Device[self.calls[0][2][0].device]
+    self.pool = pool(self.dev.device, max(NUM_CPU_THREADS.value, 1))
+    self.words = (ctypes.c_uint64 * (len(self.calls) * WORDS))()
+    self.inputs:list[tuple[int, int]] = []          # (word, input that it is the address of)
+    shared_before = True                            # whether threads must meet: another may have written what this one reads
+    for j, ((_, program, bufs, variables), runtime) in enumerate(zip(self.calls, self.runtimes)):
+      info, at = program.arg, j * WORDS
+      core, n = info.runtimevars.get("core_id"), len(info.globals)
+      over = int(info.global_size[0]) if core is not None else 1
+      self.words[at:at + 4] = [runtime.addr, over, n + (core or 0), int(over > 1 or shared_before)]
+      shared_before = over > 1
+      for k, g in enumerate(info.globals): self.words[at + 4 + k] = address(bufs[g])
+      for k, v in enumerate(info.vars):
+        if v.expr in variables: self.words[at + 4 + n + k] = variables[v.expr] & (1 << 64) - 1
+      self.inputs += [(at + 4 + info.globals.index(p), slot) for p, slot in self.uop_replace[j] if p in info.globals]
+
+  def __call__(self, input_uops:tuple[UOp, ...], var_vals:dict[str, int], wait:bool=False) -> float|None:
+    for word, slot in self.inputs: self.words[word] = address(input_uops[slot].buffer)
+    for j, i, v in self.updated_vars(var_vals): self.words[j * WORDS + 4 + len(self.calls[j][1].arg.globals) + i] = v & (1 << 64) - 1
+    self.dev.synchronize()  # what the device's own queue holds comes first
+    self.pool.run(ctypes.addressof(self.words), len(self.calls))
+    return None
+
+  @staticmethod
+  def supports_uop(batch_devs:list, new_call:UOp) -> bool:
+    """Programs of clang's kind with few enough arguments; an input is one as a whole (a part's offset would be lost)"""
+    if not GraphRunner.supports_uop(batch_devs, new_call) or not isinstance(batch_devs[0].renderer, ClangRenderer): return False
+    info = new_call.src[0].arg
+    if len(info.globals) + len(info.vars) > ARGUMENTS or not all_int(info.global_size): return False
+    return all(u.op is Ops.PARAM or all(v.op is not Ops.PARAM for v in u.toposort()) for u in get_call_arg_uops(new_call))
