@@ -113,8 +113,7 @@ class C:
     return C(f"__builtin_convertvector({self.text}, {VECTORS[dtype]})", dtype)
   def bitcast(self, dtype:DType) -> C: return C(f"(({VECTORS[dtype]}){self.text})", dtype)
 
-PRELUDE = """#define VEC(n, t, a) __attribute__((ext_vector_type(n), aligned(a))) t
-typedef float v16f __attribute__((ext_vector_type(16), aligned(4))); typedef float v8f __attribute__((ext_vector_type(8), aligned(4)));
+PRELUDE = """typedef float v16f __attribute__((ext_vector_type(16), aligned(4))); typedef float v8f __attribute__((ext_vector_type(8), aligned(4)));
 typedef float v4f __attribute__((ext_vector_type(4), aligned(4))); typedef int v16i __attribute__((ext_vector_type(16), aligned(4)));
 typedef unsigned v16u __attribute__((ext_vector_type(16), aligned(4))); typedef __fp16 v16h __attribute__((ext_vector_type(16), aligned(2)));
 typedef unsigned short v16s __attribute__((ext_vector_type(16), aligned(2)));
@@ -123,6 +122,11 @@ typedef signed char v16c __attribute__((ext_vector_type(16), aligned(1))); typed
 #define FLOAT(e) __builtin_convertvector(__builtin_convertvector(e, v16i), v16f)
 #define AT(type, o) (*(const type*)(B + (o)))
 #define FN static inline __attribute__((always_inline))
+#ifdef __AVX512F__  /* clang would halve the vectors by itself */
+#define WIDE __attribute__((min_vector_width(512)))
+#else
+#define WIDE
+#endif
 FN float sum16(v16f v) { v8f a = v.lo + v.hi; v4f b = a.lo + a.hi; return (b.x + b.y) + (b.z + b.w); }
 FN int clamp(int i, int n) { return i < 0 ? 0 : i < n ? i : n - 1; }
 FN v16f exp16(v16f x) {
@@ -207,7 +211,7 @@ def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], functions:st
   arguments = [f"{TYPES[t.dtype]}* restrict {name}" for name, t in zip(names, tensors)] + ["int core_id"] * (over > 1)
   core = "core_id" if over > 1 else "0"
   share = f"long job = (long){core} * {jobs} / {over}, last = ((long){core} + 1) * {jobs} / {over};\n" if jobs else ""
-  source = f"{PRELUDE}{functions}void {name}({', '.join(arguments)}) {{\n{share}{body}\n}}\n"
+  source = f"{PRELUDE}{functions}WIDE void {name}({', '.join(arguments)}) {{\n{share}{body}\n}}\n"
   variables = (UOp.param(n, dtypes.int, (), vmin_vmax=(0, over - 1), name="core_id", addrspace=AddrSpace.ALU),) if over > 1 else ()
   estimates = Estimates(0, mem, mem)
   def fxn(*buffers:UOp) -> UOp:
