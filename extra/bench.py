@@ -16,11 +16,13 @@ from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.apps.generate import Generator
 from tinygrad.apps.gguf import GGUFFile, GGUFTensor
 from tinygrad.apps.mla import Config, Transformer
-from tinygrad.apps.quantized import QuantizedWeight, split_planes
+from tinygrad.apps.quantized import QuantizedWeight, interleaved, split_planes
 from tinygrad.apps.sampling import Features
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import capturing, compile_linear
 from tinygrad.helpers import Context, JIT_BATCH_SIZE
+from tinygrad.nn import cpu
+from tinygrad.nn.matvec import UNIT
 from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer, MetalRenderer
 from tinygrad.schedule.rangeify import DEVICE_MAX_BUFS
@@ -92,6 +94,9 @@ def _without_compiler(renderer:type[Renderer]) -> type[Renderer]:
 
 def _unread(cls:type[QuantizedWeight], kind:GGMLQuantizationType, shape:tuple[int, ...], data:np.ndarray) -> QuantizedWeight:
   """In place of QuantizedWeight.load: planes of the right shapes and types, with nothing in them"""
+  if cpu.device() and shape[-1] % UNIT == 0:
+    layout = interleaved(kind)
+    return cls(kind, shape, {"stream": Tensor.empty(*layout.shape(shape, shape[-1] // (layout.units * UNIT)), dtype=dtypes.uint32)})
   planes = split_planes(kind, shape, Tensor.empty(data.size, dtype=dtypes.uint8))
   return cls(kind, shape, {name: Tensor.empty(*p.shape, dtype=p.dtype) for name, p in planes.items()})
 

@@ -254,8 +254,8 @@ def mul_mat(x:Tensor, w:Any, ids:Tensor|None, out_shape:tuple[int, ...]) -> Tens
       for (int c = 0; c < some; c++) put({y_at}, s[c], {rows} - (int)g * 16);
     }}
   }}"""
-  outs, ins = {"y": Tensor.empty(*out_shape, dtype=dtypes.float)}, {"x": x.contiguous(), "w": w.planes["stream"]}
-  if ids is not None: ins["ids"] = ids.contiguous()
+  outs, ins = {"y": Tensor.empty(*out_shape, dtype=dtypes.float)}, {"x": x, "w": w.planes["stream"]}
+  if ids is not None: ins["ids"] = ids
   name = f"mul_mat{'' if ids is None else '_id'}_{w.label}_{prod(out_shape[:-1])}"
   return launch(name, outs, ins, dot("dot", w, columns), body, items * G, w.nbytes if ids is None else w.nbytes // matrices * items)[0]
 
@@ -439,7 +439,7 @@ def argmax(x:Tensor) -> Tensor:
   for (; i < {V}; i++) top = x[i] > top ? x[i] : top;
   for (i = 0; i < {V} - 1 && x[i] != top; i++);
   y[0] = i;"""
-  return launch(f"argmax_{V}", {"y": Tensor.empty(1, dtype=dtypes.int32)}, {"x": x.contiguous()}, "", body)[0]
+  return launch(f"argmax_{V}", {"y": Tensor.empty(1, dtype=dtypes.int32)}, {"x": x}, "", body)[0]
 
 def advance(pos:Tensor, token:Tensor) -> Tensor:
   """As in embedding.advance"""
