@@ -8,6 +8,7 @@ from tinygrad.apps.mla import Transformer
 from tinygrad.apps.quantized import capturing_jit
 from tinygrad.apps.sampling import Features, Sampling, sample
 from tinygrad.nn.embedding import advance
+from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import target
 from tinygrad.uop.ops import Ops
 
@@ -28,8 +29,8 @@ class Generator:
     vocab = model.config.vocab_size
     # where kernels read the position from the device, a step moves it on itself, and nothing in its graph changes from token to token
     self.device_position = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize() if model.kernels_fit else None
-    if self.device_position is None and not Device.DEFAULT.startswith("CPU"):
-      why = "no kernels for this device" if target() is None else "a dimension of this model is not one that the kernels take"
+    if self.device_position is None:
+      why = "no kernels for this device" if target() is None and cpu.device() is None else "a dimension of this model is not one that the kernels take"
       print(f"{Device.DEFAULT}: {why}: decoding by plain ops, slowly", file=sys.stderr)
     self.token = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize()
     self.values = Tensor.zeros(5, dtype=dtypes.float).contiguous().realize()
