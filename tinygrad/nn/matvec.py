@@ -189,10 +189,11 @@ class Int8Vector:
       return y
     return dot
 
-def layout(units:int, lanes:int, jobs:int) -> tuple[int, int, int]:
+def layout(lengths:Sequence[int], lanes:int, jobs:int) -> tuple[int, int, int]:
   """(lanes of a warp a row lies over, warps it lies over, teams a block) for a launch of so many jobs.
   A row stays within a warp up to STEPS units a lane, over the most lanes that leave at most a tenth of them idle."""
-  width, warps = lanes, -(-units // (lanes * STEPS))
+  units, width, warps = sum(lengths), lanes, 1
+  while sum(-(-n // (lanes * warps)) for n in lengths) > STEPS: warps += 1
   while warps == 1 and width > 1 and units < 0.9 * width * -(-units // width): width //= 2
   teams = max((MANY_WARPS if jobs * width * warps // lanes >= MANY_JOBS else WARPS) // warps, 1) * (lanes // width)
   # too few jobs to fill the machine: smaller blocks, and a row over as many lanes as it has units
@@ -211,7 +212,7 @@ def matvec(target:Target, lengths:Sequence[int], x:Quads, parts:list[Rows], norm
   x: the vector, of so many units of 32 values as `lengths` sums to; norm: the weight of an RMSNorm of x and its epsilon; side(block, thread, threads,
   previous): the stores of a small job done beside; choose(thread, threads, previous, stores): where rows are chosen here, the barrier, behind the
   given stores, after which they are known."""
-  layouts = [layout(sum(lengths), target.lanes, items * part.teams) for part in parts]
+  layouts = [layout(lengths, target.lanes, items * part.teams) for part in parts]
   threads = max(width * warps * teams for width, warps, teams in layouts)
   blocks = [-(-part.teams // teams) for part, (_, _, teams) in zip(parts, layouts)]
   g, t = UOp.special(sum(blocks), "gidx0"), UOp.special(threads, "lidx0")

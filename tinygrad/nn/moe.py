@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu
-from tinygrad.nn.intrinsics import Target
+from tinygrad.nn.intrinsics import Target, group_reduce, group_sum
 from tinygrad.nn.matmat import HIDDEN, by_expert, gate_up_mats, mats_target, mul_mats, mul_mats_id, normalized, precise_mats
 from tinygrad.nn.matvec import SLOTS, UNIT, Late, Matrix, Norm, Row, Rows, Unit, Weight, exp, launch, local, matvec, row_pairs, silu, total
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, serves
@@ -17,6 +17,7 @@ from tinygrad.nn.norm_linear import kernel_target, quad, rows_of
 from tinygrad.uop.ops import Ops
 
 SOFTMAX, SIGMOID, SOFTMAX_WEIGHT = 1, 2, 3   # GGUF's expert_gating_func; the third is softmax over the chosen logits only
+NEVER = -1e30                                # a logit that no expert has
 LEAST_SUM = 6.103515625e-5                   # of the chosen scores, before they are normalized
 
 @dataclass(frozen=True)
@@ -45,29 +46,33 @@ def choose_experts(logits:Tensor, how:Choice) -> tuple[Tensor, Tensor]:
 
 class Chosen:
   """choose_experts within a block of threads: barrier() makes the choice, after which expert(k) and weight(k) are known to all"""
-  def __init__(self, how:Choice, experts:int, logits:UOp, bias:UOp|None): self.how, self.experts, self.logits, self.bias = how, experts, logits, bias
+  def __init__(self, t:Target, how:Choice, experts:int, logits:UOp, bias:UOp|None):
+    self.target, self.how, self.experts, self.logits, self.bias = t, how, experts, logits, bias
   def barrier(self, thread:UOp, threads:int, previous:UOp, stores:list[UOp]) -> UOp:
     how, E, SLOT = self.how, self.experts, SLOTS
     # a thread an expert, or several where there are more experts
     mine = [(expert, expert < E) for expert in (thread + first for first in range(0, E, threads))]
-    def gather(own:list[UOp], slot:int, *others:UOp) -> list[UOp]:
-      """What the threads have of all experts"""
+    def gather(own:list[UOp], slot:int) -> UOp:
+      """What the threads have of all experts, in shared memory"""
       shared = local(E, dtypes.float, slot)
       stored = [shared[expert.valid(ok)].store(v) for v, (expert, ok) in zip(own, mine)]
-      shared = shared.after(UOp(Ops.BARRIER, src=(*others, *stored)))
-      return [shared[i].load() for i in range(E)]
+      return shared.after(UOp(Ops.BARRIER, src=(*stores, *stored)))
     scores = [self.logits[(expert + previous).valid(ok)].load() for expert, ok in mine]
     choices = scores
     if how.gating == SOFTMAX:
-      everyone = gather(scores, SLOT + 3, *stores)   # in the order of the softmax already
-      top = total(everyone, UOp.maximum)
-      scores = [exp(x - top) / total([exp(x - top) for x in everyone], UOp.add) for x in scores]
+      everyone, lanes = gather(scores, SLOT + 3), self.target.lanes   # in the order of the softmax already
+      ours = [((thread % lanes) + first, (thread % lanes) + first < E) for first in range(0, E, lanes)]
+      ours = [everyone[e].load() if E % lanes == 0 else ok.where(everyone[e.valid(ok)].load(), NEVER) for e, ok in ours]
+      top = group_reduce(self.target, total(ours, UOp.maximum), lanes, UOp.maximum)
+      inverse = 1 / group_sum(self.target, total([exp(x - top) for x in ours], UOp.add), lanes)
+      scores = [exp(x - top) * inverse for x in scores]
     elif how.gating == SIGMOID: choices = scores = [1 / (1 + exp(-x)) for x in scores]
     if self.bias is not None: choices = [s + self.bias[expert.valid(ok)].load() for s, (expert, ok) in zip(scores, mine)]
-    if how.gating != SOFTMAX or self.bias is not None: everyone = gather(choices, SLOT, *stores)
+    if how.gating != SOFTMAX or self.bias is not None: everyone = gather(choices, SLOT)
+    others = [everyone[i].load() for i in range(E)]
     ids, values, written = local(how.count, dtypes.int, SLOT + 1), local(how.count, dtypes.float, SLOT + 2), []
     for score, choice, (expert, ok) in zip(scores, choices, mine):
-      ahead = total([(other > choice).where(1, ((other >= choice) & (i < expert)).where(1, 0)) for i, other in enumerate(everyone)], UOp.add)
+      ahead = total([(other > choice).where(1, ((other >= choice) & (i < expert)).where(1, 0)) for i, other in enumerate(others)], UOp.add)
       place = ok.where(ahead, E)   # not in the gate: tinygrad would take ok for true in all that the index depends on, the barrier's stores too
       wins = place < how.count
       slot = wins.where(place, 0).cast(dtypes.weakint)
@@ -131,7 +136,7 @@ def expert_gate_up_kernel(t:Target, x:Tensor, norm:Norm, weights:tuple[Weight, W
   if serves(t, QL_MOE_MSL, weights): return expert_gate_up_msl(x, norm, weights, logits, how)
   (E, F, _), K = weights[0].shape, how.count
   def body(b:dict[str, UOp]) -> list[UOp]:
-    (gate, up), chosen = (w.matrix(b, name) for w, name in zip(weights, ("gate", "up"))), Chosen(how, E, b["logits"], b.get("bias"))
+    (gate, up), chosen = (w.matrix(b, name) for w, name in zip(weights, ("gate", "up"))), Chosen(t, how, E, b["logits"], b.get("bias"))
     def of(team:UOp) -> Sequence[Row]:
       row = chosen.expert(team // F).cast(dtypes.weakint) * F + team % F
       return [[(gate, row)], [(up, row)]]
@@ -204,7 +209,7 @@ def choose_mats(t:Target, logits:Tensor, how:Choice) -> tuple[Tensor, Tensor]:
   (T, E), K = logits.shape, how.count
   threads = -(-max(E, K) // t.lanes) * t.lanes
   def body(b:dict[str, UOp]) -> list[UOp]:
-    token, thread, chosen = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0"), Chosen(how, E, b["logits"], b.get("bias"))
+    token, thread, chosen = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0"), Chosen(t, how, E, b["logits"], b.get("bias"))
     chosen.barrier(thread, threads, token * E, [])
     k = thread.minimum(K - 1)
     at = (token * K + k).valid(thread < K)
