@@ -50,7 +50,8 @@ def test_gate_up_beside_the_router(kind:T):
   check(y, silu(n @ g.T) * (n @ u.T))
   check(logits, n @ r.T)
 
-@pytest.mark.parametrize("gating,bias,normalize,experts", [(moe.SIGMOID, True, True, 64), (moe.SOFTMAX, False, False, 70), (moe.SOFTMAX_WEIGHT, True, True, 5)])
+@pytest.mark.parametrize("gating,bias,normalize,experts", [
+  (moe.SIGMOID, True, True, 64), (moe.SOFTMAX, False, False, 70), (moe.SOFTMAX_WEIGHT, True, True, 5)])
 def test_the_choice_and_its_gate_up(gating:int, bias:bool, normalize:bool, experts:int):
   (gate, g), (up, u) = linear(T.Q4_0, experts, 5, 64), linear(T.Q4_0, experts, 5, 64)
   x, norm, logits, b = normal(1, 64), normal(64), normal(1, experts), normal(experts) * 0.1
