@@ -213,6 +213,7 @@ def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], functions:st
   share = f"long job = (long){core} * {jobs} / {over}, last = ((long){core} + 1) * {jobs} / {over};\n" if jobs else ""
   source = f"{PRELUDE}{functions}WIDE void {name}({', '.join(arguments)}) {{\n{share}{body}\n}}\n"
   variables = (UOp.param(n, dtypes.int, (), vmin_vmax=(0, over - 1), name="core_id", addrspace=AddrSpace.ALU),) if over > 1 else ()
+  mem = mem or sum(t.nbytes() for t in tensors)
   estimates = Estimates(0, mem, mem)
   def fxn(*buffers:UOp) -> UOp:
     params = tuple(b.base for b in buffers)
