@@ -117,7 +117,7 @@ def test_profile_model(tmp_path: Path):
   assert [k["sum_us"] for k in kernels] == sorted((k["sum_us"] for k in kernels), reverse=True)
   for k in kernels:
     assert k["bytes"] > 0 and k["gb_s"] == pytest.approx(k["bytes"] / k["us"] / 1e3, rel=0.3) and re.match(r"[\w ]+\[\d+\]", k["buffers"])
-  assert out.count("\n---- ") == len(kernels) == out.count("\nvoid ")
+  assert out.count("\n---- ") == len(kernels) == len(re.findall(r"^(?:WIDE )?void ", out, re.M))
   # every weight is read, and not many times over
   weights = head_bytes(f, c) + sum(read_bytes(f, c, i) for i in range(c.n_blocks))
   assert weights < sum(k["bytes"] * k["count"] for k in kernels) < 5 * weights
