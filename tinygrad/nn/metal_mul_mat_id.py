@@ -67,7 +67,8 @@ def serves(t:Target, switch:ContextVar, *vectors:Sequence[Weight]) -> bool:
     if w.integer or [p.dtype for p in w.args("w").values()] == [dtypes.float]: continue
     say_once(w.label)
     return False
-  return all(len(set(map(scaled, weights))) == 1 for weights in vectors)
+  if odd := next((weights for weights in vectors if len(set(map(scaled, weights))) > 1), None): say_once(" beside ".join(w.label for w in odd))
+  return odd is None
 
 def product(w:Weight, name:str, row:str, sum:str) -> str:
   """Statements that add to `sum` what half a unit of a row gives: the `part` of `unit` whose activations are v[0] … v[3], their sum `total`"""
