@@ -23,6 +23,10 @@ clang_line() {
   else echo "sudo apt-get install clang"; fi
 }
 
+# the packages, one a line, that an expression of pyproject.toml's [project], p, names
+pins() { .venv/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*$1, sep='\n')"; }
+pip() { .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"; }
+
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 has_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
 
@@ -40,18 +44,24 @@ find_python() {
   apt "$package" && has_venv "$python" || die "$python has no venv module; type: sudo apt-get install $package"
 }
 
-if ! clang --version >/dev/null 2>&1; then
-  apt clang && clang --version >/dev/null 2>&1 || die "no clang, the C compiler of tinygrad's CPU device; type: $(clang_line)"
-fi
-
 # a .venv is good for the pyproject.toml that it was made from
 if ! cmp -s pyproject.toml .venv/pyproject.toml || ! .venv/bin/python -c '' 2>/dev/null; then
   find_python
   say "installing the pinned packages into .venv with $("$python" --version)"
   rm -rf .venv
   "$python" -m venv .venv
-  .venv/bin/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]
-print(*p["dependencies"], *p["optional-dependencies"]["test"], sep="\n")' > .venv/pins.txt
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r .venv/pins.txt
+  pins 'p["dependencies"] + p["optional-dependencies"]["test"]' > .venv/pins.txt
+  pip -r .venv/pins.txt
   cp pyproject.toml .venv/
+fi
+
+# a clang that is on the PATH and does not run (a Mac's before its tools are there) would be taken before pip's ziglang
+has_clang() { clang --version >/dev/null 2>&1; }
+has_zig() { ! command -v clang >/dev/null && .venv/bin/python -c 'import ziglang' 2>/dev/null; }
+if ! has_clang && ! has_zig && ! { apt clang && has_clang; }; then
+  if ! command -v clang >/dev/null; then
+    say "no clang: installing pip's ziglang into .venv"
+    pip "$(pins 'p["optional-dependencies"]["zig"]')" || true
+  fi
+  has_zig || die "no C compiler for tinygrad's CPU device; type: $(clang_line)"
 fi

@@ -87,7 +87,7 @@ def check_device() -> None:
     raise UserError(f"cannot open the device: {' '.join(str(e).split())}; the variable DEV names another, as in DEV=CPU") from None
   if isinstance(compiler, ClangCompiler) and shutil.which(cc := getenv("CC", "clang")) is None:
     raise UserError(f"the device {Device.DEFAULT} needs a C compiler: expected {cc!r} on the PATH, found none; "
-                    "`make setup` installs clang or says how")
+                    "`make setup` installs one or says how")
 
 # ---- from Python ----
 

@@ -1,12 +1,23 @@
-"""Wraps the wheel's CPU device: a captured batch of kernels runs by one call, on all cores (runtime/graph/cpu.py)."""
+"""Wraps the wheel's CPU device: a captured batch of kernels runs by one call, on all cores (runtime/graph/cpu.py); pip's ziglang
+compiles where there is no clang."""
+import importlib.util, os, pathlib, shutil, sys
 from tinygrad import wheel_module
-from tinygrad.helpers import WIN
+from tinygrad.helpers import WIN, getenv
 
 _wheel = wheel_module(__name__)
 for _name in ("CPUProgram", "CPUAllocator", "CPUWorker"): globals()[_name] = getattr(_wheel, _name)
 
+def _find_compiler() -> None:
+  """By environment variables: the processes that compile inherit them"""
+  if WIN or "CC" in os.environ or shutil.which("clang") or (spec := importlib.util.find_spec("ziglang")) is None: return
+  os.environ["ZIGLANG"] = os.path.dirname(str(spec.origin))
+  os.environ["CC"] = str(pathlib.Path(__file__).with_name("support") / "zigclang")
+  getenv.cache_clear()  # the compiler reads CC by it, someone may have before
+  print("no clang: compiling with pip's ziglang", file=sys.stderr)
+
 class CPUDevice(_wheel.CPUDevice):
   def __init__(self, device:str=""):
+    _find_compiler()
     super().__init__(device)
     if not WIN:  # its threads sleep on POSIX semaphores
       from tinygrad.runtime.graph.cpu import CPUGraph
