@@ -14,6 +14,8 @@ SCRIPTS = ["tinygrad/apps/llm.py", "bench_block.py", "profile_model.py"]
 # the SHA-256 of each upstream file that we wrap, as in tinygrad 0.14.0: what we wrapped is what is installed
 WRAPPED = {
   "__init__.py": "fc24d5d0df1b1a14bbee0bd2641a61ca5f34ec7d83f1b0b755adf6eb83d5c0be",
+  "codegen/opt/heuristic.py": "423b2247207aad6a38901447af5aaec2316f077d74232fc06591c505d581d863",
+  "codegen/opt/postrange.py": "8c5eaafbea3be7a3cb67631ce3fdbcc090e98304a3fad72b460db4fab139e1e5",
   "runtime/graph/cuda.py": "613edd9b4a89787dd3753ba91cc9b699b21c0daef1871d24252a3dcf57e0f457",
   "runtime/ops_cpu.py": "7749618e303b7dae1599fe1d0d26265aaef16b741a2b2b8914ae1feb9e3d2fea",
 }
