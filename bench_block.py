@@ -2,6 +2,7 @@
 
   python bench_block.py --model glm                        a bank of GLM-4.7-Flash's blocks, random weights, no file
   python bench_block.py 20 --model models/X.gguf --depth 4096
+  python bench_block.py --generic                          the same without the fork's kernels: what tinygrad's compiler makes of plain ops
   python bench_block.py --target METAL                     kernels a token of the three models, with no device; for METAL with estimates
 
 Distinct blocks, together larger than the caches, run one after another in one JIT, as in decode. A round replays it for several tokens with the
@@ -18,10 +19,11 @@ except ImportError as e: sys.exit(str(e))
 if not hasattr(tinygrad, "OVERLAY"):
   sys.exit(f"this measures the fork, but `import tinygrad` found {tinygrad.__file__}: expected {ROOT / 'tinygrad'}")
 
-import copy, ctypes, json, statistics, time
+import contextlib, copy, ctypes, json, statistics, time
 from typing import Any, Callable
 import numpy as np
-from extra.bench import LANGUAGES, batch_count, batches, count_kernels, head_bytes, random_weights, read_bytes, render_kernels, stand_in, with_blocks
+from extra.bench import (LANGUAGES, batch_count, batches, count_kernels, head_bytes, plain_ops, random_weights, read_bytes, render_kernels, stand_in,
+                         with_blocks)
 from extra.mkgguf import MIXES, MODELS
 from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
 from tinygrad.apps.generate import Generator
@@ -182,6 +184,7 @@ def main() -> None:
   p.add_argument("--blocks", type=whole(1), metavar="N", help="blocks in a bank (default: enough to exceed four times the cache)")
   p.add_argument("--count", action="store_true", help="print kernels a token, with no device, and leave")
   p.add_argument("--target", choices=LANGUAGES, help="whom --count counts for (default CUDA); implies --count")
+  p.add_argument("--generic", action="store_true", help="without the fork's kernels: plain ops, as tinygrad's compiler schedules them")
   p.add_argument("--json", metavar="FILE", help="keep the last line, a JSON object, in FILE")
   args = p.parse_args()
   if args.json:
@@ -191,11 +194,14 @@ def main() -> None:
   names = [args.model] if args.model else ["glm", "ds2lite", "youtu"] if counting else ["glm"]
   made_up = names[0] in MODELS
   files = {f"{n} {args.quant}": stand_in(n, args.quant) for n in names} if made_up else {names[0]: read_gguf(find_model(names[0]))}
-  if counting: result = count(files, args.target or "CUDA")
-  else:
-    check_device()
-    (name, f), = files.items()
-    result = measure(f, name, random_weights if made_up else lambda tensors: tensors, args.rounds, args.depth, args.blocks)
+  if args.generic: print("generic   plain ops, as tinygrad's compiler schedules them: the fork's kernels are off")
+  with plain_ops() if args.generic else contextlib.nullcontext():
+    if counting: result = count(files, args.target or "CUDA")
+    else:
+      check_device()
+      (name, f), = files.items()
+      result = measure(f, name, random_weights if made_up else lambda tensors: tensors, args.rounds, args.depth, args.blocks)
+  result["generic"] = args.generic
   print(line := json.dumps(result))
   if args.json: Path(args.json).write_text(line + "\n")
 

@@ -4,7 +4,7 @@ A stand-in is a GGUFFile that no disk holds: the keys, names, shapes and types o
 zeros. `random_weights`, given to Transformer.from_gguf, fills it tensor by tensor.
 """
 from __future__ import annotations
-import contextlib, copy, functools, math
+import contextlib, copy, functools, math, sys
 from collections import Counter
 from pathlib import Path
 from typing import Iterator, NamedTuple
@@ -21,12 +21,12 @@ from tinygrad.apps.sampling import Features
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import capturing, compile_linear
 from tinygrad.helpers import Context, JIT_BATCH_SIZE
-from tinygrad.nn import cpu
+from tinygrad.nn import cpu, intrinsics
 from tinygrad.nn.matvec import UNIT
 from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer, MetalRenderer
 from tinygrad.schedule.rangeify import DEVICE_MAX_BUFS
-from tinygrad.uop.ops import Ops, UOp
+from tinygrad.uop.ops import Ops, UOp, sym_infer
 
 # ---- models without a file ----
 
@@ -74,6 +74,15 @@ def head_bytes(f:GGUFFile, c:Config) -> int:
   return embd.data.nbytes // c.vocab_size + f.tensors["output_norm.weight"].data.nbytes + f.tensors.get("output.weight", embd).data.nbytes
 
 # ---- kernels ----
+
+@contextlib.contextmanager
+def plain_ops() -> Iterator[None]:
+  """None of the fork's kernels: every primitive takes its plain-ops form, which tinygrad schedules, as on a device that nobody has written kernels for"""
+  users = [m for name, m in sys.modules.items() if name.startswith("tinygrad.") and getattr(m, "target", None) is intrinsics.target]
+  with contextlib.ExitStack() as stack:
+    for m in users: stack.enter_context(mock.patch.object(m, "target", lambda device=None: None))
+    stack.enter_context(mock.patch.object(cpu, "device", lambda: None))
+    yield
 
 def batches(jit:TinyJit) -> list[list[UOp]]:
   """The calls of a captured JIT, a list a graph batch; what is in no batch stands alone"""
@@ -158,7 +167,7 @@ def render_kernels(f:GGUFFile, target:str, max_context:int=4096) -> list[Kernel]
     alone, pairs, blocks = _token(f, target, max_context)
     def programs(calls:list[UOp]) -> list[UOp]: return [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
     first, every = programs(alone), [programs(pair) for pair in pairs]
-  times = Counter(p.key for p in first)
+  times, at = Counter(p.key for p in first), {"pos": 1}      # where the position is a variable of the graph
   for n, pair in zip(blocks, every):  # the first block is in `alone`
     for key, more in (Counter(p.key for p in pair) - Counter(p.key for p in first)).items(): times[key] += more * n
   for key, more in (Counter(p.key for p in every[0]) - Counter(p.key for p in first)).items(): times[key] -= more
@@ -167,5 +176,6 @@ def render_kernels(f:GGUFFile, target:str, max_context:int=4096) -> list[Kernel]
     p = known[key]
     shared = sum(u.max_numel() * u.dtype.itemsize for u in p.src[1].src if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL)
     read = p.src[0].arg.estimates
-    kernels.append(Kernel(p.arg.name, n, int(read.mem) if read else 0, shared, math.prod((*p.arg.global_size, *(p.arg.local_size or (1,))))))
+    threads = math.prod(sym_infer(size, at) for size in (*p.arg.global_size, *(p.arg.local_size or ())))
+    kernels.append(Kernel(p.arg.name, n, sym_infer(read.mem, at) if read else 0, shared, threads))
   return kernels

@@ -103,6 +103,14 @@ def test_count():
   (name, m), = r["models"].items()
   assert name == "small-youtu Q4_0" and sum(n for n, _ in m["kinds"]) == MODELS["small-youtu"].blocks and f"{m['kernels_a_token']} = " in out
 
+def test_generic():
+  """Without the fork's kernels, said once on either stream; a variable of the graph holds the position"""
+  done = run("bench_block.py", "--generic", "--target", "CUDA", "--model", "small-youtu")
+  r = last(done.stdout)
+  assert r["generic"] and done.stdout.count("the fork's kernels are off") == 1 and done.stderr.count("plain ops") == 1
+  (m,), ours = r["models"].values(), count_kernels(stand_in("small-youtu"), "CUDA")[0]
+  assert m["kernels_a_token"] > ours and not any(k["name"].startswith(("norm_linear", "gate_up")) for k in m["kernels"])
+
 # *** profile_model.py ***
 
 def test_profile_model(tmp_path: Path):

@@ -1,6 +1,6 @@
 """Prefill, decode and what stays between turns: the owner of the JITs and of the cache's length."""
 from __future__ import annotations
-import sys
+import functools, sys
 from typing import Iterator
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
@@ -13,6 +13,9 @@ from tinygrad.nn.intrinsics import target
 from tinygrad.uop.ops import Ops
 
 CHUNK, MANY = 32, 512  # prompt tokens a prefill step; where there are tensor cores, and more than a few tokens
+
+@functools.cache
+def _say_once(line:str) -> None: print(line, file=sys.stderr)
 
 class ContextFull(Exception):
   """The prompt does not fit. str(e) is one line."""
@@ -31,7 +34,7 @@ class Generator:
     self.device_position = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize() if model.kernels_fit else None
     if self.device_position is None:
       why = "no kernels for this device" if target() is None and cpu.device() is None else "a dimension of this model is not one that the kernels take"
-      print(f"{Device.DEFAULT}: {why}: decoding by plain ops, slowly", file=sys.stderr)
+      _say_once(f"{Device.DEFAULT}: {why}: decoding by plain ops, slowly")
     self.token = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize()
     self.values = Tensor.zeros(5, dtype=dtypes.float).contiguous().realize()
     self.key = Tensor.zeros(2, dtype=dtypes.uint32).contiguous().realize()
