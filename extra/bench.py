@@ -161,6 +161,10 @@ class Kernel(NamedTuple):
   shared: int              # bytes of a block of threads, together
   threads: int             # of a launch
 
+def shared_bytes(program:UOp) -> int:
+  """Bytes of a threadgroup's memory that a rendered kernel takes"""
+  return sum(u.max_numel() * u.dtype.itemsize for u in program.src[1].src if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL)
+
 def render_kernels(f:GGUFFile, target:str, max_context:int=4096) -> list[Kernel]:
   """The kernels of a token, each once, lowered and rendered for the target: slower than counting, and finds what the target cannot say"""
   with no_device(target):
@@ -174,7 +178,6 @@ def render_kernels(f:GGUFFile, target:str, max_context:int=4096) -> list[Kernel]
   known, kernels = {p.key: p for p in [p for pair in every for p in pair] + first}, []
   for key, n in times.items():
     p = known[key]
-    shared = sum(u.max_numel() * u.dtype.itemsize for u in p.src[1].src if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL)
     read = p.src[0].arg.estimates
     threads = math.prod(sym_infer(size, at) for size in (*p.arg.global_size, *(p.arg.local_size or ())))
     kernels.append(Kernel(p.arg.name, n, sym_infer(read.mem, at) if read else 0, shared, threads))

@@ -1,0 +1,84 @@
+"""What shares a kernel with what, for every target, with no device: by default, with no switch."""
+import contextlib
+from typing import Callable, Iterator
+import pytest
+from extra.bench import captured, no_device, shared_bytes
+from fusion import CASES, rms
+from tinygrad import Device, Tensor, Variable, dtypes
+from tinygrad.engine.realize import compile_linear
+from tinygrad.helpers import Context
+from tinygrad.schedule.indexing import Rows, rows_of, worth
+from tinygrad.uop.ops import Ops, UOp
+
+TARGETS = ("NULL", "CUDA", "METAL", "CPU")
+
+@contextlib.contextmanager
+def on(target:str) -> Iterator[None]:
+  """The target's renderer on the device NULL; "NULL" is that device's own"""
+  if target == "CPU": yield
+  else:
+    with no_device(target) if target != "NULL" else Context(DEV="NULL"): yield
+
+def programs(run:Callable[[], Tensor]) -> list[UOp]:
+  with captured() as calls: run().realize()
+  return [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src if c.src[0].op is Ops.PROGRAM]
+
+def count(target:str, run:Callable[[], Tensor]) -> int:
+  """Kernels; none may take more threadgroup memory than the target has"""
+  with on(target):
+    kernels = programs(run)
+    assert all(shared_bytes(p) <= Device[Device.DEFAULT].renderer.shared_max for p in kernels)
+    return len(kernels)
+
+def empty(*shape:int, dtype=dtypes.float) -> Tensor: return Tensor.empty(*shape, dtype=dtype)
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", CASES)
+def test_own_axis(name:str, target:str):
+  c = CASES[name]
+  assert count(target, lambda: c.run(empty(*c.shape))) == c.kernels
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_symbolic_length(target:str):
+  n = Variable("n", 1, 4096).bind(77)
+  assert count(target, lambda: empty(20, 4096)[:, :n].softmax(-1).pad(((0, 0), (0, 4096 - n)))) == 1
+
+def ffn(x:Tensor, hidden:int) -> Tensor:
+  return ((x @ empty(2048, hidden)).silu() * (x @ empty(2048, hidden))) @ empty(hidden, 2048)
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("hidden", (10240, 16384))
+def test_feed_forward(hidden:int, target:str):
+  """The hidden state goes through memory: nobody computes it again for each output, nobody keeps it in a threadgroup's memory"""
+  assert count(target, lambda: ffn(empty(1, 2048), hidden)) == 2
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_norm_and_matvec(target:str): assert count(target, lambda: rms(empty(1, 2048)) @ empty(2048, 2048)) == 2
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_two_products(target:str): assert count(target, lambda: (lambda x: (x @ empty(512, 640)).silu() * (x @ empty(512, 640)))(empty(1, 512))) == 1
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_norm_of_two_readers(target:str):
+  """A scale that two kernels read is computed once"""
+  def run() -> Tensor:
+    x = empty(4, 512)
+    scale = (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    return Tensor.cat((x * scale).contiguous(), (x * scale * 2).contiguous())
+  assert count(target, run) == 4
+
+def test_a_long_row_keeps_the_device():
+  """One row of a vocabulary is the whole device's work; many rows are a team's each"""
+  def long(rows:int) -> Rows:
+    r, d, i = UOp.range(rows, 0), UOp.range(151936, 1), UOp.range(151936, 2)
+    x = UOp.placeholder((rows * 151936,), dtypes.float, 0)
+    total = x.index(r * 151936 + d).reduce(d, arg=(Ops.ADD, 0))
+    value = x.index(r * 151936 + i) * total
+    found = rows_of(value, (r, i), value.toposort())
+    assert found is not None and found.inner == (i,)
+    return found
+  assert not worth(long(1), has_local=True) and worth(long(128), has_local=True) and worth(long(1), has_local=False)
+
+def test_the_user_says_how():
+  """PCONTIG still means what it means in the wheel"""
+  with on("CUDA"), Context(PCONTIG=2): assert len(programs(lambda: ffn(empty(1, 2048), 96))) == 1
