@@ -39,11 +39,13 @@ class Rows:
   @property
   def count(self) -> sint: return math.prod(r.src[0].ssimplify() for r in self.rows)
   @property
-  def longest(self) -> int: return max(n if isinstance(n, int) else int(n.vmax) for n in self.sizes)
+  def longest(self) -> int:
+    """Values of the longest reduction; of what is stored, a team can leave parts to others"""
+    return max(n if isinstance(n, int) else int(n.vmax) for n in self.sizes[:-1])
   @property
   def team(self) -> int:
     """Threads a row, a power of two"""
-    return min(TEAM, max(32, 1 << (self.longest // VALUES_A_THREAD).bit_length()) // 2)
+    return min(TEAM, max(32, 1 << (self.longest // VALUES_A_THREAD).bit_length() >> 1))
 
 def rows_of(value:UOp, ranges:tuple[UOp, ...], body:dict[UOp, None]) -> Rows|None:
   """What is stored over these ranges, if it is computed by rows. The body: all nodes of its kernel, in order."""
@@ -58,7 +60,8 @@ def rows_of(value:UOp, ranges:tuple[UOp, ...], body:dict[UOp, None]) -> Rows|Non
 
 def worth(r:Rows, has_local:bool) -> bool:
   """Whether one kernel for these reductions beats one each. Saved: a launch each, and their results' way through memory. Repeated: nothing, a row
-  is one team's work. Lost: the rest of the device, over which kernels of their own could spread a long row. (A CPU's core does a row alone anyway.)"""
+  is one team's work, or at most as much as a team stores where a row has several. Lost: the rest of the device, over which kernels of their own
+  would spread a long reduction. (A CPU's core does a row alone anyway.)"""
   return not has_local or r.longest // r.team <= SERIAL_STEPS or (isinstance(r.count, int) and r.count >= MANY_ROWS)
 
 def _is_stage(u:UOp) -> bool: return u.op is Ops.STAGE and u.arg.addrspace is AddrSpace.GLOBAL

@@ -10,10 +10,10 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.schedule.indexing import TEAM, BufferizeOpts, Rows, rows_of
 from tinygrad.uop.ops import AxisType, Ops, UOp, identity_element, sint
 
-# threads of a group at least, where there are rows enough to fill it
+# threads of a group at least, where there are values enough, or rows
 GROUP = 128
-# steps of a thread over what is stored of a row; beyond, several teams take a part of the row each, and each reduces all of it
-STEPS = 64
+# quads of what is stored that are worth a thread
+QUADS = 4
 
 class Share:
   """n values, laid out over `ranges`, shared by a team: step by step, each thread takes `width` neighbouring ones"""
@@ -23,14 +23,14 @@ class Share:
     per = team * self.width * teams
     steps = (n + (per - 1)) // per
     self.loops = [UOp.range(steps, next(k.opt_range), kind)]
-    self.first = self.loops[0]
+    step = self.loops[0]
     if teams > 1:
       self.loops.append(UOp.range(teams, next(k.opt_range), AxisType.GLOBAL))
-      self.first = self.loops[1] * steps + self.first
-    at = (self.first * team + thread) * self.width
+      step = self.loops[1] * steps + step
+    at, end = step * team + thread, n // self.width
     # a thread that has run out of values takes the last ones again, for nothing
-    self.has = None if isinstance(n, int) and n % per == 0 else at < n
-    self.first = at if self.has is None else self.has.where(at, n - self.width)
+    self.has = None if isinstance(n, int) and n % per == 0 else at < end
+    self.first = (at if self.has is None else self.has.where(at, end - 1)) * self.width
   def places(self, lane:UOp|int) -> dict[UOp, UOp]:
     """Where along each range the thread's value of this lane is"""
     rest, found = self.first + lane, {}
@@ -57,6 +57,7 @@ def share_rows(k:Scheduler) -> bool:
   """Lays the kernel out by rows, in place; False, and nothing is changed, where it is no such kernel"""
   if not k.ren.has_local or not k.ren.has_shared or k.dont_use_locals or (found := _rows(k)) is None: return False
   r, team = found[0], found[0].team
+  if isinstance(r.sizes[-1], int): team = max(team, min(GROUP, 1 << (r.sizes[-1] // 4 // QUADS).bit_length() >> 1))
   columns = _by_columns(r)
   together = 32 if columns else GROUP // team              # rows of one group
   rows = [u for u in r.rows if u.arg[-1] is AxisType.GLOBAL]
@@ -82,8 +83,9 @@ def share_rows(k:Scheduler) -> bool:
     new[x] = all_of([sums.index(*local, some * 8 + i) for i in range(8)]).reduce(some, arg=x.arg)
   target, ranges = store.src[0], tuple(u for u in end.src[1:] if u not in r.inner)
   if r.inner:
+    # where more is stored of a row than is reduced, several teams take a part of it each, and each of them reduces all of it
     n = r.sizes[-1]
-    teams = max(1, n // (team * 4 * STEPS)) if isinstance(n, int) else 1
+    teams = max(1, n // (team * 4 * max(QUADS, r.longest // (team * 4)))) if isinstance(n, int) else 1
     share = Share(k, r.inner, n, thread, team, AxisType.WEAK, teams)
     lane = UOp.range(share.width, next(k.opt_range), AxisType.UPCAST) if share.width > 1 else UOp.const(0)
     new |= share.places(lane)
