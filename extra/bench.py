@@ -180,5 +180,5 @@ def render_kernels(f:GGUFFile, target:str, max_context:int=4096) -> list[Kernel]
     p = known[key]
     read = p.src[0].arg.estimates
     threads = math.prod(sym_infer(size, at) for size in (*p.arg.global_size, *(p.arg.local_size or ())))
-    kernels.append(Kernel(p.arg.name, n, sym_infer(read.mem, at) if read else 0, shared, threads))
+    kernels.append(Kernel(p.arg.name, n, sym_infer(read.mem, at) if read else 0, shared_bytes(p), threads))
   return kernels
