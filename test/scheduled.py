@@ -1,0 +1,31 @@
+"""Kernels of a tensor, for any target, with no device."""
+from __future__ import annotations
+import contextlib
+from typing import Callable, Iterator
+from extra.bench import captured, no_device, shared_bytes
+from tinygrad import Device, Tensor, dtypes
+from tinygrad.engine.realize import compile_linear
+from tinygrad.helpers import Context
+from tinygrad.uop.ops import Ops, UOp
+
+TARGETS = ("NULL", "CUDA", "METAL", "CPU")
+
+@contextlib.contextmanager
+def on(target:str) -> Iterator[None]:
+  """The target's renderer on the device NULL; "NULL" is that device's own"""
+  if target == "CPU": yield
+  else:
+    with no_device(target) if target != "NULL" else Context(DEV="NULL"): yield
+
+def programs(run:Callable[[], Tensor]) -> list[UOp]:
+  with captured() as calls: run().realize()
+  return [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src if c.src[0].op is Ops.PROGRAM]
+
+def count(target:str, run:Callable[[], Tensor]) -> int:
+  """Kernels; none may take more of a threadgroup's memory than the target has"""
+  with on(target):
+    kernels = programs(run)
+    assert all(shared_bytes(p) <= Device[Device.DEFAULT].renderer.shared_max for p in kernels)
+    return len(kernels)
+
+def empty(*shape:int) -> Tensor: return Tensor.empty(*shape)
