@@ -20,6 +20,9 @@ def np_softmax(x, axis=-1):
   return e / e.sum(axis, keepdims=True)
 def np_layernorm(x, axis=-1): return (x - x.mean(axis, keepdims=True)) / np.sqrt(x.var(axis, keepdims=True) + 1e-5)
 
+def ids(*n:int) -> Tensor: return Tensor(n, dtype=dtypes.int).realize()
+def gathered(x:np.ndarray, *n:int) -> np.ndarray: return np.stack([x[i] if i < len(x) else 0 * x[0] for i in n])
+
 CASES:dict[str, Case] = {
   "x * sum(x)": Case((2048,), lambda x: x * x.sum(), lambda x: x * x.sum(), 1),
   "rows * sum(rows)": Case((24, 96), lambda x: x * x.sum(-1, keepdim=True), lambda x: x * x.sum(-1, keepdims=True), 1),
@@ -46,5 +49,13 @@ CASES:dict[str, Case] = {
   "layernorm": Case((8, 2048), lambda x: x.layernorm(), np_layernorm, 1),
   "layernorm over odd rows": Case((3, 777), lambda x: x.layernorm(), np_layernorm, 1),
   "standard deviation": Case((10, 640), lambda x: x.std(-1), lambda x: x.std(-1, ddof=1), 1),
+  # a gather is a load where it is read; an id past the end reads 0, a negative one counts from the end
+  "gathered rows by a vector": Case((6, 96), lambda x: (x[ids(3, 0, 3, 9, -2)] * x[5]).sum(-1), lambda x: gathered(x, 3, 0, 3, 9, -2) @ x[5], 1),
+  "gathered matrices by a vector": Case((5, 24, 64), lambda x: x[ids(4, 1, 1)] @ x[0, 3], lambda x: x[[4, 1, 1]] @ x[0, 3], 1),
+  "gathered twice": Case((5, 24, 64), lambda x: x[ids(4, 1)][:, ids(7, 0, 23)].sum(-1), lambda x: x[[4, 1]][:, [7, 0, 23]].sum(-1), 1),
+  "softmax of gathered rows": Case((9, 128), lambda x: x[ids(8, 2)].softmax(-1), lambda x: np_softmax(x[[8, 2]]), 1),
+  "a softmax's numbers": Case((4, 200), lambda x: x.softmax(-1).gather(1, ids(9, 0, 199, 4).reshape(4, 1)),
+                              lambda x: np_softmax(x)[np.arange(4), [9, 0, 199, 4]][:, None], 1),
+  "counting": Case((4, 32), lambda x: x + Tensor.arange(32), lambda x: x + np.arange(32), 1),
   "rmsnorm of a softmax": Case((4, 256), lambda x: rms(x.softmax(-1)), lambda x: np_rms(np_softmax(x)), 1),
 }

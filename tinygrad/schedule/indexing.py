@@ -8,11 +8,14 @@ realizes, is put back into the one kernel that reads it, where `worth` says so. 
 from __future__ import annotations
 import math
 from dataclasses import dataclass
+from typing import Callable
 from tinygrad import wheel_module
+from tinygrad.codegen.simplify import pm_load_collapse, pm_reduce_simplify
 from tinygrad.device import Device
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import PCONTIG
-from tinygrad.uop.ops import AxisType, Ops, UOp, resolve, sint
+from tinygrad.uop.ops import AxisType, Ops, UOp, graph_rewrite, resolve, sint
+from tinygrad.uop.symbolic import symbolic
 
 _wheel = wheel_module(__name__)
 globals().update({k: v for k, v in vars(_wheel).items() if not k.startswith("__")})
@@ -33,19 +36,21 @@ class Rows:
   rows:tuple[UOp, ...]                                     # the ranges that number the rows
   inner:tuple[UOp, ...]                                    # the ranges within a row of what is stored; none where a row gives one value
   @property
+  def steps(self) -> bool:
+    """Whether a row takes more than one step after another; else it is a reduction as any other"""
+    return bool(self.inner) or any(r in x.backward_slice for i, x in enumerate(self.reduces) for r in self.reduces[:i])
+  @property
   def sizes(self) -> list[sint]:
     """Values a row of each reduction, then of what is stored"""
     return [math.prod(r.src[0].ssimplify() for r in ranges) for ranges in (*(x.src[1:] for x in self.reduces), self.inner)]
   @property
   def count(self) -> sint: return math.prod(r.src[0].ssimplify() for r in self.rows)
   @property
-  def longest(self) -> int:
-    """Values of the longest reduction; of what is stored, a team can leave parts to others"""
-    return max(n if isinstance(n, int) else int(n.vmax) for n in self.sizes[:-1])
+  def longest(self) -> int: return max(n if isinstance(n, int) else int(n.vmax) for n in self.sizes)
   @property
   def team(self) -> int:
     """Threads a row, a power of two"""
-    return min(TEAM, max(32, 1 << (self.longest // VALUES_A_THREAD).bit_length() >> 1))
+    return min(TEAM, max(32, 1 << (self.longest // VALUES_A_THREAD).bit_length()) // 2)
 
 def rows_of(value:UOp, ranges:tuple[UOp, ...], body:dict[UOp, None]) -> Rows|None:
   """What is stored over these ranges, if it is computed by rows. The body: all nodes of its kernel, in order."""
@@ -54,15 +59,12 @@ def rows_of(value:UOp, ranges:tuple[UOp, ...], body:dict[UOp, None]) -> Rows|Non
   rows = tuple(reduces[0].ranges)
   if any(set(x.ranges) != set(rows) for x in reduces[1:]): return None     # one is done over again for every step of another
   if any(r.arg[-1] is AxisType.REDUCE for r in rows): return None
-  inner = tuple(r for r in ranges if r.op is Ops.RANGE and r not in rows)
-  chained = any(r in x.backward_slice for i, x in enumerate(reduces) for r in reduces[:i])
-  return Rows(reduces, rows, inner) if inner or chained else None
+  return Rows(reduces, rows, tuple(r for r in ranges if r.op is Ops.RANGE and r not in rows))
 
 def worth(r:Rows, has_local:bool) -> bool:
   """Whether one kernel for these reductions beats one each. Saved: a launch each, and their results' way through memory. Repeated: nothing, a row
-  is one team's work, or at most as much as a team stores where a row has several. Lost: the rest of the device, over which kernels of their own
-  would spread a long reduction. (A CPU's core does a row alone anyway.)"""
-  return not has_local or r.longest // r.team <= SERIAL_STEPS or (isinstance(r.count, int) and r.count >= MANY_ROWS)
+  is one team's work. Lost: the rest of the device, over which kernels of their own could spread a long row. (A CPU's core does a row alone anyway.)"""
+  return not has_local or not r.steps or r.longest // r.team <= SERIAL_STEPS or (isinstance(r.count, int) and r.count >= MANY_ROWS)
 
 def _is_stage(u:UOp) -> bool: return u.op is Ops.STAGE and u.arg.addrspace is AddrSpace.GLOBAL
 def _inside(u:UOp) -> bool: return not _is_stage(u) and u.op not in {Ops.AFTER, Ops.PARAM, Ops.BUFFER, Ops.RANGE}
@@ -74,55 +76,79 @@ def _rebuilt(value:UOp, new:dict[UOp, UOp]) -> UOp:
     if (src := tuple(done.get(s, s) for s in u.src)) != u.src: done[u] = u.replace(src=src)
   return done.get(value, value)
 
+def _leaves(value:UOp) -> dict[UOp, None]:
+  return dict.fromkeys(s for u in value.toposort(gate=_inside) for s in u.src if s.op in {Ops.STAGE, Ops.AFTER, Ops.PARAM})
+
 class _Kernel:
   """A kernel as rangeify left it: a STAGE or the END of a store; `value` is what it computes over `ranges`"""
   def __init__(self, root:UOp):
     self.root, self.ranges = root, root.src[1:]
-    self.value = root.src[0] if _is_stage(root) else root.src[0].src[1]
-    self.body = self.value.toposort(gate=_inside)
-    self.reads = {u: u.src[0] for u in self.body if u.op is Ops.INDEX and _is_stage(u.src[0])}
-    self.reduces = any(u.op is Ops.REDUCE for u in self.body)
     self.removable = _is_stage(root) and root.arg.removable and root.src[0].op not in {Ops.CONTIGUOUS, Ops.NOOP, Ops.AFTER}
-    self.cheap = not self.reduces and len({s for u in self.body for s in u.src if s.op in {Ops.STAGE, Ops.AFTER, Ops.PARAM}}) <= CHEAP_BUFFERS
+    self._set(root.src[0] if _is_stage(root) else root.src[0].src[1])
+  def _set(self, value:UOp) -> None:
+    self.value, self.body = value, value.toposort(gate=_inside)
+    self.reads = {u: u.src[0] for u in self.body if u.op is Ops.INDEX and _is_stage(u.src[0])}
+    self.leaves = _leaves(value)
+    self.reduces = any(u.op is Ops.REDUCE for u in self.body)
+    self.cheap = not self.reduces and len(self.leaves) <= CHEAP_BUFFERS
+  def with_value(self, value:UOp) -> UOp:
+    store = self.root.src[0]
+    return self.root.replace(src=(value if _is_stage(self.root) else store.replace(src=(store.src[0], value)), *self.ranges))
+  def without_counting(self, inlined:Callable[[UOp], UOp]) -> bool:
+    """A gather arrives as a sum over every index that could be meant, in a kernel of its own: a copy of what is gathered. As the one load that it
+    is, it fuses into what reads it. An arange, which is what it compares with, arrives as a sum too. Whether there was one."""
+    if not self.reduces or (self.leaves and not any(u.op is Ops.WHERE for u in self.body)): return False
+    value = inlined(self.value)
+    compared = [u for u in value.toposort(gate=_inside) if u.op is Ops.CMPNE and all(s.op is not Ops.CONST for s in u.src)]
+    leaves = [s for s in _leaves(value) if s.op is not Ops.PARAM]
+    if leaves and not compared: return False
+    if any(not isinstance(n, int) for s in leaves for n in s.shape): return False
+    # rewriting goes down to the graph's inputs, and pays for all of it, unless this kernel's end there
+    stand_in = {s: UOp.placeholder(s.shape, s.dtype, -i - 2) for i, s in enumerate(leaves)}
+    value = graph_rewrite(_rebuilt(value, stand_in), symbolic + pm_reduce_simplify + pm_load_collapse, name="gathers are loads")
+    if sum(u.op is Ops.REDUCE for u in value.toposort()) >= sum(u.op is Ops.REDUCE for u in self.body): return False
+    self._set(_rebuilt(value, {p: s for s, p in stand_in.items()}))
+    return True
 
-def fuse_rows(sink:UOp) -> UOp:
-  """Puts reductions back into the kernel that reads them, where the two work by the same rows and `worth` says so"""
+def fuse(sink:UOp) -> UOp:
+  """Makes gathers loads, and puts reductions into the kernel that reads them, where the two work by the same rows and `worth` says so"""
   nodes = sink.toposort()
   kernels = {u: _Kernel(u) for u in reversed(nodes) if _is_stage(u) or (u.op is Ops.END and u.src[0].op is Ops.STORE)}  # readers first
-  if not any(k.reduces and k.removable for k in kernels.values()): return sink
-  readers:dict[UOp, set[UOp]] = {}
-  for u in nodes:                                          # who reads a stage in any other way holds it where it is
-    if u.op is not Ops.INDEX: [readers.setdefault(s, set()).add(u) for s in u.src if _is_stage(s)]
-  for root, k in kernels.items(): [readers.setdefault(s, set()).add(root) for s in k.reads.values()]
-
-  def inlined(value:UOp, stages:set[UOp]) -> UOp:
-    new = {}
+  def inlined(value:UOp, stages:Callable[[UOp], bool]) -> UOp:
+    at = {}
     for u in value.toposort(gate=_inside):
-      if u.op is Ops.INDEX and (s := u.src[0]) in stages:
-        new[u] = _rebuilt(inlined(kernels[s].value, stages), {r: i for r, i in zip(s.src[1:], u.src[1:]) if r.op is Ops.RANGE})
-    return _rebuilt(value, new)
+      if u.op is Ops.INDEX and stages(s := u.src[0]):
+        at[u] = _rebuilt(inlined(kernels[s].value, stages), {r: i for r, i in zip(s.src[1:], u.src[1:]) if r.op is Ops.RANGE})
+    return _rebuilt(value, at)
+  def elementwise(s:UOp) -> bool: return s in kernels and kernels[s].removable and kernels[s].cheap
 
-  new, gone = {}, set()
+  new = {root: k.with_value(k.value) for root, k in reversed(kernels.items()) if k.without_counting(lambda value: inlined(value, elementwise))}
+  readers:dict[UOp, set[UOp]] = {s: set() for s in kernels}
+  for root, k in kernels.items():
+    for s in k.reads.values(): readers[s].add(root)
+  for u in nodes:                                          # who reads a stage in any other way holds it where it is
+    for s in u.src if u.op is not Ops.INDEX else (): readers.get(s, set()).add(u)
+
+  gone:set[UOp] = set()
   for root, k in kernels.items():
     if root in gone or not isinstance(k.value.device, str): continue
-    ren = Device[k.value.device].renderer
+    has_local = Device[k.value.device].renderer.has_local
     members, refused = {root}, set()
     def candidate() -> UOp|None:
-      return next((s for m in members for s in kernels[m].reads.values() if s not in members | refused and s in kernels and readers[s] <= members), None)
+      return next((s for m in members for s in kernels[m].reads.values() if s not in members | refused and readers[s] <= members), None)
     while (s := candidate()) is not None:
       c, refused = kernels[s], refused | {s}
       if not c.removable or (not c.reduces and not c.cheap): continue
       if c.reduces:
-        value = inlined(k.value, members | {s})
+        value = inlined(k.value, {*members, s}.__contains__)
         rows = rows_of(value, k.ranges, value.toposort(gate=_inside))
-        if rows is None or resolve(rows.count != math.prod(s.shape)) or not worth(rows, ren.has_local): continue
+        if rows is None or resolve(rows.count != math.prod(s.shape)) or not worth(rows, has_local): continue
       members.add(s)
     if any(kernels[m].reduces for m in members - {root}):
-      value = inlined(k.value, members)
-      new[root] = root.replace(src=((value if _is_stage(root) else root.src[0].replace(src=(root.src[0].src[0], value))), *k.ranges))
+      new[root] = k.with_value(inlined(k.value, members.__contains__))
       gone |= members
   return sink.substitute(new)
 
 def run_rangeify(tsink:UOp, debug:bool=False) -> UOp:
   ranged = _wheel.run_rangeify(tsink, debug)
-  return ranged if PCONTIG else fuse_rows(ranged)
+  return ranged if PCONTIG else fuse(ranged)

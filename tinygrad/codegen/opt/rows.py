@@ -51,7 +51,7 @@ def _rows(k:Scheduler) -> tuple[Rows, UOp]|None:
   if len(k.ast.src) != 1 or len(ends) != 1 or (store := ends[0].src[0]).op is not Ops.STORE: return None
   body = store.toposort()
   if any(u.op in {Ops.STAGE, Ops.STORE} for u in body if u is not store): return None
-  return (r, ends[0]) if (r := rows_of(store.src[1], ends[0].src[1:], body)) is not None else None
+  return (r, ends[0]) if (r := rows_of(store.src[1], ends[0].src[1:], body)) is not None and r.steps else None
 
 def share_rows(k:Scheduler) -> bool:
   """Lays the kernel out by rows, in place; False, and nothing is changed, where it is no such kernel"""
