@@ -13,9 +13,8 @@ TARGETS = ("NULL", "CUDA", "METAL", "CPU")
 @contextlib.contextmanager
 def on(target:str) -> Iterator[None]:
   """The target's renderer on the device NULL; "NULL" is that device's own"""
-  if target == "CPU": yield
-  else:
-    with no_device(target) if target != "NULL" else Context(DEV="NULL"): yield
+  with contextlib.nullcontext() if target == "CPU" else Context(DEV="NULL") if target == "NULL" else no_device(target):
+    with Context(SCACHE=0): yield                          # a schedule is remembered by its device, and the targets are all NULL
 
 def programs(run:Callable[[], Tensor]) -> list[UOp]:
   with captured() as calls: run().realize()

@@ -11,7 +11,7 @@ from tinygrad.uop.ops import Ops, UOp
 @pytest.mark.parametrize("name", [n for n in CASES if "softmax" not in n])
 def test_own_axis(name:str, target:str):
   c = CASES[name]
-  assert count(target, lambda: c.run(empty(*c.shape))) == c.kernels
+  assert count(target, lambda: c.run(empty(*c.shape))) == c.most(target not in ("NULL", "CPU"))
 
 def ffn(x:Tensor, hidden:int) -> Tensor:
   return ((x @ empty(2048, hidden)).silu() * (x @ empty(2048, hidden))) @ empty(hidden, 2048)

@@ -8,7 +8,7 @@ from tinygrad import Tensor, Variable, dtypes
 @pytest.mark.parametrize("name", [n for n in CASES if "softmax" in n])
 def test_softmax(name:str, target:str):
   c = CASES[name]
-  assert count(target, lambda: c.run(empty(*c.shape))) == c.kernels
+  assert count(target, lambda: c.run(empty(*c.shape))) == c.most(target not in ("NULL", "CPU"))
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_symbolic_length(target:str):

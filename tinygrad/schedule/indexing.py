@@ -46,11 +46,19 @@ class Rows:
   @property
   def count(self) -> sint: return math.prod(r.src[0].ssimplify() for r in self.rows)
   @property
-  def longest(self) -> int: return max(n if isinstance(n, int) else int(n.vmax) for n in self.sizes)
+  def columns(self) -> bool:
+    """Whether neighbours in memory are of different rows"""
+    loads = {u.src[-1].get_idx() for x in self.reduces for u in x.src[0].toposort(gate=_inside) if u.op is Ops.INDEX}
+    neighbours = {u for i in loads for u in i.split_uop(Ops.ADD)}
+    return any(r in neighbours for r in self.rows) and not any(r in neighbours for x in self.reduces for r in x.src[1:])
+  @property
+  def longest(self) -> int:
+    """Values of the longest reduction; of what is stored, a team can leave parts to others"""
+    return max(n if isinstance(n, int) else int(n.vmax) for n in self.sizes[:-1])
   @property
   def team(self) -> int:
     """Threads a row, a power of two"""
-    return min(TEAM, max(32, 1 << (self.longest // VALUES_A_THREAD).bit_length()) // 2)
+    return min(TEAM, max(32, 1 << (self.longest // VALUES_A_THREAD).bit_length() >> 1))
 
 def rows_of(value:UOp, ranges:tuple[UOp, ...], body:dict[UOp, None]) -> Rows|None:
   """What is stored over these ranges, if it is computed by rows. The body: all nodes of its kernel, in order."""
@@ -63,8 +71,11 @@ def rows_of(value:UOp, ranges:tuple[UOp, ...], body:dict[UOp, None]) -> Rows|Non
 
 def worth(r:Rows, has_local:bool) -> bool:
   """Whether one kernel for these reductions beats one each. Saved: a launch each, and their results' way through memory. Repeated: nothing, a row
-  is one team's work. Lost: the rest of the device, over which kernels of their own could spread a long row. (A CPU's core does a row alone anyway.)"""
-  return not has_local or not r.steps or r.longest // r.team <= SERIAL_STEPS or (isinstance(r.count, int) and r.count >= MANY_ROWS)
+  is one team's work, or at most as much as a team stores where a row has several. Lost: the rest of the device, over which kernels of their own
+  would spread a long reduction; on a CPU, whose core does a row alone anyway, the vectors of neighbouring rows."""
+  if not r.steps: return True
+  if not has_local: return not r.columns
+  return r.longest // r.team <= SERIAL_STEPS or (isinstance(r.count, int) and r.count >= MANY_ROWS)
 
 def _is_stage(u:UOp) -> bool: return u.op is Ops.STAGE and u.arg.addrspace is AddrSpace.GLOBAL
 def _inside(u:UOp) -> bool: return not _is_stage(u) and u.op not in {Ops.AFTER, Ops.PARAM, Ops.BUFFER, Ops.RANGE}

@@ -39,12 +39,6 @@ class Share:
 
 def _largest_divisor(n:sint, most:int) -> int: return next(d for d in range(max(most, 1), 0, -1) if isinstance(n, int) and n % d == 0 or d == 1)
 
-def _by_columns(r:Rows) -> bool:
-  """Whether neighbours in memory are of different rows"""
-  loads = [u.src[1].get_idx() for x in r.reduces for u in x.src[0].backward_slice_with_self if u.op is Ops.INDEX]
-  ends = {u for i in loads for u in i.split_uop(Ops.ADD) if u.op is Ops.RANGE}
-  return any(u in ends for u in r.rows) and not any(u in ends for x in r.reduces for u in x.src[1:])
-
 def _rows(k:Scheduler) -> tuple[Rows, UOp]|None:
   """What the kernel is by rows, and its one store's END"""
   ends = [u for u in k.ast.src if u.op is Ops.END]
@@ -58,15 +52,14 @@ def share_rows(k:Scheduler) -> bool:
   if not k.ren.has_local or not k.ren.has_shared or k.dont_use_locals or (found := _rows(k)) is None: return False
   r, team = found[0], found[0].team
   if isinstance(r.sizes[-1], int): team = max(team, min(GROUP, 1 << (r.sizes[-1] // 4 // QUADS).bit_length() >> 1))
-  columns = _by_columns(r)
-  together = 32 if columns else GROUP // team              # rows of one group
+  together = 32 if r.columns else GROUP // team              # rows of one group
   rows = [u for u in r.rows if u.arg[-1] is AxisType.GLOBAL]
   together = _largest_divisor(rows[-1].src[0].ssimplify(), together) if rows else 1
   team = min(team, max(8, 1 << (256 // together).bit_length() - 1))
   if sum(x.dtype.itemsize for x in r.reduces) * team * together > k.ren.shared_max: return False
   # neighbouring threads, which are the first local axis, read neighbours in memory
   axes = [next(k.opt_range), next(k.opt_range)]
-  if columns: axes.reverse()
+  if r.columns: axes.reverse()
   thread = UOp.range(team, axes[0], AxisType.LOCAL)
   if together > 1: k.shift_to(rows[-1], together, AxisType.LOCAL, input_new_rng=UOp.range(together, axes[1], AxisType.LOCAL))
   r, end = _rows(k)
