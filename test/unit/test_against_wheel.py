@@ -1,0 +1,224 @@
+"""What the fork schedules and optimizes gives what the wheel's own functions give, in no more kernels: seeded random graphs, both in one process."""
+from __future__ import annotations
+import contextlib, inspect, math, random
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Callable, Iterator
+from unittest.mock import patch
+import numpy as np, pytest, tinygrad.codegen, tinygrad.schedule, tinygrad.schedule.rangeify
+from mockmetal import on_metal
+from tinygrad import OVERLAY, WHEEL, Tensor, dtypes, wheel_module
+from tinygrad.codegen.opt import heuristic, postrange
+from tinygrad.engine.realize import run_linear
+from tinygrad.helpers import Context
+from tinygrad.schedule import indexing, rangeify
+from tinygrad.uop.ops import Ops, UOp
+
+wheel_indexing, wheel_heuristic, wheel_postrange = (wheel_module(m.__name__) for m in (indexing, heuristic, postrange))
+
+@contextlib.contextmanager
+def fresh() -> Iterator[None]:
+  """Nothing that was scheduled or compiled before is found again, and workers, which know only the fork, compile nothing"""
+  with patch.dict(tinygrad.schedule.schedule_cache, clear=True), patch.dict(tinygrad.codegen.to_program_cache, clear=True), Context(PARALLEL=0): yield
+
+@contextlib.contextmanager
+def wheel() -> Iterator[None]:
+  """tinygrad as the wheel has it, where the fork's files stand over it"""
+  with (fresh(), patch.object(rangeify, "run_rangeify", wheel_indexing.run_rangeify),
+        patch.object(heuristic, "hand_coded_optimizations", wheel_heuristic.hand_coded_optimizations),
+        patch.object(wheel_postrange, "Scheduler", postrange.Scheduler.__base__)): yield
+
+# ---- graphs ----
+
+@dataclass(frozen=True, eq=False)
+class Value:
+  """`bound`: its numbers lie within ±bound; `exact`: not rounded on the way, so it may be compared or made an integer"""
+  t:Tensor
+  bound:float
+  exact:bool
+  @property
+  def shape(self) -> tuple[int, ...]: return tuple(map(int, self.t.shape))
+
+SIZES = (1, 1, 2, 3, 4, 5, 7, 8, 16, 33, 48)
+MOST, FAR = 4096, 64.                                      # numbers of a value; what a float may grow to
+
+class Graph:
+  """A random graph: the same one for the same seed. A value that was made may serve again in any later step."""
+  def __init__(self, seed:int, data:list[Tensor]|None=None):
+    self.random = random.Random(seed)
+    pick = self.random.choice
+    shape = self.shape()
+    if pick((0, 0, 0, 1)): shape = (*shape[:-1][:1], pick((129, 300, 512, 1031)))  # a row for a whole team of threads
+    self.half = pick((0, 0, 1))
+    shapes = (shape, shape[-1:], self.shape())
+    if data is None:
+      rng = np.random.default_rng(seed)
+      data = [Tensor(rng.uniform(-2, 2, s).astype(np.float32)) for s in shapes] + [Tensor(rng.integers(-9, 9, shape, dtype=np.int32))]
+      Tensor.realize(*data)
+    self.data, self.values = data, [Value(t, b, True) for t, b in zip(data, (2, 2, 2, 9))]
+    for _ in range(pick(range(3, 9))):
+      if (v := pick(STEPS)(self, pick(self.values[-4:] if pick((0, 1)) else self.values))) is not None: self.keep(v)
+    made = self.values[len(data):] or self.values
+    self.outputs = list(dict.fromkeys([made[-1], *(pick(made) for _ in range(pick((0, 0, 1, 2))))]))
+
+  def shape(self) -> tuple[int, ...]:
+    while math.prod(s := tuple(self.random.choices(SIZES, k=self.random.choice((1, 2, 2, 2, 3, 3, 4))))) > MOST // 4: pass
+    return s
+  def axes(self, v:Value) -> tuple[int, ...]:
+    if not v.shape: return ()
+    return tuple(self.random.sample(range(len(v.shape)), 2 if len(v.shape) > 1 and self.random.random() < .2 else 1))
+  def other(self, v:Value) -> Value|None:
+    """A value that can be broadcast with this one"""
+    fits = [o for o in self.values if all(a == b or 1 in (a, b) for a, b in zip(o.shape[::-1], v.shape[::-1]))]
+    fits = [o for o in fits if math.prod(np.broadcast_shapes(o.shape, v.shape)) <= MOST]
+    return self.random.choice(fits) if fits else None
+  def keep(self, v:Value) -> None:
+    if dtypes.is_int(v.t.dtype) and v.bound > 1e6: return
+    if dtypes.is_float(v.t.dtype) and v.bound > FAR: v = Value(v.t * (1 / v.bound), 1, False)
+    self.values.append(v)
+
+def as_float(t:Tensor) -> Tensor: return t if dtypes.is_float(t.dtype) else t.float()
+
+def unary(g:Graph, v:Value) -> Value:
+  b = v.bound
+  name, bound = g.random.choice((("sin", 1), ("sigmoid", 1), ("tanh", 1), ("relu", b), ("abs", b), ("square", b ** 2), ("neg", b)))
+  return Value(getattr(as_float(v.t), name)(), bound, v.exact and name in ("relu", "abs", "neg"))
+
+def binary(g:Graph, v:Value) -> Value|None:
+  if (o := g.other(v)) is None: return None
+  b, c = v.bound, o.bound
+  name, bound = g.random.choice((("add", b + c), ("sub", b + c), ("mul", b * c), ("maximum", max(b, c))))
+  return Value(getattr(v.t, name)(o.t), bound, v.exact and o.exact and dtypes.is_int(v.t.dtype) and dtypes.is_int(o.t.dtype))
+
+def reduce(g:Graph, v:Value) -> Value:
+  axes = g.axes(v)
+  n = math.prod(v.shape[a] for a in axes)
+  name, bound = g.random.choice((("sum", v.bound * n), ("max", v.bound), ("mean", v.bound), ("min", v.bound)))
+  return Value(getattr(v.t, name)(axes, keepdim=g.random.random() < .7), bound,
+               v.exact and (name in ("max", "min") or (name == "sum" and dtypes.is_int(v.t.dtype))))
+
+def back(g:Graph, v:Value) -> Value:
+  """A reduction, broadcast back over what was reduced"""
+  t, axes = as_float(v.t), g.axes(v)
+  form = g.random.randrange(6)
+  if form == 0: return Value(t * (t.square().mean(axes, keepdim=True) + 1).rsqrt(), v.bound, False)
+  if form == 1: return Value(t.softmax(axes[0] if axes else -1), 1, False)
+  if form == 2: return Value((t - t.mean(axes, keepdim=True)) * (t.var(axes, keepdim=True, correction=0) + 1).rsqrt(), 2 * v.bound, False)
+  if form == 3: return Value(t * t.sum(axes, keepdim=True), v.bound ** 2 * math.prod(v.shape[a] for a in axes), False)
+  if form == 4: return Value(v.t - v.t.max(axes, keepdim=True), 2 * v.bound, v.exact and dtypes.is_int(v.t.dtype))
+  return Value(t.log_softmax(axes[0] if axes else -1), 2 * v.bound + 10, False)
+
+def mask(g:Graph, v:Value) -> Value|None:
+  by = [o for o in g.values if o.exact and o.shape and all(a in (1, b) for a, b in zip_longest(o.shape[::-1], v.shape[::-1], fillvalue=1))]
+  if not by or not v.shape: return None
+  where = g.random.choice(by).t > 0 if g.random.random() < .5 else Tensor.arange(v.shape[-1]) < g.random.randint(1, v.shape[-1])
+  return Value(where.where(v.t, g.random.choice((0, 1, -2))), max(2, v.bound), v.exact)
+
+def cast(g:Graph, v:Value) -> Value:
+  to = g.random.choice((dtypes.float, dtypes.half, dtypes.int) if g.half else (dtypes.float, dtypes.int))
+  if to is dtypes.int and not v.exact: to = dtypes.float
+  return Value(v.t.cast(to), v.bound, v.exact and dtypes.half not in (to, v.t.dtype))
+
+def move(g:Graph, v:Value) -> Value:
+  t, r = v.t, g.random
+  if not v.shape: return Value(t.reshape(1, 1), v.bound, v.exact)
+  axis = r.randrange(len(v.shape))
+  form = r.randrange(8)
+  if form == 0: t = t.permute(*r.sample(range(len(v.shape)), len(v.shape)))
+  if form == 1: t = t.flip(axis)
+  if form == 2: t = t.pad(tuple((r.randint(0, 2), r.randint(0, 2)) if a == axis else (0, 0) for a in range(len(v.shape))))
+  if form == 3:
+    start = r.randrange(v.shape[axis])
+    t = t.shrink(tuple((start, r.randint(start + 1, n)) if a == axis else (0, n) for a, n in enumerate(v.shape)))
+  if form == 4: t = t.reshape(-1) if r.random() < .5 else t.reshape(*v.shape[:axis], *reversed(split(v.shape[axis])), *v.shape[axis + 1:])
+  if form == 5 and math.prod(v.shape) * 3 <= MOST: t = t.unsqueeze(axis).expand(*v.shape[:axis], 3, *v.shape[axis:])
+  if form == 6: t = t[tuple([slice(None)] * axis + [Tensor([r.randrange(n) for n in (v.shape[axis],) * 3])])]  # a gather
+  if form == 7 and math.prod(v.shape) * 2 <= MOST: t = t.cat(t.flip(axis), dim=axis)
+  return Value(t, v.bound, v.exact)
+
+def split(n:int) -> tuple[int, int]:
+  d = next(d for d in (4, 3, 5, 2, 1) if n % d == 0)
+  return d, n // d
+
+def contract(g:Graph, v:Value) -> Value|None:
+  """A product with a matrix made of another value's rows"""
+  others = [o for o in g.values if len(o.shape) == 2 and o.shape[-1:] == v.shape[-1:] and math.prod(v.shape[:-1]) * o.shape[0] <= MOST]
+  if not others: return None
+  o = g.random.choice(others)
+  return Value(as_float(v.t) @ as_float(o.t).T, v.bound * o.bound * v.shape[-1], False)
+
+def hold(g:Graph, v:Value) -> Value: return Value(v.t.contiguous(), v.bound, v.exact)
+
+STEPS:tuple[Callable[[Graph, Value], Value|None], ...] = (
+  unary, binary, binary, reduce, reduce, back, back, back, mask, cast, move, move, contract, hold)
+
+# ---- both ----
+
+def run(g:Graph) -> tuple[int, list[np.ndarray]]:
+  """Kernels, and what the outputs are"""
+  outputs = [o.t.contiguous() for o in g.outputs]
+  linear, var_vals = Tensor.linear_with_vars(*outputs)
+  run_linear(linear, var_vals)
+  return len(linear.src), [o.numpy() for o in outputs]
+
+def compare(seed:int) -> None:
+  with wheel(): theirs, want = run(g := Graph(seed))
+  with fresh(): ours, got = run(Graph(seed, g.data))
+  assert ours <= theirs, f"graph {seed}: {ours} kernels, more than the wheel's {theirs}"
+  for o, a, b in zip(g.outputs, got, want):
+    assert a.dtype == b.dtype and a.shape == b.shape
+    if dtypes.is_int(o.t.dtype): np.testing.assert_array_equal(a, b, f"graph {seed}")
+    else: np.testing.assert_allclose(a, b, 4e-3 if g.half else 1e-5, (4e-3 if g.half else 2e-6) * max(1, o.bound), err_msg=f"graph {seed}")
+
+@pytest.mark.parametrize("first", range(0, 500, 20))
+def test_cpu(first:int):
+  for seed in range(first, first + 20): compare(seed)
+
+@pytest.mark.parametrize("first", range(500, 560, 10))
+def test_metal(first:int):
+  """Where threads share a row"""
+  with on_metal():
+    for seed in range(first, first + 10): compare(seed)
+
+def test_the_wheel_is_the_wheel():
+  """What is swapped is all there is to swap: a file of the fork that stands over the wheel's scheduler or compiler is one that `wheel` knows"""
+  ours = {str(p.relative_to(OVERLAY)) for folder in ("schedule", "codegen") for p in (OVERLAY / folder).rglob("*.py")}
+  assert {p for p in ours if (WHEEL / p).is_file()} == {"schedule/indexing.py", "codegen/opt/heuristic.py", "codegen/opt/postrange.py"}
+  with wheel():
+    for function in (rangeify.run_rangeify, heuristic.hand_coded_optimizations, wheel_postrange.Scheduler):
+      assert Path(inspect.getfile(function)).is_relative_to(WHEEL)
+
+# ---- that it would notice ----
+
+def wrong(sink:UOp) -> UOp:
+  """Sums become maxima"""
+  return sink.substitute({u: u.replace(arg=(Ops.MAX, *u.arg[1:])) for u in sink.toposort() if u.op is Ops.REDUCE and u.arg[0] is Ops.ADD})
+def wrong_opts(k:postrange.Scheduler) -> postrange.Scheduler:
+  (k := heuristic_of_ours(k)).ast = wrong(k.ast)
+  return k
+class WrongScheduler(postrange.Scheduler):
+  def get_optimized_ast(self, *args, **kw) -> UOp: return wrong(super().get_optimized_ast(*args, **kw))
+
+def held(sink:UOp) -> UOp:
+  """Reductions get a kernel of their own"""
+  new:dict[UOp, UOp] = {}
+  for u in sink.toposort():
+    new[u] = u.replace(src=tuple(new[s] for s in u.src))
+    if u.op is Ops.REDUCE: new[u] = new[u].contiguous()
+  return new[sink]
+
+heuristic_of_ours = heuristic.hand_coded_optimizations
+FAULTS = {
+  "schedule": (rangeify, "run_rangeify", lambda *args: wrong(indexing.run_rangeify(*args))),
+  "more kernels": (rangeify, "run_rangeify", lambda sink, *args: indexing.run_rangeify(held(sink), *args)),
+  "opts": (heuristic, "hand_coded_optimizations", wrong_opts),
+  "kernels": (wheel_postrange, "Scheduler", WrongScheduler),
+}
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault(fault:str):
+  """What is wrong with the fork alone is noticed, though the same graphs were scheduled, compiled and run before"""
+  for seed in range(3): compare(seed)
+  with patch.object(*FAULTS[fault]), pytest.raises(AssertionError, match="more than" if fault == "more kernels" else "graph"):
+    for seed in range(3): compare(seed)
