@@ -154,6 +154,8 @@ def fuse(sink:UOp) -> UOp:
         value = inlined(k.value, {*members, s}.__contains__)
         rows = rows_of(value, k.ranges, value.toposort(gate=_inside))
         if rows is None or resolve(rows.count != math.prod(s.shape)) or not worth(rows, has_local): continue
+        # a lone reduction's layout is its own: a reader that rearranges what it gives stays away
+        if not rows.steps and any(i.op not in {Ops.RANGE, Ops.CONST} for m in members for u, r in kernels[m].reads.items() if r is s for i in u.src[1:]): continue
       members.add(s)
     if any(kernels[m].reduces for m in members - {root}):
       new[root] = k.with_value(inlined(k.value, members.__contains__))

@@ -12,14 +12,16 @@ from tinygrad.uop.ops import AxisType, Ops, UOp, identity_element, sint
 
 # threads of a group at least, where there are values enough, or rows
 GROUP = 128
-# quads of what is stored that are worth a thread
-QUADS = 4
+# steps over what is stored that are worth a thread
+STEPS = 4
+
+def _width(ranges:tuple[UOp, ...]) -> int: return 4 if isinstance(n := ranges[-1].src[0].ssimplify(), int) and n % 4 == 0 else 1
 
 class Share:
   """n values, laid out over `ranges`, shared by a team: step by step, each thread takes `width` neighbouring ones"""
   def __init__(self, k:Scheduler, ranges:tuple[UOp, ...], n:sint, thread:UOp, team:int, kind:AxisType, teams:int=1):
     self.ranges = ranges
-    self.width = 4 if isinstance(last := ranges[-1].src[0].ssimplify(), int) and last % 4 == 0 else 1
+    self.width = _width(ranges)
     per = team * self.width * teams
     steps = (n + (per - 1)) // per
     self.loops = [UOp.range(steps, next(k.opt_range), kind)]
@@ -51,7 +53,7 @@ def share_rows(k:Scheduler) -> bool:
   """Lays the kernel out by rows, in place; False, and nothing is changed, where it is no such kernel"""
   if not k.ren.has_local or not k.ren.has_shared or k.dont_use_locals or (found := _rows(k)) is None: return False
   r, team = found[0], found[0].team
-  if isinstance(r.sizes[-1], int): team = max(team, min(GROUP, 1 << (r.sizes[-1] // 4 // QUADS).bit_length() >> 1))
+  if r.inner and isinstance(n := r.sizes[-1], int): team = max(team, min(GROUP, 1 << (n // _width(r.inner) // STEPS).bit_length() >> 1))
   together = 32 if r.columns else GROUP // team              # rows of one group
   rows = [u for u in r.rows if u.arg[-1] is AxisType.GLOBAL]
   together = _largest_divisor(rows[-1].src[0].ssimplify(), together) if rows else 1
@@ -78,7 +80,7 @@ def share_rows(k:Scheduler) -> bool:
   if r.inner:
     # where more is stored of a row than is reduced, several teams take a part of it each, and each of them reduces all of it
     n = r.sizes[-1]
-    teams = max(1, n // (team * 4 * max(QUADS, r.longest // (team * 4)))) if isinstance(n, int) else 1
+    teams = max(1, n // (team * 4 * max(STEPS, r.longest // (team * 4)))) if isinstance(n, int) else 1
     share = Share(k, r.inner, n, thread, team, AxisType.WEAK, teams)
     lane = UOp.range(share.width, next(k.opt_range), AxisType.UPCAST) if share.width > 1 else UOp.const(0)
     new |= share.places(lane)
