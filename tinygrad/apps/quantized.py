@@ -186,13 +186,14 @@ def dequantize(kind:GGMLType, planes:Planes) -> Tensor:
     code, low = part if code is None else code | part, low + width
   assert code is not None
   def at(name:str) -> Tensor:
+    """Spread over the weights before anything is computed: what is computed and then spread would be a kernel of its own"""
     p = planes[name]
-    return p if upb == 1 or name in fmt.unit_planes else p.unsqueeze(-1).expand(*p.shape, upb).reshape(*rows, units)
+    return p.unsqueeze(-1).expand(*p.shape, units * UNIT // p.shape[-1]).reshape(*rows, units, UNIT)
   value = _table(code, fmt.values) if fmt.values else code.cast(dtypes.float) - float(fmt.zero)
-  groups = fmt.scales(UnitView(at, Tensor.arange(units, dtype=dtypes.uint32) % upb))
-  def spread(xs:list[Tensor]) -> Tensor: return xs[0].unsqueeze(-1) if len(xs) == 1 else xs[0].stack(*xs[1:], dim=-1)
-  weight = value.reshape(*rows, units, len(groups), -1) * spread([s for s, _ in groups]).unsqueeze(-1)
-  if groups[0][1] is not None: weight = weight + spread([m for _, m in groups]).unsqueeze(-1)
+  groups = fmt.scales(UnitView(at, (Tensor.arange(units, dtype=dtypes.uint32) % upb).unsqueeze(-1)))
+  def of_weight(xs:list[Tensor]) -> Tensor: return xs[0] if len(xs) == 1 else (_steps(UNIT) < UNIT // 2).where(*xs)
+  weight = value * of_weight([s for s, _ in groups])
+  if groups[0][1] is not None: weight = weight + of_weight([m for _, m in groups])
   return weight.reshape(*rows, units * UNIT)
 
 # ---- in a kernel ----
