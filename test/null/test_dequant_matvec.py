@@ -84,6 +84,13 @@ def test_products_of_different_lengths_share_threads(target:str):
   assert k.amounts(OptOps.GROUP) == [48, 48] and k.threads == 96
 
 @on_gpus
+@pytest.mark.parametrize("chosen", [4, 6])
+def test_a_sum_over_experts(chosen:int, target:str):
+  """A range that the weights' index goes by through the ids: written out where it is short; a word's codes always are"""
+  k = kernel(target, lambda: experts(T.Q4_0, 16, 2048, 1408)(empty(1, chosen, 1408), empty(1, chosen, dtype=dtypes.int32)).sum(1))
+  assert is_shared(k) and math.prod(k.amounts(OptOps.UNROLL)) == {4: 32, 6: 16}[chosen] and "float4*)" in k.source
+
+@on_gpus
 def test_a_matrix_a_head(target:str):
   k = kernel(target, lambda: linear(T.Q8_0, 20, 512, 192)(empty(1, 20, 192)))
   assert is_shared(k) and k.threads == 96 and math.prod(k.amounts(OptOps.GROUP)) == 12

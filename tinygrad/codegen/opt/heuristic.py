@@ -24,7 +24,7 @@ FULL = 1 << 17    # threads that a large GPU runs at once
 BARRIER = 64      # values that a thread adds up while threads meet
 LOAD = 16         # bytes of a load
 VALUES = 16       # of the sum that a thread takes at a time: more, and a warp's reads of the vector lie in too many cache lines
-UNROLLED = 32     # values at most that one entry may stand for
+UNROLLED = 32     # values of an entry that are written out
 
 def hand_coded_optimizations(k:Scheduler) -> Scheduler:
   if share_rows(k): return k
@@ -132,20 +132,21 @@ def share_sums(k:Scheduler) -> Scheduler|None:
   threads = threads_of(values, outputs)
   if (threads if few else threads_of(values, 1)) == 1: return None  # outputs enough, or sums too short
   beside = _spread(k, OptOps.LOCAL, rows, WARP) if columns else 1
-  along = []
-  for s in sums:
-    along.append(list(s.along))
-    if (inside := _length(s.inside)) > UNROLLED: inside = 1
-    else: [_split(k, OptOps.UNROLL, r, r.vmax + 1) for r in s.inside]
-    if not columns: _spread(k, OptOps.UNROLL, along[-1], min(LOAD // s.load.dtype.itemsize, max(VALUES // inside, 1)))
-  if not all(along): return None
+  left = [list(s.along) for s in sums]
+  for s, along in zip(sums, left):
+    inside = 1
+    for r in sorted(s.inside, key=lambda r: r.vmax):
+      if inside * (n := r.vmax + 1) <= UNROLLED: inside *= n; _split(k, OptOps.UNROLL, r, n)
+    if not columns: _spread(k, OptOps.UNROLL, along, min(LOAD // s.load.dtype.itemsize, max(VALUES // inside, 1)))
+  if not all(left): return None
   threads = min(threads, MOST // beside) if columns else max(threads, min(WARP, values))
   if len(sums) > 1:                                        # of different lengths beside each other: each along one range, by the same threads
-    def even(a:list[UOp], n:int) -> UOp|None: return next((r for r in a if (r.vmax + 1) % n == 0), None)
-    threads = next(n for n in range(threads, 0, -1) if None not in [even(a, n) for a in along])
-    along = [[even(a, threads)] for a in along]
-  for a in along: threads = _spread(k, OptOps.GROUP, a, threads)
+    def even(along:list[UOp], n:int) -> list[UOp]: return [r for r in along if (r.vmax + 1) % n == 0][:1]
+    threads = next(n for n in range(threads, 0, -1) if all(even(along, n) for along in left))
+    left = [even(along, threads) for along in left]
+  for along in left: threads = _spread(k, OptOps.GROUP, along, threads)
   if threads == 1: return None
-  if not columns: _spread(k, OptOps.LOCAL, rows, BLOCK // threads)
-  if not columns: _spread(k, OptOps.UPCAST, rows, min(4, outputs * threads // (4 * FULL)))  # threads in plenty: one part of the vector serves several rows
+  if not columns:
+    _spread(k, OptOps.LOCAL, rows, BLOCK // threads)
+    _spread(k, OptOps.UPCAST, rows, min(4, outputs * threads // (4 * FULL)))  # threads in plenty: a part of the vector serves several rows
   return k
