@@ -138,5 +138,6 @@ def test_threads():
   for outputs in (1, 768, 10240, 154880):
     counts = [threads_of(n, outputs) for n in (64, 256, 1024, 4096, 1 << 16)]
     assert counts == sorted(counts) and all(t * t <= 4 * n for t, n in zip(counts, (64, 256, 1024, 4096, 1 << 16)))
-  assert [threads_of(4096, n) for n in (1, 2048, 16384, FULL, 8 * FULL)] == sorted((threads_of(4096, n) for n in (1, 2048, 16384, FULL, 8 * FULL)), reverse=True)
+  counts = [threads_of(4096, n) for n in (1, 2048, 16384, FULL, 8 * FULL)]
+  assert counts == sorted(counts, reverse=True)
   assert threads_of(64, FULL) == 1

@@ -9,7 +9,7 @@ from tinygrad.codegen.opt.heuristic import one_loop
 from tinygrad.codegen.opt.postrange import Scheduler
 from tinygrad.codegen.opt.search import get_kernel_actions
 from tinygrad.helpers import Context
-from tinygrad.uop.ops import AxisType, Ops
+from tinygrad.uop.ops import AxisType
 
 Wheels = Scheduler.__mro__[1]
 
@@ -45,7 +45,8 @@ KERNELS:dict[str, Callable[[], Tensor]] = {
   "side by side": lambda: (empty(16, 256) * empty(256)).sum(1) + empty(16, 96).max(1),
   "in one loop": lambda: empty(16, 320).sum(1) + empty(16, 320).max(1),
 }
-OPTS = [(("GROUP", 0, 4),), (("GROUPTOP", 0, 8), ("LOCAL", 0, 4)), (("GROUP", 0, 4), ("UPCAST", 0, 4), ("LOCAL", 0, 2)), (("UNROLL", 0, 4), ("GROUP", 0, 2), ("LOCAL", 0, 8))]
+OPTS = [(("GROUP", 0, 4),), (("GROUPTOP", 0, 8), ("LOCAL", 0, 4)),
+        (("GROUP", 0, 4), ("UPCAST", 0, 4), ("LOCAL", 0, 2)), (("UNROLL", 0, 4), ("GROUP", 0, 2), ("LOCAL", 0, 8))]
 
 @pytest.mark.parametrize("opts", OPTS, ids=str)
 @pytest.mark.parametrize("name", KERNELS)
