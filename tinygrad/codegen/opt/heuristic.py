@@ -24,7 +24,7 @@ FULL = 1 << 17    # threads that a large GPU runs at once
 BARRIER = 64      # values that a thread adds up while threads meet
 LOAD = 16         # bytes of a load
 VALUES = 16       # of the sum that a thread takes at a time: more, and a warp's reads of the vector lie in too many cache lines
-UNROLLED = 128    # values that are written out: the loads of several experts are on their way together
+UNROLLED = 32     # values of an entry that are written out
 
 def hand_coded_optimizations(k:Scheduler) -> Scheduler:
   if share_rows(k): return k
@@ -35,8 +35,8 @@ def hand_coded_optimizations(k:Scheduler) -> Scheduler:
   return _wheel.hand_coded_optimizations(k)
 
 def threads_of(values:int, outputs:int) -> int:
-  """Threads that share a sum of so many values. Each adds up its part, waits for the others, and adds up all partial sums, two in the time of a
-  value; threads past those that run at once come later."""
+  """Threads that share a sum of so many values. Each adds up its part, waits for the others, and adds up all partial sums, two in the time of a value;
+  threads past those that run at once come later."""
   def cost(n:int) -> float: return (values / n + (n / 2 + BARRIER if n > 1 else 0)) * max(1, outputs * n / FULL)
   return min((1 << i for i in range(MOST.bit_length())), key=cost)
 
@@ -54,12 +54,10 @@ def _factors(x:UOp) -> list[UOp]:
 
 @dataclass(frozen=True)
 class Sum:
-  """A reduce by its main load: the ranges inside what is loaded; those along it, neighbours first; those it goes by in another way (experts, by their
-  ids); the outputs' ranges that it goes along"""
+  """A reduce by its main load: the ranges inside what is loaded; those along it, neighbours first; the outputs' ranges that it goes by, likewise"""
   load:UOp
   inside:list[UOp]
   along:list[UOp]
-  among:list[UOp]
   rows:list[UOp]
   def columns(self) -> bool:
     """Whether neighbours in memory are of different outputs"""
@@ -70,8 +68,7 @@ def _sum_by(loads:list[UOp], ranges:tuple[UOp, ...], outputs:set[UOp]) -> Sum|No
   if not loads: return None
   steps = _strides(load := max(loads, key=bytes_read))
   along, rows = (sorted((r for r in some if r in steps and r.src[0].op is Ops.CONST), key=lambda r: (steps[r], r.arg)) for some in (ranges, outputs))
-  inside, among = ([r for r in ranges if r not in steps and (r in load.ranges) == other] for other in (False, True))
-  return Sum(load, inside, along, among, rows) if along else None
+  return Sum(load, [r for r in ranges if r not in steps], along, rows) if along else None
 
 def matrix_times_vector(reduce:UOp) -> Sum|None:
   """The sum, if it is of products of a side that goes by every output and one that goes by some of them or none"""
@@ -119,10 +116,6 @@ def _spread(k:Scheduler, op:OptOps, ranges:list[UOp], n:int) -> int:
     if d < length: break
   return taken
 
-def _write_out(k:Scheduler, ranges:list[UOp]) -> int:
-  for r in ranges: _split(k, OptOps.UNROLL, r, r.vmax + 1)
-  return _length(ranges)
-
 def share_sums(k:Scheduler) -> Scheduler|None:
   """The kernel with its sums shared out; None, where it is none for this"""
   one_loop(k)
@@ -135,15 +128,16 @@ def share_sums(k:Scheduler) -> Scheduler|None:
   sums = list({tuple(s.along): s for s in found if s is not None}.values())
   main = max(sums, key=lambda s: _length(s.along))
   outputs = prod(max(r.src[0].vmin, 1) for r in k.rngs if r.arg[-1] is not AxisType.REDUCE)
-  values, columns, rows = _length(main.along + main.inside + main.among), main.columns(), list(main.rows)
+  values, columns, rows = _length(main.along) * _length(main.inside), main.columns(), list(main.rows)
   threads = threads_of(values, outputs)
   if (threads if few else threads_of(values, 1)) == 1: return None  # outputs enough, or sums too short
   beside = _spread(k, OptOps.LOCAL, rows, WARP) if columns else 1
   left = [list(s.along) for s in sums]
   for s, along in zip(sums, left):
-    taken = _write_out(k, s.inside) if _length(s.inside) <= VALUES else 1
-    if not columns: taken *= _spread(k, OptOps.UNROLL, along, min(LOAD // s.load.dtype.itemsize, VALUES // taken))
-    if _length(s.among) <= min(UNROLLED // taken, 32): _write_out(k, s.among)
+    inside = 1
+    for r in sorted(s.inside, key=lambda r: r.vmax):
+      if inside * (n := r.vmax + 1) <= UNROLLED: inside *= n; _split(k, OptOps.UNROLL, r, n)
+    if not columns: _spread(k, OptOps.UNROLL, along, min(LOAD // s.load.dtype.itemsize, max(VALUES // inside, 1)))
   if not all(left): return None
   threads = min(threads, MOST // beside) if columns else max(threads, min(WARP, values))
   if len(sums) > 1:                                        # of different lengths beside each other: each along one range, by the same threads
