@@ -189,6 +189,18 @@ def test_the_wheel_is_the_wheel():
     for function in (rangeify.run_rangeify, heuristic.hand_coded_optimizations, wheel_postrange.Scheduler):
       assert Path(inspect.getfile(function)).is_relative_to(WHEEL)
 
+def test_assigned_crosswise():
+  """Two buffers, each assigned what a reduction of the other gives: the sums come before both assignments"""
+  def assigned() -> list[np.ndarray]:
+    a, b = Tensor.full((16,), 1.0).contiguous().realize(), Tensor.full((16,), 2.0).contiguous().realize()
+    of_a, of_b = ((Tensor.full((16, 16), n).contiguous().realize() - x.contiguous()).sum(1) for n, x in ((20.0, a), (10.0, b)))
+    a.assign(of_b * a)
+    b.assign(of_a * b)
+    Tensor.realize(a, b)
+    return [a.numpy(), b.numpy()]
+  with wheel(): want = assigned()
+  with fresh(): np.testing.assert_array_equal(assigned(), want)
+
 # ---- that it would notice ----
 
 def wrong(sink:UOp) -> UOp:

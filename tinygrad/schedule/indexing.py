@@ -140,6 +140,8 @@ def fuse(sink:UOp) -> UOp:
   for u in nodes:                                          # who reads a stage in any other way holds it where it is
     for s in u.src if u.op is not Ops.INDEX else (): readers.get(s, set()).add(u)
 
+  def buffer(u:UOp) -> UOp: return u if u.op is Ops.PARAM or not u.src else buffer(u.src[0])
+  written = {buffer(root.src[0].src[0]) for root in kernels if not _is_stage(root)}
   gone:set[UOp] = set()
   for root, k in kernels.items():
     if root in gone or not isinstance(k.value.device, str): continue
@@ -150,6 +152,7 @@ def fuse(sink:UOp) -> UOp:
     while (s := candidate()) is not None:
       c, refused = kernels[s], refused | {s}
       if not c.removable or (not c.reduces and not c.cheap): continue
+      if not written.isdisjoint(c.leaves): continue       # what is assigned to is read before, by a kernel that another's assignment can follow
       if c.reduces:
         value = inlined(k.value, {*members, s}.__contains__)
         rows = rows_of(value, k.ranges, value.toposort(gate=_inside))
