@@ -6,7 +6,7 @@ again, as kernels of their own would, and no step's result goes through memory. 
 realizes, is put back into the one kernel that reads it, where `worth` says so. PCONTIG set by the user leaves all to the wheel.
 """
 from __future__ import annotations
-import math
+import functools, math, operator
 from dataclasses import dataclass
 from typing import Callable
 from tinygrad import wheel_module
@@ -14,7 +14,7 @@ from tinygrad.codegen.simplify import pm_load_collapse, pm_reduce_simplify
 from tinygrad.device import Device
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import PCONTIG
-from tinygrad.uop.ops import AxisType, Ops, UOp, graph_rewrite, resolve, sint
+from tinygrad.uop.ops import AxisType, Ops, PatternMatcher, UOp, UPat, graph_rewrite, resolve, sint
 from tinygrad.uop.symbolic import symbolic
 
 _wheel = wheel_module(__name__)
@@ -158,13 +158,37 @@ def fuse(sink:UOp) -> UOp:
         rows = rows_of(value, k.ranges, value.toposort(gate=_inside))
         if rows is None or resolve(rows.count != math.prod(s.shape)) or not worth(rows, has_local): continue
         # a lone reduction's layout is its own: a reader that rearranges what it gives stays away
-        if not rows.steps and any(i.op not in {Ops.RANGE, Ops.CONST} for m in members for u, r in kernels[m].reads.items() if r is s for i in u.src[1:]): continue
+        at = [i for m in members for u, stage in kernels[m].reads.items() if stage is s for i in u.src[1:]]
+        if not rows.steps and any(i.op not in {Ops.RANGE, Ops.CONST} for i in at): continue
       members.add(s)
     if any(kernels[m].reduces for m in members - {root}):
       new[root] = k.with_value(inlined(k.value, members.__contains__))
       gone |= members
   return sink.substitute(new)
 
+# ---- the wheel's walk for every store, once for all ----
+
+_stored:dict[UOp, int] = {}                                # what is stored to: a bit each
+_reads:dict[UOp, int] = {}                                 # by node, the bits of what it is computed from
+
+def _note_reads(sink:UOp) -> None:
+  nodes = sink.toposort(enter_calls=False)
+  _stored.clear(), _reads.clear()
+  for u in nodes:
+    if u.op is Ops.STORE: _stored.setdefault(u.src[0].base, 1 << len(_stored))
+  for u in nodes: _reads[u] = functools.reduce(operator.or_, (_reads.get(s, 0) for s in u.src), _stored.get(u, 0))
+
+def _realize_what_reads_its_place(ctx:IndexingContext, dest:UOp, src:UOp) -> None:
+  """In place of the wheel's, which goes through all that comes before a store to see whether it reads what it writes: quadratic in the stores"""
+  if src not in _reads: _wheel.realize_store_after_src(ctx, dest, src)
+  elif _reads[src] & _stored[dest.base]: ctx.realize_map[src] = None
+
+_wheel.pm_generate_realize_map = PatternMatcher([
+  *((p, f) for p, f in _wheel.pm_generate_realize_map.patterns if f is not _wheel.realize_store_after_src),
+  (UPat(Ops.STORE, src=(UPat.var("dest"), UPat.var("src"))), _realize_what_reads_its_place)])
+
 def run_rangeify(tsink:UOp, debug:bool=False) -> UOp:
+  _note_reads(tsink)
   ranged = _wheel.run_rangeify(tsink, debug)
+  _reads.clear()
   return ranged if PCONTIG else fuse(ranged)

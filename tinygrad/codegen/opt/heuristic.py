@@ -35,7 +35,7 @@ def hand_coded_optimizations(k:Scheduler) -> Scheduler:
   return _wheel.hand_coded_optimizations(k)
 
 def threads_of(values:int, outputs:int) -> int:
-  """Threads that share a sum of so many values. Each adds up its part, waits for the others, and adds up all partial sums, two in the time of a value;
+  """Threads that share a sum of so many values. Each adds up its part, waits for the others, and adds up all partial sums, two in a value's time;
   threads past those that run at once come later."""
   def cost(n:int) -> float: return (values / n + (n / 2 + BARRIER if n > 1 else 0)) * max(1, outputs * n / FULL)
   return min((1 << i for i in range(MOST.bit_length())), key=cost)
