@@ -39,7 +39,7 @@ def test_layout(kind: T, rows: int):
   np.testing.assert_array_equal(w[Tensor([1, 0, 1])].dequantize().numpy(), want[[1, 0, 1]])
 
 @KINDS
-@pytest.mark.parametrize("tokens,rows", [(1, 33), (5, 48), (11, 7)])
+@pytest.mark.parametrize("tokens,rows", [(1, 33), (5, 48), (11, 23)])
 def test_mul_mat(kind: T, tokens: int, rows: int):
   w, want = load(QuantizedLinear, kind, rows, width(kind))
   x = normal(tokens, w.shape[1])
