@@ -28,9 +28,10 @@ from extra.mkgguf import MIXES, MODELS
 from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
 from tinygrad.apps.generate import Generator
 from tinygrad.apps.gguf import GGUFError, GGUFFile, read_gguf
-from tinygrad.apps.llm import Parser, UserError, check_device, find_model, whole
+from tinygrad.apps.llm import Parser, whole
 from tinygrad.apps.machine import APPLE, peak_bandwidth
 from tinygrad.apps.mla import Block, Config, Transformer
+from tinygrad.apps.models import UserError, check_device, find_model
 from tinygrad.apps.rope import Rope
 from tinygrad.apps.sampling import Features
 

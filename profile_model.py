@@ -23,7 +23,8 @@ from extra.bench import batches
 from tinygrad import Device
 from tinygrad.apps.generate import ContextFull
 from tinygrad.apps.gguf import GGUFError, read_gguf
-from tinygrad.apps.llm import Model, Parser, UserError, find_model, load, whole
+from tinygrad.apps.llm import Parser, whole
+from tinygrad.apps.models import Model, UserError, find_model, load
 from tinygrad.apps.machine import peak_bandwidth
 from tinygrad.apps.mla import Config
 from tinygrad.apps.sampling import Features

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from extra.bench import batches
 from mockmetal import on_metal
-from tinygrad.apps.llm import Model, load
+from tinygrad.apps.models import Model, load
 from tinygrad.helpers import Context
 
 COUNT = 64

@@ -5,7 +5,7 @@ import numpy as np, pytest
 from extra.mkgguf import write_model
 from helpers import SMALL, generator
 from tinygrad.apps.generate import CHUNK, ContextFull, Generator
-from tinygrad.apps.llm import Model, load
+from tinygrad.apps.models import Model, load
 from tinygrad.apps.sampling import Sampling
 from tinygrad.engine.realize import to_program_cache
 

@@ -8,8 +8,9 @@ from extra.mkgguf import write_model
 from tinygrad.apps import llm
 from tinygrad.apps.generate import ContextFull
 from tinygrad.apps.gguf import GGUFError
-from tinygrad.apps.llm import ALIASES, BUILT_IN, MODELS, ROOT, Model, UserError, converse, find_model, load
+from tinygrad.apps.models import ALIASES, BUILT_IN, MODELS, ROOT, Model, UserError, find_model, load
 from tinygrad.apps.sampling import Sampling
+from tinygrad.apps.terminal import converse
 
 LLM = [sys.executable, str(ROOT / "tinygrad/apps/llm.py")]
 # no hub and no cache of one: nothing listens on this port
