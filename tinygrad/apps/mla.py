@@ -7,14 +7,16 @@ cache, L latent (kv_lora_rank), R rope dimensions. The batch is one sequence. Wh
 from __future__ import annotations
 from dataclasses import dataclass
 import enum, math
-from typing import Callable, Iterable
+from typing import Any, Callable, Iterable
 import numpy as np
 from gguf import GGMLQuantizationType as GGMLType
 from gguf.quants import dequantize
 from tinygrad import Tensor, UOp, dtypes
+from tinygrad.apps.capture import Step, to_device
 from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor
-from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, fetch
+from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear
 from tinygrad.apps.rope import Rope, Yarn, rope_table
+from tinygrad.dtype import DType
 from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import target
 from tinygrad.nn.matmat import HIDDEN, heads_linear, mats_target
@@ -22,6 +24,8 @@ from tinygrad.nn.matvec import UNIT
 from tinygrad.nn.mla_attention import fits as attention_fits, mla_attention
 from tinygrad.nn.moe import Choice, expert_down, expert_gate_up, gate_up, moe_mats
 from tinygrad.nn.norm_linear import latent_query, norm_linear
+
+CHUNK, MANY = 32, 512  # prompt tokens a step; where there are tensor cores, and more than a few tokens
 
 class Gating(enum.IntEnum):
   SOFTMAX = 1
@@ -168,27 +172,48 @@ class Block:
   def __call__(self, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
     x, cache = self.attn(x, cache, rope)
     return self.ffn(x), cache
+  def remember(self, x:Tensor, cache:Tensor, rope:Rope) -> Tensor:
+    """The cache alone, with T more rows: all that a prompt needs of the last block"""
+    return self.attn(x, cache, rope)[1]
+
+def _zeros(shape:tuple[int, ...], dtype:DType) -> Tensor: return Tensor.zeros(*shape, dtype=dtype).contiguous()
+
+Run = Callable[..., Any]
+def apply(fxn:Callable, *args:Any) -> Any: return fxn(*args)
+def head(x:Tensor, norm:RMSNorm, output:QuantizedLinear) -> Tensor: return norm_linear(x, norm, [output])[0]
 
 class Transformer:
   """The model and its cache of one sequence: a vector of kv_lora_rank + rope_dim halves a block and token."""
   def __init__(self, config:Config, token_embd:QuantizedEmbedding, blocks:list[Block], output_norm:RMSNorm, output:QuantizedLinear, max_context:int):
     self.config, self.token_embd, self.blk, self.output_norm, self.output = config, token_embd, blocks, output_norm, output
     self.max_context = max_context
-    self.rope = rope_table(config.rope_dim, config.rope_base, max_context, config.yarn)
+    self.max_step = MANY if max_context >= MANY and (t := target()) is not None and t.mma is not None else CHUNK
+    rows = max_context + self.max_step  # a step of prefill is padded to its size, wherever it starts
+    self.rope = rope_table(config.rope_dim, config.rope_base, rows, config.yarn)
     # half precision where memory is what decoding waits for
     kept = dtypes.float if target() is None else dtypes.half
-    self.cache = [Tensor.zeros(max_context, config.cache_dim, dtype=kept).contiguous().realize() for _ in blocks]
+    empty = Step()
+    self.cache = [empty.run(_zeros, (rows, config.cache_dim), kept) for _ in blocks]
+    empty()
 
-  def hidden(self, ids:Tensor, pos:UOp|int|Tensor) -> tuple[Tensor, Tensor]:
-    """ids: int32 (T,), the first at position `pos`, which may be int32 (1,) on the device where kernels_fit and T is 1
-    -> float32 (T, D) before the last norm, and the last block's cache, whose realization writes every block's rows"""
+  # Each takes ids, int32 (T,), the first at position `pos`, which may be int32 (1,) on the device where kernels_fit and T is 1. `run` is what a
+  # function and its arguments are given to, part by part: applied here, or recorded (apps/capture.py).
+  def _before(self, n:int, ids:Tensor, pos:UOp|int|Tensor, run:Run) -> tuple[Tensor, Rope]:
+    """float32 (T, D) in front of block n, and the tokens' rotation"""
     c = self.config
-    x, rope = self.token_embd(ids), Rope(self.rope, pos, c.nope_dim + c.rope_dim, c.nope_dim)
-    for block, cache in zip(self.blk, self.cache): x, cache = block(x, cache, rope)
-    return x, cache
-  def logits(self, ids:Tensor, pos:UOp|int|Tensor) -> Tensor:
-    """int32 (T,) -> float32 (T, vocab)"""
-    return norm_linear(self.hidden(ids, pos)[0], self.output_norm, [self.output])[0]
+    x, rope = run(QuantizedEmbedding.__call__, self.token_embd, ids), Rope(self.rope, pos, c.nope_dim + c.rope_dim, c.nope_dim)
+    for block, cache in zip(self.blk[:n], self.cache): x, _ = run(Block.__call__, block, x, cache, rope)
+    return x, rope
+  def hidden(self, ids:Tensor, pos:UOp|int|Tensor, run:Run=apply) -> Tensor:
+    """-> float32 (T, D) before the last norm; every block's rows are written"""
+    return self._before(len(self.blk), ids, pos, run)[0]
+  def prefill(self, ids:Tensor, pos:UOp|int|Tensor, run:Run=apply) -> Tensor:
+    """-> the last block's cache, whose realization writes every block's rows"""
+    x, rope = self._before(len(self.blk) - 1, ids, pos, run)
+    return run(Block.remember, self.blk[-1], x, self.cache[-1], rope)
+  def logits(self, ids:Tensor, pos:UOp|int|Tensor, run:Run=apply) -> Tensor:
+    """-> float32 (T, vocab)"""
+    return run(head, self.hidden(ids, pos, run), self.output_norm, self.output)
 
   @property
   def kernels_fit(self) -> bool:
@@ -219,10 +244,7 @@ class Transformer:
     Raises GGUFError for a missing key or tensor and for a wrong shape."""
     c = Config.from_gguf(f)
     spec = _checked_tensors(f, c)
-    w, tensors = {}, [f.tensors[name] for name in spec]
-    for t, following in zip(progress(tensors), [*tensors[1:], None]):
-      if following is not None: fetch(following.data)
-      w[t.name] = _load(spec[t.name], t)
+    w = {t.name: _load(spec[t.name], t) for t in progress([f.tensors[name] for name in spec])}
     def norm(name:str) -> RMSNorm: return RMSNorm(w[name + ".weight"], c.norm_eps)
     def block(i:int) -> Block:
       b, attn = f"blk.{i}.", Attention(c)
@@ -280,7 +302,7 @@ def _checked_tensors(f:GGUFFile, c:Config) -> dict[str, type|Callable]:
 
 def _load(how:type|Callable, t:GGUFTensor): return how.load(t.type, t.shape, t.data) if isinstance(how, type) else how(t)
 
-def _float(t:GGUFTensor) -> Tensor: return Tensor(np.asarray(dequantize(t.data, t.type), np.float32).reshape(t.shape)).realize()
+def _float(t:GGUFTensor) -> Tensor: return to_device(np.asarray(dequantize(t.data, t.type), np.float32).reshape(t.shape))
 
 def _split_kv_b(t:GGUFTensor, c:Config) -> tuple[QuantizedLinear, QuantizedLinear]:
   """Older files keep k_b and v_b in one matrix, a head's rows [nope | v]. v_b's rows stay as they are; k_b is wanted transposed, across the

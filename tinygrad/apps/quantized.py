@@ -13,15 +13,15 @@ bit 8·byte + width·k, so shifting by width·k and masking yields four codes at
 Wider codes are split over two planes (6 bits: 4 + 2). Floats are kept as they are, 16-bit ones as uint16.
 """
 from __future__ import annotations
-import functools, mmap
-from concurrent.futures import Future, ThreadPoolExecutor
+import functools
 from dataclasses import dataclass
 from typing import Any, Callable, Self
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as GGMLType
-from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
+from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad.apps.capture import Step, to_device
 from tinygrad.device import Buffer, LRUAllocator
-from tinygrad.dtype import DType
+from tinygrad.dtype import DType, _to_np_dtype
 from tinygrad.helpers import Context, prod
 from tinygrad.nn import cpu
 from tinygrad.nn.embedding import embedding
@@ -141,6 +141,7 @@ FORMATS: dict[GGMLType, Format] = {
   GGMLType.MXFP4: Format((4,), lambda r: _nibbles(r[:, 1:17], 16), lambda r: {"d": r[:, 0:1].cast(dtypes.uint8)}, _mxfp4, values=FP4_VALUES),
 }
 FLOATS: dict[GGMLType, DType] = {GGMLType.F32: dtypes.float32, GGMLType.F16: dtypes.half, GGMLType.BF16: dtypes.bfloat16}
+FLOAT_PLANES = FLOATS | {GGMLType.BF16: dtypes.uint16}
 
 # ---- planes at load, and back: the plain-ops reference ----
 
@@ -156,7 +157,7 @@ def split_planes(kind:GGMLType, shape:tuple[int, ...], raw:Tensor) -> Planes:
   """The planes of a matrix, unrealized. raw: uint8, the tensor's bytes as in the file; shape: (…, out, in).
   Code planes are named q0, q1 and have shape (…, out, units, words a unit); the others (…, out, units or blocks). A float matrix is one
   plane w."""
-  if kind in FLOATS: return {"w": raw.bitcast(dtypes.uint16 if kind is GGMLType.BF16 else FLOATS[kind]).reshape(shape)}
+  if kind in FLOATS: return {"w": raw.bitcast(FLOAT_PLANES[kind]).reshape(shape)}
   fmt, (elements, nbytes), rows = FORMATS[kind], block_size(kind), shape[:-1]
   blocks = raw.reshape(-1, nbytes).cast(dtypes.uint32)
   codes, planes, low = fmt.codes(blocks).reshape(-1, UNIT), {}, 0
@@ -227,38 +228,14 @@ def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, un
 
 # ---- weights of a model ----
 
-BIG, PIECE = 1 << 24, 1 << 25  # bytes
+BIG = 1 << 24  # bytes
 
-def capturing_jit(fxn:Callable) -> TinyJit:
-  """A TinyJit that captures on its first call: what it reads is realized already, there is nothing to leave out of the graph"""
-  jit = TinyJit(fxn)
-  jit.cnt = 1
-  return jit
+def split(kind:GGMLType, shape:tuple[int, ...], raw:Tensor) -> tuple[Tensor, ...]: return tuple(split_planes(kind, shape, raw).values())
 
 @functools.cache
-def _splitter(device:str, kind:GGMLType, shape:tuple[int, ...]) -> tuple[TinyJit, dict[str, tuple[tuple[int, ...], DType]]]:
-  """split_planes for every tensor of a type and shape: a graph (raw, *planes) that fills the planes, and their shapes and dtypes"""
+def plane_names(kind:GGMLType) -> tuple[str, ...]:
   elements, nbytes = block_size(kind)
-  some = split_planes(kind, shape, Tensor.empty(prod(shape) // elements * nbytes, dtype=dtypes.uint8))
-  layout = {name: (p.shape, p.dtype) for name, p in some.items()}
-  def split(raw:Tensor, *planes:Tensor) -> None:
-    Tensor.realize(*(plane.assign(p) for plane, p in zip(planes, split_planes(kind, shape, raw).values())))
-  return capturing_jit(split), layout
-
-_readers = ThreadPoolExecutor(4)
-
-def pieces(data:np.ndarray) -> list[np.ndarray]: return [data[at:at + PIECE] for at in range(0, data.size, PIECE)]
-def fetch(data:np.ndarray) -> list[Future]:
-  """Threads bring the pages of the file's bytes into memory, piece by piece"""
-  return [_readers.submit(lambda p: int(p[::mmap.PAGESIZE].sum()), p) for p in pieces(data)]
-
-def _copy_in(buffer:Buffer, data:np.ndarray) -> None:
-  """The file's bytes to the device, piece by piece: a piece's staging memory serves a later one"""
-  for i, (piece, fetched) in enumerate(zip(parts := pieces(data), fetch(data))):
-    fetched.result()
-    part = buffer if len(parts) == 1 else buffer.view(piece.size, dtypes.uint8, i * PIECE).ensure_allocated()
-    part.copy_from(Buffer("NPY", piece.size, dtypes.uint8, opaque=np.asarray(piece)))
-    if i % 2 or piece is parts[-1]: Device[Device.DEFAULT].synchronize()
+  return tuple(split_planes(kind, (1, elements), Tensor.empty(nbytes, dtype=dtypes.uint8)))
 
 def _give_back() -> None:
   """Device memory that only tinygrad's cache holds on to goes back, before the next tensor takes its own"""
@@ -295,14 +272,12 @@ class QuantizedWeight:
   @classmethod
   def load(cls, kind:GGMLType, shape:tuple[int, ...], data:np.ndarray) -> Self:
     """data: uint8, the tensor's bytes as in the file. They are copied to the device once; the copy is freed when the planes stand."""
-    splitter, layout = _splitter(Device.DEFAULT, kind, shape)
-    planes = {name: Tensor.empty(*s, dtype=dtype) for name, (s, dtype) in layout.items()}
-    raw = Tensor.empty(data.size, dtype=dtypes.uint8)
-    for t in (raw, *planes.values()): t.uop.buffer.ensure_allocated()
-    _copy_in(raw.uop.buffer, data)
-    with Context(JIT=2): splitter(raw, *planes.values())  # kernels one by one: a graph would hold on to its first tensor's buffers
-    del raw
-    if data.size >= BIG: _give_back()
+    if kind in FLOATS: planes = {"w": to_device(data.view(_to_np_dtype(FLOAT_PLANES[kind])).reshape(shape))}
+    else:
+      step = Step()
+      planes = dict(zip(plane_names(kind), step.run(split, kind, shape, to_device(data))))
+      with Context(JIT=2): step()  # kernels one by one: a graph would be made anew for each tensor
+      if data.size >= BIG: _give_back()
     if cpu.device() and shape[-1] % UNIT == 0: planes = interleave(kind, shape, planes)
     return cls(kind, shape, planes)
   def __getitem__(self, index:Tensor) -> QuantizedWeight:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 import math
 import numpy as np
 from tinygrad import Tensor, UOp
+from tinygrad.apps.capture import to_device
 
 @dataclass(frozen=True)
 class Yarn:
@@ -32,7 +33,7 @@ def inverse_frequencies(dim:int, base:float, yarn:Yarn|None=None) -> np.ndarray:
 def rope_table(dim:int, base:float, positions:int, yarn:Yarn|None=None) -> Tensor:
   """float32 (positions, dim/2, 2): cos and sin, computed in float64 and rounded once"""
   angles = np.arange(positions, dtype=np.float64)[:, None] * inverse_frequencies(dim, base, yarn)
-  return Tensor(np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)).realize()
+  return to_device(np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32))
 
 @dataclass(frozen=True)
 class Rope:
