@@ -22,8 +22,8 @@ if not hasattr(tinygrad, "OVERLAY"):
 import contextlib, copy, ctypes, json, statistics, time
 from typing import Any, Callable
 import numpy as np
-from extra.bench import (LANGUAGES, batch_count, batches, count_kernels, head_bytes, plain_ops, random_weights, read_bytes, render_kernels, stand_in,
-                         with_blocks)
+from extra.bench import (LANGUAGES, batch_count, batches, cache_row_bytes, count_kernels, head_bytes, plain_ops, random_weights, read_bytes,
+                         render_kernels, stand_in, with_blocks)
 from extra.mkgguf import MIXES, MODELS
 from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
 from tinygrad.apps.generate import Generator
@@ -163,9 +163,8 @@ def count(files:dict[str, GGUFFile], target:str, depth:int) -> dict[str, Any]:
   result = {}
   for name, f in files.items():
     c = Config.from_gguf(f)
-    context, number = max(depth + TOKENS, 4096), 4 if target == "CPU" else 2      # bytes of a number in the cache
+    context, cache = max(depth + TOKENS, 4096), cache_row_bytes(c, target) * depth
     (kernels, kinds), each = count_kernels(f, target, context), render_kernels(f, target, context, depth)
-    cache = c.n_blocks * c.cache_dim * number * depth
     size = sum(read_bytes(f, c, i) for i in range(c.n_blocks)) + head_bytes(f, c) + cache
     result[name] = {"kernels_a_token": kernels, "kinds": kinds, "batches": (in_batches := batch_count(kernels)), "token_bytes": size,
                     "kernels": [k._asdict() for k in each]}
@@ -198,6 +197,9 @@ def main() -> None:
   names = [args.model] if args.model else ["glm", "ds2lite", "youtu"] if counting else ["glm"]
   made_up = names[0] in MODELS
   files = {f"{n} {args.quant}": stand_in(n, args.quant) for n in names} if made_up else {names[0]: read_gguf(find_model(names[0]))}
+  for name, f in files.items():
+    if args.depth + TOKENS > (room := Config.from_gguf(f).context_length):
+      raise UserError(f"--depth {args.depth}: expected at most {room - TOKENS}, the context of {name} less {TOKENS}")
   if args.generic: print("generic   plain ops, as tinygrad's compiler schedules them: the fork's kernels are off")
   with plain_ops() if args.generic else contextlib.nullcontext():
     if counting: result = count(files, args.target or "CUDA", args.depth)

@@ -13,6 +13,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from extra.mkgguf import MODELS, Weights, add_keys, tensor_list
 from tinygrad import Device, Tensor, TinyJit, dtypes
+from tinygrad.apps import mla
 from tinygrad.apps.generate import Generator
 from tinygrad.apps.gguf import GGUFFile, GGUFTensor
 from tinygrad.apps.mla import Config, Transformer
@@ -83,6 +84,10 @@ def bytes_moved(name:str, estimate:UOp|int, model:Transformer, position:int, var
     splits, step = cut(t, c.n_heads, c.kv_lora_rank, model.cache[0])
     return said * (position // split_length(position, splits, step) + 1) // splits
   return said
+
+def cache_row_bytes(c:Config, to:str) -> int:
+  """Bytes of a token's rows of the cache, on a target (a key of LANGUAGES)"""
+  with no_device(to): return c.n_blocks * c.cache_dim * (4 if mla.target() is None else 2)  # as Transformer has it
 
 # ---- kernels ----
 

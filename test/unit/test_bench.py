@@ -157,6 +157,8 @@ def test_profile_model(tmp_path: Path):
   ("bench_block.py", ("0",), "whole number of at least 1"),
   ("bench_block.py", ("--target", "TPU"), "invalid choice: 'TPU'"),
   ("bench_block.py", ("--json", "no/such/folder/x.json"), "no/such/folder/x.json: No such file or directory"),
+  ("bench_block.py", ("--model", "small-glm", "--depth", "999999999"), "expected at most"),
+  ("bench_block.py", ("--target", "METAL", "--depth", "999999999"), "expected at most"),
   ("profile_model.py", ("nothing.gguf",), "nothing.gguf"),
   ("profile_model.py", (TINY, "x"), "whole number of at least 1"),
   ("profile_model.py", (TINY, "9", "--depth", "999999999"), "expected at most"),
