@@ -22,8 +22,8 @@ if not hasattr(tinygrad, "OVERLAY"):
 import contextlib, copy, ctypes, json, statistics, time
 from typing import Any, Callable
 import numpy as np
-from extra.bench import (LANGUAGES, batch_count, batches, count_kernels, head_bytes, plain_ops, random_weights, read_bytes, render_kernels, stand_in,
-                         with_blocks)
+from extra.bench import (LANGUAGES, batch_count, batches, cache_row_bytes, count_kernels, head_bytes, plain_ops, random_weights, read_bytes,
+                         render_kernels, stand_in, with_blocks)
 from extra.mkgguf import MIXES, MODELS
 from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
 from tinygrad.apps.generate import Generator
@@ -158,22 +158,24 @@ def estimate(kernels:int, size:int) -> dict[str, Any]:
     print(f"{'':24s} estimate {machine:9s} {APPLE[machine]:4d} GB/s {seconds * 1e3:7.2f} ms a token, {1 / seconds:6.1f} tok/s")
   return result
 
-def count(files:dict[str, GGUFFile], target:str) -> dict[str, Any]:
-  print(f"kernels a token for {target}, scheduled and rendered with no device; one block of each kind is scheduled and multiplied")
+def count(files:dict[str, GGUFFile], target:str, depth:int) -> dict[str, Any]:
+  print(f"kernels a token for {target} at depth {depth}, scheduled and rendered with no device; one block of each kind is scheduled and multiplied")
   result = {}
   for name, f in files.items():
     c = Config.from_gguf(f)
-    (kernels, kinds), each = count_kernels(f, target), render_kernels(f, target)
-    size = sum(read_bytes(f, c, i) for i in range(c.n_blocks)) + head_bytes(f, c)
+    context, cache = max(depth + TOKENS, 4096), cache_row_bytes(c, target) * depth
+    (kernels, kinds), each = count_kernels(f, target, context), render_kernels(f, target, context, depth)
+    size = sum(read_bytes(f, c, i) for i in range(c.n_blocks)) + head_bytes(f, c) + cache
     result[name] = {"kernels_a_token": kernels, "kinds": kinds, "batches": (in_batches := batch_count(kernels)), "token_bytes": size,
                     "kernels": [k._asdict() for k in each]}
     rest = kernels - sum(n * k for n, k in kinds)
-    print(f"{name:24s} {kernels:5d} = {' + '.join(f'{n} x {k}' for n, k in kinds)} + {rest}; {in_batches} batches; {size / 1e6:.1f} MB of weights")
+    print(f"{name:24s} {kernels:5d} = {' + '.join(f'{n} x {k}' for n, k in kinds)} + {rest}; {in_batches} batches; "
+          f"{(size - cache) / 1e6:.1f} MB of weights{f', {cache / 1e6:.1f} MB of cache' if cache else ''}")
     if target == "METAL":
       print(f"{'':24s} times   MB each  threadgroup bytes  threads")
       for k in each: print(f"{'':24s} {k.times:5d} {k.read / 1e6:9.3f} {k.shared:18d} {k.threads:8d}  {k.name}")
       result[name]["estimate"] = estimate(kernels, size)
-  return {"target": target, "models": result}
+  return {"target": target, "depth": depth, "models": result}
 
 def main() -> None:
   p = Parser(prog="bench_block.py", description="Measure decoding on a bank of blocks, or count its kernels.", allow_abbrev=False)
@@ -195,9 +197,12 @@ def main() -> None:
   names = [args.model] if args.model else ["glm", "ds2lite", "youtu"] if counting else ["glm"]
   made_up = names[0] in MODELS
   files = {f"{n} {args.quant}": stand_in(n, args.quant) for n in names} if made_up else {names[0]: read_gguf(find_model(names[0]))}
+  for name, f in files.items():
+    if args.depth + TOKENS > (room := Config.from_gguf(f).context_length):
+      raise UserError(f"--depth {args.depth}: expected at most {room - TOKENS}, the context of {name} less {TOKENS}")
   if args.generic: print("generic   plain ops, as tinygrad's compiler schedules them: the fork's kernels are off")
   with plain_ops() if args.generic else contextlib.nullcontext():
-    if counting: result = count(files, args.target or "CUDA")
+    if counting: result = count(files, args.target or "CUDA", args.depth)
     else:
       check_device()
       (name, f), = files.items()

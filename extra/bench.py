@@ -13,6 +13,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from extra.mkgguf import MODELS, Weights, add_keys, tensor_list
 from tinygrad import Device, Tensor, TinyJit, dtypes
+from tinygrad.apps import mla
 from tinygrad.apps.generate import Generator
 from tinygrad.apps.gguf import GGUFFile, GGUFTensor
 from tinygrad.apps.mla import Config, Transformer
@@ -23,6 +24,7 @@ from tinygrad.engine.realize import capturing, compile_linear
 from tinygrad.helpers import Context, JIT_BATCH_SIZE
 from tinygrad.nn import cpu, intrinsics
 from tinygrad.nn.matvec import UNIT
+from tinygrad.nn.mla_attention import cut, split_length
 from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer, MetalRenderer
 from tinygrad.schedule.rangeify import DEVICE_MAX_BUFS
@@ -72,6 +74,20 @@ def head_bytes(f:GGUFFile, c:Config) -> int:
   """… of what is no block's: one row of the embedding, the last norm, the head (the embedding where the two are tied)"""
   embd = f.tensors["token_embd.weight"]
   return embd.data.nbytes // c.vocab_size + f.tensors["output_norm.weight"].data.nbytes + f.tensors.get("output.weight", embd).data.nbytes
+
+def bytes_moved(name:str, estimate:UOp|int, model:Transformer, position:int, variables:dict[str, int]) -> int:
+  """Bytes that a kernel moves in a step whose last token is at `position`, by what its launch says. Attention's kernels say those of a full cache
+  (the position is on the device, out of an estimate's reach): they read what is written of it."""
+  said, c = sym_infer(estimate, variables), model.config
+  if name.startswith(("mla_attention", "mla_splits", "mla_prefill")): return said * (position + 1) // model.max_context
+  if name.startswith("mla_combine") and (t := intrinsics.target()):
+    splits, step = cut(t, c.n_heads, c.kv_lora_rank, model.cache[0])
+    return said * (position // split_length(position, splits, step) + 1) // splits
+  return said
+
+def cache_row_bytes(c:Config, to:str) -> int:
+  """Bytes of a token's rows of the cache, on a target (a key of LANGUAGES)"""
+  with no_device(to): return c.n_blocks * c.cache_dim * (4 if mla.target() is None else 2)  # as Transformer has it
 
 # ---- kernels ----
 
@@ -131,9 +147,9 @@ def captured() -> Iterator[list[UOp]]:
 
 Kinds = list[tuple[int, int]]
 
-def _token(f:GGUFFile, target:str, max_context:int) -> tuple[list[UOp], list[list[UOp]], list[int]]:
+def _token(f:GGUFFile, target:str, max_context:int) -> tuple[Transformer, list[UOp], list[list[UOp]], list[int]]:
   """The greedy decode graph's calls for the first block alone, and with one of each kind behind it; how many blocks a kind has. Blocks of the same
-  shapes and types are a kind, in the file's order."""
+  shapes and types are a kind, in the file's order. The model before them is of these blocks."""
   c, kinds = Config.from_gguf(f), {}
   for i in range(c.n_blocks): kinds.setdefault(tuple((name, t.shape, t.type) for name, t in of_block(f, i).items()), []).append(i)
   groups = list(kinds.values())
@@ -145,12 +161,12 @@ def _token(f:GGUFFile, target:str, max_context:int) -> tuple[list[UOp], list[lis
     with captured(): gen = Generator(m)
     with captured() as kernels: gen._decode(Features(), gen.position.bind(1) if gen.device_position is None else gen.device_position)
     return kernels
-  return calls([0]), [calls([0, i + 1]) for i in range(len(groups))], [len(g) for g in groups]
+  return model, calls([0]), [calls([0, i + 1]) for i in range(len(groups))], [len(g) for g in groups]
 
 def count_kernels(f:GGUFFile, target:str, max_context:int=4096) -> tuple[int, Kinds]:
   """(kernels a token, [(blocks of a kind, kernels a block)]) of the greedy decode graph for a target, with no device. What a block of each kind
   adds is multiplied."""
-  with no_device(target): alone, pairs, blocks = _token(f, target, max_context)
+  with no_device(target): _, alone, pairs, blocks = _token(f, target, max_context)
   each = [(n, len(pair) - len(alone)) for n, pair in zip(blocks, pairs)]
   return len(alone) - each[0][1] + sum(n * k for n, k in each), each
 
@@ -165,20 +181,22 @@ def shared_bytes(program:UOp) -> int:
   """Bytes of a threadgroup's memory that a rendered kernel takes"""
   return sum(u.max_numel() * u.dtype.itemsize for u in program.src[1].src if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL)
 
-def render_kernels(f:GGUFFile, target:str, max_context:int=4096) -> list[Kernel]:
-  """The kernels of a token, each once, lowered and rendered for the target: slower than counting, and finds what the target cannot say"""
+def render_kernels(f:GGUFFile, target:str, max_context:int=4096, depth:int=0) -> list[Kernel]:
+  """The kernels of a token after `depth` others, each once, lowered and rendered for the target: slower than counting, and finds what the target
+  cannot say"""
+  kernels, at = [], {"pos": depth}      # where the position is a variable of the graph
   with no_device(target):
-    alone, pairs, blocks = _token(f, target, max_context)
+    model, alone, pairs, blocks = _token(f, target, max_context)
     def programs(calls:list[UOp]) -> list[UOp]: return [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
     first, every = programs(alone), [programs(pair) for pair in pairs]
-  times, at = Counter(p.key for p in first), {"pos": 1}      # where the position is a variable of the graph
-  for n, pair in zip(blocks, every):  # the first block is in `alone`
-    for key, more in (Counter(p.key for p in pair) - Counter(p.key for p in first)).items(): times[key] += more * n
-  for key, more in (Counter(p.key for p in every[0]) - Counter(p.key for p in first)).items(): times[key] -= more
-  known, kernels = {p.key: p for p in [p for pair in every for p in pair] + first}, []
-  for key, n in times.items():
-    p = known[key]
-    read = p.src[0].arg.estimates
-    threads = math.prod(sym_infer(size, at) for size in (*p.arg.global_size, *(p.arg.local_size or ())))
-    kernels.append(Kernel(p.arg.name, n, sym_infer(read.mem, at) if read else 0, shared_bytes(p), threads))
+    times = Counter(p.key for p in first)
+    for n, pair in zip(blocks, every):  # the first block is in `alone`
+      for key, more in (Counter(p.key for p in pair) - Counter(p.key for p in first)).items(): times[key] += more * n
+    for key, more in (Counter(p.key for p in every[0]) - Counter(p.key for p in first)).items(): times[key] -= more
+    known = {p.key: p for p in [p for pair in every for p in pair] + first}
+    for key, n in times.items():
+      p = known[key]
+      read = p.src[0].arg.estimates
+      threads = math.prod(sym_infer(size, at) for size in (*p.arg.global_size, *(p.arg.local_size or ())))
+      kernels.append(Kernel(p.arg.name, n, bytes_moved(p.arg.name, read.mem, model, depth, at) if read else 0, shared_bytes(p), threads))
   return kernels

@@ -39,7 +39,7 @@ def main() -> None:
       times.append(time.perf_counter() - start)
     calls = [call for batch in batches(gen.prefill_jits[size]) for call in batch]
     print(f"depth {depth}: {(t := statistics.median(times[2:])) * 1e3:.3f} ms a step, {len(calls)} kernels")
-    kernels = profile(calls, {f"chunk_{size}": depth}, (ids.uop.buf_uop,))
+    kernels = profile(calls, gen.model, depth + size - 1, {f"chunk_{size}": depth}, (ids.uop.buf_uop,))
     print(f"  one by one {sum(k.total for k in kernels) * 1e3:.3f} ms")
     for k in kernels: print(f"  {k.total * 1e6:9.1f} us {len(k.seconds):4d} {k.total / len(k.seconds) * 1e6:9.1f} each  {k.name}: {k.shapes[:100]}")
 
