@@ -140,9 +140,9 @@ def test_seeds(g: Generator):
   assert say(1) == first                                                  # whatever the cache held before
   a, b = say(1, top_k=50, top_p=.9, min_p=.01, repeat_penalty=1.2), say(1, top_k=50, top_p=.9, min_p=.01, repeat_penalty=1.2)
   assert a == b
-  graphs, compiled = len(g.decode_jits), len(to_program_cache)
+  graphs, compiled = len(g.decode_steps), len(to_program_cache)
   say(9, top_k=3, top_p=.5, min_p=.1, repeat_penalty=1.9)
-  assert (len(g.decode_jits), len(to_program_cache)) == (graphs, compiled)  # other values, the same graph
+  assert (len(g.decode_steps), len(to_program_cache)) == (graphs, compiled)  # other values, the same graph
 
 def test_a_penalty_forgets_with_the_prompt(g: Generator):
   """Tokens of the prompt and of the answer are penalized, those of another conversation are not"""

@@ -65,7 +65,7 @@ def describe(x:Any, tensors:list[Tensor]) -> Any:
   return type(x).__qualname__, [(k, describe(y, tensors)) for k, y in vars(x).items()]
 
 @functools.cache
-def _code() -> str:
+def code() -> str:
   """A hash of the fork's files and of the wheel's list of files"""
   digest = hashlib.sha256()
   for path in sorted(OVERLAY.rglob("*.py")): digest.update(path.read_bytes())
@@ -81,7 +81,7 @@ def _processor() -> str:
 def _environment() -> Any:
   renderer = Device[Device.DEFAULT].renderer
   settings = sorted((k, v.value) for k, v in ContextVar._cache.items() if k not in ("DEBUG", "VIZ", "PROFILE"))
-  return _code(), _processor(), Device.DEFAULT, type(renderer).__name__, renderer.target, settings, platform.python_version()
+  return code(), _processor(), Device.DEFAULT, type(renderer).__name__, renderer.target, settings, platform.python_version()
 
 # ---- recording ----
 
@@ -157,11 +157,15 @@ def recording(fxn:Callable, args:tuple, environment:Any, compiled:bool) -> tuple
 
 # ---- placing ----
 
+def batches(linear:UOp) -> list[list[UOp]]:
+  """The launches, a list a graph of the device; what is in no graph stands alone"""
+  return [list(c.src[0].src[0].src) if c.src[0].op is Ops.CUSTOM_FUNCTION and c.src[0].arg == "graph" else [c] for c in linear.src]
+
 class Step:
   """Launches in the order in which `run` recorded them. compiled: whether they are to be run; else their programs stay as scheduled, to be
   counted."""
   def __init__(self, compiled:bool=True):
-    self.calls:list[UOp] = []
+    self.parts:list[list[UOp]] = []                          # the launches of each
     self.compiled, self.environment = compiled, _environment()
     self.results:list[tuple[weakref.ref[Tensor], UOp]] = []  # what parts gave, and in which buffer
     self.scratch:dict[int, UOp] = {}                         # by number, the largest that a part wanted so far
@@ -182,7 +186,7 @@ class Step:
       if u not in known:
         known[u] = places[u.arg.slot] if is_place(u) else u.substitute({p: places[p.arg.slot] for p in u.toposort() if is_place(p)})
       return known[u]
-    self.calls += [call.replace(src=(call.src[0], *map(placed, call.src[1:]))) for call in r.linear.src]
+    self.parts.append([call.replace(src=(call.src[0], *map(placed, call.src[1:]))) for call in r.linear.src])
     return returned[0] if len(returned) == 1 else tuple(returned)
 
   def _result(self, shape:tuple[int, ...], dtype:DType) -> Tensor:
@@ -192,10 +196,16 @@ class Step:
     self.results.append((weakref.ref(t := Tensor(buffer.reshape(shape))), buffer))
     return t
 
+  @property
+  def batches(self) -> list[list[UOp]]: return batches(self.linear)
+
   def _scratch(self, i:int, size:int) -> UOp:
     """Memory that parts have one after another"""
     if i not in self.scratch or self.scratch[i].max_numel() < size: self.scratch[i] = UOp.new_buffer(Device.DEFAULT, size, dtypes.int8)
     return self.scratch[i]
+
+  @property
+  def calls(self) -> list[UOp]: return [call for part in self.parts for call in part]
 
   @functools.cached_property
   def linear(self) -> UOp:
