@@ -1,18 +1,32 @@
 """Prefill, decode and what stays between turns: the owner of the JITs and of the cache's length."""
 from __future__ import annotations
-import functools, sys
-from typing import Iterator
+import functools, operator, os, sys, threading
+from typing import Iterable, Iterator
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
-from tinygrad.apps.mla import Transformer
+from tinygrad.apps.mla import CHUNK, Transformer
 from tinygrad.apps.quantized import capturing_jit
 from tinygrad.apps.sampling import Features, Sampling, sample
+from tinygrad.engine.realize import capturing
 from tinygrad.nn.embedding import advance
 from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import target
 from tinygrad.uop.ops import Ops
 
-CHUNK, MANY = 32, 512  # prompt tokens a prefill step; where there are tensor cores, and more than a few tokens
+_one_at_a_time = threading.RLock()  # not a generator's own: what a JIT captures, and the CPU's threads, are the process's
+def _forked() -> None:
+  """The child has the thread that forked and no other: what another was at is never finished there"""
+  global _one_at_a_time
+  _one_at_a_time = threading.RLock()
+  capturing.clear()
+os.register_at_fork(after_in_child=_forked)
+
+def _whole(name:str, value:object) -> int:
+  """A whole number of any kind, numpy's too. Raises ValueError for what would have to be rounded or read as one."""
+  try:
+    if not isinstance(value, bool): return operator.index(value)
+  except TypeError: pass
+  raise ValueError(f"{name}: expected a whole number, found {' '.join(repr(value)[:60].split())}")
 
 @functools.cache
 def _say_once(line:str) -> None: print(line, file=sys.stderr)
@@ -20,15 +34,19 @@ def _say_once(line:str) -> None: print(line, file=sys.stderr)
 class ContextFull(Exception):
   """The prompt does not fit. str(e) is one line."""
 
+class Superseded(RuntimeError):
+  """A later call took the generator over, whose one sequence an older iterator went on with. str(e) is one line."""
+
 class Generator:
-  """Runs one sequence. The token to feed next lives on the device: a decode step reads it, and writes the one it chose."""
+  """Runs one sequence. The token to feed next lives on the device: a decode step reads it, and writes the one it chose.
+  A call takes over from the one before it, whose iterator then raises Superseded; threads take turns."""
   def __init__(self, model:Transformer):
     self.model, self.max_context = model, model.max_context
     self.position = Variable("pos", 0, self.max_context - 1)
-    self.chunk = min(CHUNK, self.max_context)
-    self.many = MANY if self.max_context >= MANY and (t := target()) is not None and t.mma is not None else self.chunk
+    self.chunk, self.many = CHUNK, model.max_step
     self.cached: list[int] = []                       # the tokens whose rows the cache holds
-    self.next_position = 0                            # what device_position holds
+    self.calls = 0                                    # that changed it: an iterator goes on while none has come after its own
+    self.next_position: int|None = 0                  # what device_position holds; None while a step is under way, or where one failed
     vocab = model.config.vocab_size
     # where kernels read the position from the device, a step moves it on itself, and nothing in its graph changes from token to token
     self.device_position = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize() if model.kernels_fit else None
@@ -62,70 +80,80 @@ class Generator:
       if features not in self.decode_jits: self.decode_jits[features] = capturing_jit(lambda pos: self._decode(features, pos))
       return self.decode_jits[features](self.position.bind(pos))
     if features not in self.decode_jits: self.decode_jits[features] = capturing_jit(lambda: self._decode(features, self.device_position))
-    if pos != self.next_position: self._set(self.device_position, [pos])
+    known, self.next_position = self.next_position, None
+    if pos != known: self._set(self.device_position, [pos])
+    token = self.decode_jits[features]()
     self.next_position = pos + 1
-    return self.decode_jits[features]()
+    return token
 
   def _chunks(self, ids:list[int], start:int, many:int) -> Iterator[tuple[int, Tensor]]:
-    """Steps of `chunk` or `many` tokens that cover ids[start:]. The last one is moved back so that it ends with the sequence (rows it writes again
-    get the same values); only a sequence shorter than a step is padded."""
+    """Steps of `chunk` or `many` tokens that cover ids[start:] and write no row before. The last one is padded: rows past the sequence's end are
+    written again before they are read, and the cache has room for them past the context's end."""
     at = start
     while at < len(ids):
       size = many if len(ids) - at > many // 4 else self.chunk
-      at = max(min(at, len(ids) - size), 0)
       part = ids[at:at + size]
       yield at, Tensor(part + [0] * (size - len(part)), dtype=dtypes.int32).realize()
       at += size
   def prefill_step(self, ids:Tensor, pos:UOp|int) -> None: self.prefill_jits[ids.shape[0]](ids, pos)
-  def _bind(self, at:int, size:int) -> UOp|int:
-    last = self.max_context - size
-    return Variable(f"chunk_{size}", 0, last).bind(at) if last else 0
+  def _bind(self, at:int, size:int) -> UOp: return Variable(f"chunk_{size}", 0, self.max_context - 1).bind(at)
 
   # ---- use ----
-  def prefill(self, ids:list[int], sampling:Sampling=Sampling()) -> None:
+  def prefill(self, ids:Iterable[int], sampling:Sampling=Sampling()) -> None:
     """Makes the cache hold ids[:-1], reusing the longest prefix it holds already, and the token buffer ids[-1]: decode may start at len(ids)-1.
-    Raises ContextFull for a prompt that leaves no room for an answer, ValueError for an empty one or a token out of range."""
-    self._check(ids)
+    Raises ContextFull for a prompt that leaves no room for an answer, ValueError for an empty one or what is no token."""
+    ids = self._tokens(ids)
     if len(ids) >= self.max_context:
       raise ContextFull(f"the prompt has {len(ids)} tokens, max_context is {self.max_context}: nothing is left for an answer")
     todo = len(ids) - 1
-    start = next((i for i, (a, b) in enumerate(zip(self.cached, ids[:todo])) if a != b), min(len(self.cached), todo))
-    self.cached = self.cached[:start]
-    if todo - start > self.chunk // 4:
-      for at, chunk in self._chunks(ids[:todo], start, self.many): self.prefill_step(chunk, self._bind(at, chunk.shape[0]))
-    else:
-      for at in range(start, todo): self._set(self.token, [ids[at]]); self.decode(Features(), at)  # a few tokens cost less than a chunk
-    self.cached = ids[:todo]
-    self._set(self.token, ids[-1:])
-    self._set(self.values, sampling.values())
-    self._set(self.key, [sampling.seed, 0])
-    if sampling.features.penalty: self._set(self.seen, np.isin(np.arange(self.seen.shape[0]), ids))
+    with _one_at_a_time:
+      self.calls += 1
+      start = next((i for i, (a, b) in enumerate(zip(self.cached, ids[:todo])) if a != b), min(len(self.cached), todo))
+      self.cached = self.cached[:start]
+      if todo - start > self.chunk // 4:
+        for at, chunk in self._chunks(ids[:todo], start, self.many): self.prefill_step(chunk, self._bind(at, chunk.shape[0]))
+      else:
+        for at in range(start, todo): self._set(self.token, [ids[at]]); self.decode(Features(), at)  # a few tokens cost less than a chunk
+      self.cached = ids[:todo]
+      self._set(self.token, ids[-1:])
+      self._set(self.values, sampling.values())
+      self._set(self.key, [sampling.seed, 0])
+      if sampling.features.penalty: self._set(self.seen, np.isin(np.arange(self.seen.shape[0]), ids))
 
-  def generate(self, ids:list[int], count:int|None=None, sampling:Sampling=Sampling(), stop:frozenset[int]=frozenset()) -> Iterator[int]:
-    """Continues ids: yields each new token, a stop token last. Ends after `count` tokens or when the context is full."""
-    self.prefill(ids, sampling)
+  def generate(self, ids:Iterable[int], count:int|None=None, sampling:Sampling=Sampling(), stop:frozenset[int]=frozenset()) -> Iterator[int]:
+    """Continues ids: yields each new token, a stop token last. Ends after `count` tokens or when the context is full.
+    Raises Superseded where a later call of this generator has come between, ValueError and ContextFull as prefill does."""
+    ids = self._tokens(ids)
+    if count is not None and _whole("count", count) < 0: raise ValueError(f"count: expected 0 or more, found {count}")
+    with _one_at_a_time:
+      self.prefill(ids, sampling)
+      call = self.calls
     room, fed = self.max_context - len(ids), ids[-1]
     for _ in range(room if count is None else min(count, room)):
-      token = int(self.decode(sampling.features, len(self.cached)).item())
-      self.cached.append(fed)
+      with _one_at_a_time:
+        if call != self.calls: raise Superseded("this answer cannot go on: a later call has used its generator, which holds one sequence")
+        token = int(self.decode(sampling.features, len(self.cached)).item())
+        self.cached.append(fed)
       fed = token
       yield token
       if token in stop: return
 
-  def logits(self, ids:list[int]) -> np.ndarray:
+  def logits(self, ids:Iterable[int]) -> np.ndarray:
     """float32 (T, vocab): the logits after each token. The cache then holds ids."""
-    self._check(ids)
+    ids = self._tokens(ids)
     if len(ids) > self.max_context: raise ContextFull(f"{len(ids)} tokens do not fit in max_context {self.max_context}")
-    out, self.cached = np.empty((len(ids), self.model.config.vocab_size), np.float32), []
-    for at, chunk in self._chunks(ids, 0, self.chunk):
-      rows = min(self.chunk, len(ids) - at)
-      out[at:at + rows] = self.logits_jit(chunk, self._bind(at, self.chunk)).numpy()[:rows]
-    self.cached = list(ids)
+    out = np.empty((len(ids), self.model.config.vocab_size), np.float32)
+    with _one_at_a_time:
+      self.forget()
+      for at, chunk in self._chunks(ids, 0, self.chunk):
+        rows = min(self.chunk, len(ids) - at)
+        out[at:at + rows] = self.logits_jit(chunk, self._bind(at, self.chunk)).numpy()[:rows]
+      self.cached = ids
     return out
 
   def forget(self) -> None:
     """The next prompt starts with an empty cache."""
-    self.cached = []
+    with _one_at_a_time: self.calls, self.cached = self.calls + 1, []
   @property
   def full(self) -> bool:
     """Whether the last answer ended because the context did"""
@@ -137,9 +165,12 @@ class Generator:
     return sum(len(c.src[0].src[0].src) if c.src[0].op is Ops.CUSTOM_FUNCTION else 1 for c in calls)
 
   # ---- helpers ----
-  def _check(self, ids:list[int]) -> None:
+  def _tokens(self, ids:Iterable[int]) -> list[int]:
     vocab = self.model.config.vocab_size
-    if not ids: raise ValueError("no tokens: give at least one")
-    if (wrong := next((i for i in ids if not 0 <= i < vocab), None)) is not None: raise ValueError(f"token {wrong}: expected 0 to {vocab - 1}")
+    if not isinstance(ids, Iterable): raise ValueError(f"tokens: expected a list of numbers, found {ids!r}")
+    tokens = [_whole("token", i) for i in ids]
+    if not tokens: raise ValueError("no tokens: give at least one")
+    if (wrong := next((i for i in tokens if not 0 <= i < vocab), None)) is not None: raise ValueError(f"token {wrong}: expected 0 to {vocab - 1}")
+    return tokens
   @staticmethod
   def _set(buffer:Tensor, values) -> None: buffer.assign(Tensor(np.asarray(values), dtype=buffer.dtype)).realize()

@@ -23,6 +23,8 @@ from tinygrad.nn.mla_attention import fits as attention_fits, mla_attention
 from tinygrad.nn.moe import Choice, expert_down, expert_gate_up, gate_up, moe_mats
 from tinygrad.nn.norm_linear import latent_query, norm_linear
 
+CHUNK, MANY = 32, 512  # prompt tokens a step; where there are tensor cores, and more than a few tokens
+
 class Gating(enum.IntEnum):
   SOFTMAX = 1
   SIGMOID = 2
@@ -174,10 +176,12 @@ class Transformer:
   def __init__(self, config:Config, token_embd:QuantizedEmbedding, blocks:list[Block], output_norm:RMSNorm, output:QuantizedLinear, max_context:int):
     self.config, self.token_embd, self.blk, self.output_norm, self.output = config, token_embd, blocks, output_norm, output
     self.max_context = max_context
-    self.rope = rope_table(config.rope_dim, config.rope_base, max_context, config.yarn)
+    self.max_step = MANY if max_context >= MANY and (t := target()) is not None and t.mma is not None else CHUNK
+    rows = max_context + self.max_step  # a step of prefill is padded to its size, wherever it starts
+    self.rope = rope_table(config.rope_dim, config.rope_base, rows, config.yarn)
     # half precision where memory is what decoding waits for
     kept = dtypes.float if target() is None else dtypes.half
-    self.cache = [Tensor.zeros(max_context, config.cache_dim, dtype=kept).contiguous().realize() for _ in blocks]
+    self.cache = [Tensor.zeros(rows, config.cache_dim, dtype=kept).contiguous().realize() for _ in blocks]
 
   def hidden(self, ids:Tensor, pos:UOp|int|Tensor) -> tuple[Tensor, Tensor]:
     """ids: int32 (T,), the first at position `pos`, which may be int32 (1,) on the device where kernels_fit and T is 1
