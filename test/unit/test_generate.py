@@ -3,8 +3,10 @@ import os, threading
 from pathlib import Path
 from typing import Iterator
 import numpy as np, pytest
+from gguf import GGMLQuantizationType as T
 from extra.mkgguf import write_model
-from helpers import SMALL, generator
+from helpers import SMALL, WIDE, generator, write_mixed
+from mockcuda import on_cuda
 from tinygrad.apps.generate import CHUNK, ContextFull, Generator, Superseded
 from tinygrad.apps.models import Model, load
 from tinygrad.apps.sampling import Features, Sampling
@@ -158,6 +160,26 @@ def test_a_prompt_that_goes_on_leaves_the_rows_before_it(g: Generator, judge: Ge
   g.prefill(longer)
   assert all(np.array_equal(a, b) for a, b in zip(before, rows(g, held))) and len(g.cached) == len(longer) - 1
   assert_greedy(judge, longer, list(g.generate(longer, 4)))
+
+def test_rows_by_tensor_cores(tmp_path: Path, monkeypatch):
+  """The same where a step may be long; the mock lets nobody past a buffer's end"""
+  monkeypatch.setattr("tinygrad.apps.mla.MANY", 2 * CHUNK)
+  with on_cuda():
+    g = generator(write_mixed(tmp_path / "m.gguf", "small-ds", [T.F16], **WIDE | dict(blocks=1, experts=0)), CONTEXT)
+    steps, prefill_step = [], g.prefill_step
+    def counted(ids, pos):
+      steps.append((ids.shape[0], pos.unbind()[1]))
+      return prefill_step(ids, pos)
+    monkeypatch.setattr(g, "prefill_step", counted)
+    g.prefill(PROMPT[:13])
+    before = rows(g, 12)
+    g.prefill(PROMPT[:CONTEXT - 1])
+    after = rows(g, CONTEXT - 2)
+    g.forget()
+    g.prefill(PROMPT[:CONTEXT - 1])
+    assert steps == [(CHUNK, 0), (2 * CHUNK, 12), (2 * CHUNK, 0)]         # the second reaches past the context's end
+    for a, b, c in zip(before, after, rows(g, CONTEXT - 2)):
+      assert np.array_equal(a, b[:12]) and np.abs(b.astype(np.float32) - c).max() < 2e-2 and np.abs(c).max() > 1
 
 def test_logits_at_the_contexts_end(g: Generator, judge: Generator):
   """The last step, padded past the end, changes nothing before it"""
