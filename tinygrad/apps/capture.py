@@ -10,7 +10,7 @@ wheel, the device, every setting): a later process schedules nothing.
   step()                                                         # launches them all
 """
 from __future__ import annotations
-import contextlib, enum, functools, hashlib, platform, weakref
+import contextlib, enum, functools, hashlib, os, platform, weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator
@@ -26,8 +26,11 @@ TABLE = "recordings"  # of tinygrad's cache
 
 # ---- the host's numbers on the device ----
 
-_copiers = ThreadPoolExecutor(4)
 PIECE = 1 << 24  # bytes that a thread copies at a time
+
+@functools.cache
+def _copiers() -> ThreadPoolExecutor: return ThreadPoolExecutor(4)
+os.register_at_fork(after_in_child=_copiers.cache_clear)  # the child has none of the threads
 
 def write(t:Tensor, values:np.ndarray) -> None:
   """Puts values of the tensor's own dtype and size into its buffer, after all that the device was given before"""
@@ -37,7 +40,7 @@ def write(t:Tensor, values:np.ndarray) -> None:
   # memory that the host shares: pages of a mapped file are brought in, and copied, by several threads
   dest = np.frombuffer(buffer.as_memoryview(force_zero_copy=True), np.uint8)
   def copy(at:int) -> None: dest[at:at + PIECE] = source[at:at + PIECE]
-  for _ in (map if source.size <= PIECE else _copiers.map)(copy, range(0, source.size, PIECE)): pass
+  for _ in (map if source.size <= PIECE else _copiers().map)(copy, range(0, source.size, PIECE)): pass
 
 def to_device(values:np.ndarray) -> Tensor:
   """A tensor of the same shape and dtype on the default device; nothing is scheduled for it"""
