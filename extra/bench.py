@@ -149,7 +149,7 @@ def _token(f:GGUFFile, max_context:int) -> tuple[Transformer, list[list[UOp]], l
   c, kinds = Config.from_gguf(f), {}
   for i in range(c.n_blocks): kinds.setdefault(tuple((name, t.shape, t.type) for name, t in of_block(f, i).items()), []).append(i)
   model = Transformer.from_gguf(with_blocks(f, [blocks[0] for blocks in kinds.values()]), max_context)
-  return model, Generator(model).decode_step(Features(), compiled=False).parts, [1, *map(len, kinds.values()), 1, 1]
+  return model, Generator(model).build_decode(Features(), compiled=False).parts, [1, *map(len, kinds.values()), 1, 1]
 
 def count_kernels(f:GGUFFile, target:str, max_context:int=4096) -> tuple[int, Kinds]:
   """(kernels a token, [(blocks of a kind, kernels a block)]) of the greedy decode step for a target, with no device"""

@@ -28,7 +28,7 @@ def main() -> None:
   size = args.chunk or gen.many
   if size not in gen.ids: p.error(f"--chunk: expected one of {', '.join(map(str, sorted(gen.ids)))}, found {size}")
   start = time.perf_counter()
-  step = gen.prefill_step(size)
+  step = gen.build_prefill(size)
   write(gen.ids[size], np.random.default_rng(0).integers(0, whole.vocab_size, size).astype(np.int32))
   def run(depth:int) -> None:
     step(**{f"chunk_{size}": depth})

@@ -131,5 +131,5 @@ def test_launches():
   f = stand_in("glm")
   with no_device("CUDA"):
     def count(blocks: list[int]) -> int:
-      return len(Generator(Transformer.from_gguf(with_blocks(f, blocks), 1024)).prefill_step(512, compiled=False).calls)
+      return len(Generator(Transformer.from_gguf(with_blocks(f, blocks), 1024)).build_prefill(512, compiled=False).calls)
     assert count([0, 1, 2]) - count([0, 1]) == 20
