@@ -85,15 +85,19 @@ class Config:
     if key <= rope: raise bad("attention.key_length_mla", f"more than rope.dimension_count {rope}", key)
     vocab = f.tensor("token_embd.weight").shape[0]
     experts = integer("expert_count", 0, low=0, high=1 << 16)
-    yarn, scaling = None, f.key(f"{arch}.rope.scaling.type", str, "none")
+    context, yarn = integer("context_length"), None
+    # a factor alone is of files from before the type, which knew linear scaling only
+    scaling = f.key(f"{arch}.rope.scaling.type", str, "linear" if f.key(f"{arch}.rope.scaling.factor", float, 0.0) else "none")
     if scaling == "yarn":
-      yarn = Yarn(real("rope.scaling.factor"), integer("rope.scaling.original_context_length"),
+      yarn = Yarn(real("rope.scaling.factor"), integer("rope.scaling.original_context_length", context),
                   real("rope.scaling.yarn_log_multiplier", 0.0, low=-1.0),
                   real("rope.scaling.yarn_beta_fast", 32.0), real("rope.scaling.yarn_beta_slow", 1.0))
-    elif scaling != "none": raise bad("rope.scaling.type", "none or yarn", repr(scaling))
+    elif scaling != "none":
+      alone = "" if f"{arch}.rope.scaling.type" in f.kv else " (what rope.scaling.factor alone stands for)"
+      raise bad("rope.scaling.type", "none or yarn", repr(scaling) + alone)
     config = dict(
       n_blocks=n_blocks, n_dense=n_blocks, dim=integer("embedding_length"), hidden_dim=integer("feed_forward_length"), vocab_size=vocab,
-      context_length=integer("context_length"), n_heads=heads, q_lora_rank=integer("attention.q_lora_rank", 0, low=0),
+      context_length=context, n_heads=heads, q_lora_rank=integer("attention.q_lora_rank", 0, low=0),
       kv_lora_rank=integer("attention.kv_lora_rank"), nope_dim=key - rope, rope_dim=rope, v_dim=value,
       norm_eps=real("attention.layer_norm_rms_epsilon"), rope_base=real("rope.freq_base", 10000.0, low=1.0), yarn=yarn)
     if not experts: return Config(**config)
