@@ -79,7 +79,7 @@ def bytes_moved(name:str, estimate:UOp|int, model:Transformer, position:int, var
   """Bytes that a kernel moves in a step whose last token is at `position`, by what its launch says. Attention's kernels say those of a full cache
   (the position is on the device, out of an estimate's reach): they read what is written of it."""
   said, c = sym_infer(estimate, variables), model.config
-  if name.startswith(("mla_attention", "mla_splits", "mla_prefill")): return said * (position + 1) // model.max_context
+  if name.startswith(("mla_attention", "mla_splits", "mla_prefill")): return said * (position + 1) // model.cache[0].shape[0]
   if name.startswith("mla_combine") and (t := intrinsics.target()):
     splits, step = cut(t, c.n_heads, c.kv_lora_rank, model.cache[0])
     return said * (position // split_length(position, splits, step) + 1) // splits
