@@ -1,8 +1,9 @@
 """What several tests share."""
 from __future__ import annotations
+import os, pickle, select, signal
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any, Callable, Iterable
 from unittest.mock import patch
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
@@ -71,3 +72,22 @@ def write_mixed(path: Path, model: str, types: Iterable[T], **overrides: Any) ->
   with patch.object(mkgguf, "tensor_list", mixed): return mkgguf.write_model(path, model, "Q8_0", **overrides)[0]
 
 def generator(path: Path, max_context: int = 64) -> Generator: return Generator(Transformer.from_gguf(read_gguf(path), max_context))
+
+# ---- processes ----
+
+def in_child(fxn: Callable[[], Any], seconds: float = 60) -> Any:
+  """What fxn returns in a fork of this process, which is killed where it has nothing to say in time"""
+  out, into = os.pipe()
+  if not (pid := os.fork()):
+    try: said = fxn()
+    except BaseException as e: said = f"{type(e).__name__}: {e}"
+    os.write(into, pickle.dumps(said))
+    os._exit(0)
+  os.close(into)
+  try:
+    assert select.select([out], [], [], seconds)[0], f"the child said nothing in {seconds:.0f} s"
+    with os.fdopen(out, "rb", closefd=False) as f: return pickle.loads(f.read())
+  finally:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(out)

@@ -13,7 +13,7 @@ bit 8·byte + width·k, so shifting by width·k and masking yields four codes at
 Wider codes are split over two planes (6 bits: 4 + 2). Floats are kept as they are, 16-bit ones as uint16.
 """
 from __future__ import annotations
-import functools, mmap
+import functools, mmap, os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Callable, Self
@@ -245,12 +245,14 @@ def _splitter(device:str, kind:GGMLType, shape:tuple[int, ...]) -> tuple[TinyJit
     Tensor.realize(*(plane.assign(p) for plane, p in zip(planes, split_planes(kind, shape, raw).values())))
   return capturing_jit(split), layout
 
-_readers = ThreadPoolExecutor(4)
+@functools.cache
+def _readers() -> ThreadPoolExecutor: return ThreadPoolExecutor(4)
+os.register_at_fork(after_in_child=_readers.cache_clear)  # a child makes threads of its own
 
 def pieces(data:np.ndarray) -> list[np.ndarray]: return [data[at:at + PIECE] for at in range(0, data.size, PIECE)]
 def fetch(data:np.ndarray) -> list[Future]:
   """Threads bring the pages of the file's bytes into memory, piece by piece"""
-  return [_readers.submit(lambda p: int(p[::mmap.PAGESIZE].sum()), p) for p in pieces(data)]
+  return [_readers().submit(lambda p: int(p[::mmap.PAGESIZE].sum()), p) for p in pieces(data)]
 
 def _copy_in(buffer:Buffer, data:np.ndarray) -> None:
   """The file's bytes to the device, piece by piece: a piece's staging memory serves a later one"""
