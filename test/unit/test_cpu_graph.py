@@ -9,6 +9,7 @@ from helpers import SMALL, generator, in_child
 from tinygrad import Device, Tensor, TinyJit, Variable, dtypes
 from tinygrad.apps.generate import Generator
 from tinygrad.apps.quantized import QuantizedLinear
+from tinygrad.engine import worker
 from tinygrad.helpers import Context
 from tinygrad.nn import cpu
 
@@ -72,13 +73,20 @@ def test_a_child_has_its_own_memory(used: Generator):
   assert in_child(lambda: list(used.generate(other, 8))) == elsewhere
   assert said + list(answer) == want
 
-def test_a_child_computes():
-  """Kernels one by one, and such as are new to it; what was under way is there"""
-  x = Tensor(np.arange(1 << 20, dtype=np.float32)).realize()
-  for i in range(30): x = (x * 1.01 + i).realize()
-  y = in_child(lambda: (x.numpy(), (x[:1000].reshape(8, 125) * 3).sum(1).realize().numpy(), (x + 1).realize().numpy()))
-  assert np.array_equal(y[0], x.numpy()) and np.array_equal(y[2], (x + 1).numpy())
-  np.testing.assert_array_equal(y[1], (x[:1000].reshape(8, 125) * 3).sum(1).numpy())
+def test_a_child_compiles():
+  """Several kernels at once, for which the parent has processes that do not answer a child"""
+  x = Tensor(np.arange(1000, dtype=np.float32)).realize()
+  def compute(k: int) -> list[np.ndarray]:
+    several = [(x.reshape(8, 125) * k).sum(1), (x + k).reshape(40, 25).max(0), x * k - 1]
+    Tensor.realize(*several)
+    return [t.numpy() for t in several]
+  try:
+    with Context(PARALLEL=1):
+      compute(2)
+      assert worker.worker_pool is not None
+      child = in_child(lambda: compute(3))
+      for got, want in zip(child, compute(3)): np.testing.assert_array_equal(got, want)
+  finally: worker.terminate_worker_pool()
 
 def test_a_child_of_a_thread_at_work(used: Generator, path: Path, monkeypatch):
   """Forked while another thread is at the device, capturing a graph: that thread is not there to end it"""
