@@ -7,17 +7,15 @@ from tinygrad import Device, Tensor, UOp, Variable, dtypes
 from tinygrad.apps.capture import Step, to_device, write
 from tinygrad.apps.mla import CHUNK, Transformer
 from tinygrad.apps.sampling import Features, Sampling, sample
-from tinygrad.engine.realize import capturing
 from tinygrad.nn.embedding import advance
 from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import target
 
 _one_at_a_time = threading.RLock()  # not a generator's own: what a JIT captures, and the CPU's threads, are the process's
 def _forked() -> None:
-  """The child has the thread that forked and no other: what another was at is never finished there"""
+  """What another thread holds is never given back in the child, which has only the one that forked"""
   global _one_at_a_time
   _one_at_a_time = threading.RLock()
-  capturing.clear()
 os.register_at_fork(after_in_child=_forked)
 
 def _whole(name:str, value:object) -> int:
