@@ -29,7 +29,7 @@ def kernels(y: Tensor) -> list[str]:
 
 def check(y: Tensor, exact: np.ndarray, integer: bool) -> None:
   """Within what activations of 8 bits cost, or (no integer codes, or no product of bytes) the order of float32 sums. The largest of 32 numbers, about
-  2σ, has 127 steps, and rounding costs a twelfth of a step's square: 2.5e-5 of the sums' mean square is their error's, and no sum is six times its root off"""
+  2σ, has 127 steps, and rounding costs a twelfth of a step's square: the errors' variance is 2.5e-5 of the sums', and six deviations are too many."""
   got = y.numpy()
   assert got.shape == exact.shape and got.dtype == np.float32
   if integer and Device.DEFAULT != "METAL": assert np.square(got - exact).max() < 6 ** 2 * 2.5e-5 * np.square(exact).mean()

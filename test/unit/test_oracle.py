@@ -37,6 +37,24 @@ def test_precision_and_order(tmp_path: Path):
   assert errors(logits(path, ids[::-1]), double).min() > .1                # the order does, everywhere
   assert nmse(logits(SimpleNamespace(path=path), ids), single) == 0
 
+def test_judge(tmp_path: Path):
+  """Where a router's choice is a near tie its other outcome is right too, and nothing else is; elsewhere it is not"""
+  path, = write_model(tmp_path / "m.gguf", "small-glm", "F32", seed=1, blocks=2, **SMALL | dict(q_lora=96))
+  ids = np.random.default_rng(1).integers(0, SMALL["vocab"], 24)
+  judge, other = Judge(path, ids), forward(path, ids, tie=np.inf)[0]       # the last block's routers: what they choose stays at its position
+  near, far = judge.margins.argmin(), judge.margins.argmax()
+  above, below = ((judge.margins[near] * x) ** 2 / 2 for x in (1.01, .99))  # limits that make it a near tie, and do not
+  def with_other(at: int) -> np.ndarray: return np.where(np.arange(24)[:, None] == at, other, judge.logits)
+  assert errors(other, judge.logits).min() > 1e-3
+  judge.check(judge.logits, 1e-12)
+  judge.check(judge.logits[:7], 1e-12)
+  judge.check(with_other(near), above)
+  noise = judge.logits * (1 + (np.arange(24)[:, None] == near))            # a near tie excuses nothing else
+  nan = np.where(np.arange(24)[:, None] == far, np.float32("nan"), judge.logits)
+  for got, limit, at in ((with_other(near), below, near), (with_other(far), above, far), (noise, above, near), (nan, 1., far)):
+    with pytest.raises(AssertionError, match=rf"^positions \[{at}\] of 24: errors .* limit .* margins"): judge.check(got, limit)
+  with pytest.raises(AssertionError, match="expected shape"): judge.check(judge.logits[:, :9], 1.)
+
 def test_parts(tmp_path: Path):
   model = ("small-youtu", "Q4_1", 2)
   whole, = write_model(tmp_path / "whole.gguf", *model)
@@ -55,6 +73,10 @@ def test_route():
   assert to(2, True, 1.8) == ([1, 3], [.9, .9])
   assert to(2, bias=bias) == ([4, 1], [s(-1), s(2)])                       # the bias chooses and does not weigh
   assert to(3, bias=bias) == ([4, 1], [e(-1) / (e(-1) + e(2)), e(2) / (e(-1) + e(2))])
+  for tie, chosen in ((0., [0, 2]), (.4, [0, 2]), (.5, [0, 3])):           # the first by its bias; the third is .45 above the next
+    got, _, margin = route(np.float32([[1, -1, 3, 0, 0]]), np.float32([.5, 0, 0, 0, 0]), SimpleNamespace(gating=2, used=2, norm=False, scale=1.), tie)
+    assert got[0].tolist() == chosen and margin[0] == pytest.approx(s(3) - s(0), rel=1e-5)
+  assert route(x, None, SimpleNamespace(gating=2, used=5, norm=False, scale=1.), 9.)[2].tolist() == [np.inf]  # nothing is left out
   assert to(2, True, x=np.float32([[-29, -28, -20, -20, -29]])) == ([2, 3], [s(-20) * 2 ** 14] * 2)  # the sum is clamped from below
 
 def config_of(tmp_path: Path, vocab: int = 320, **keys: int | float | str | bool):
