@@ -84,7 +84,8 @@ def write_with(path: Path, keys: dict[str, Any], *args: Any, **overrides: Any) -
 def write_with_tokens(path: Path, tokens: int, model: str, *args: Any, **overrides: Any) -> Path:
   """extra/mkgguf.py's file whose tokenizer knows another number of tokens than the embedding has rows"""
   plain = mkgguf.add_text
-  with patch.object(mkgguf, "add_text", lambda w, spec: plain(w, replace(spec, vocab=tokens))): return mkgguf.write_model(path, model, *args, **overrides)[0]
+  with patch.object(mkgguf, "add_text", lambda w, spec: plain(w, replace(spec, vocab=tokens))):
+    return mkgguf.write_model(path, model, *args, **overrides)[0]
 
 def generator(path: Path, max_context: int = 64) -> Generator: return Generator(Transformer.from_gguf(read_gguf(path), max_context))
 

@@ -90,7 +90,8 @@ class Config:
     if key <= rope: raise bad("attention.key_length_mla", f"more than rope.dimension_count {rope}", key)
     rows = f.tensor("token_embd.weight").shape[0]  # at least one a token: some files pad
     vocab = len(f.key("tokenizer.ggml.tokens", list, [])) or rows
-    if vocab > rows: raise GGUFError(f"{f.path}: tensor token_embd.weight: expected a row for each of the {vocab} tokenizer.ggml.tokens, found {rows}")
+    if vocab > rows:
+      raise GGUFError(f"{f.path}: tensor token_embd.weight: expected a row for each of the {vocab} tokenizer.ggml.tokens, found {rows}")
     experts = integer("expert_count", 0, low=0, high=1 << 16)
     context, yarn = integer("context_length"), None
     # a factor alone is of files from before the type, which knew linear scaling only
