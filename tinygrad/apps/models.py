@@ -111,7 +111,7 @@ class Model:
   def chat(self, messages:list[dict[str, Any]], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=(),
            **template) -> Iterator[str]:
     """Answers [{"role": "user", "content": …}, …] in the model's own form, as pieces of text. Raises GGUFError where the file has no usable
-    template, ContextFull."""
+    template, MessageError (a ValueError) for messages that are none, ContextFull."""
     if self._chat is None: raise GGUFError(self._chat_error)
     return self.complete(self._chat.render(messages, **template), count, sampling, stops)
 
@@ -120,6 +120,7 @@ def load(path:str|Path, max_context:int|None=None, progress:bool=False) -> Model
   clamped to the model's own context; 4096 by default. Raises GGUFError, UserError; ValueError for a max_context below 2."""
   if max_context is not None and max_context < 2: raise ValueError(f"max_context: expected 2 or more, found {max_context}")
   f = read_gguf(find_model(str(path)))
+  config = Config.from_gguf(f)  # another architecture is refused before anything else of it is looked at
   check_device()
   def bar(tensors:list[GGUFTensor]) -> Iterator[GGUFTensor]:
     with tqdm(total=sum(t.data.nbytes for t in tensors), unit="B", unit_scale=True, desc=f.path.name, disable=not progress, leave=False) as t:
@@ -129,5 +130,5 @@ def load(path:str|Path, max_context:int|None=None, progress:bool=False) -> Model
   tokenizer, chat, chat_error = Tokenizer.from_gguf(f), None, ""
   try: chat = Chat.from_gguf(f, tokenizer)
   except GGUFError as e: chat_error = str(e)
-  context = min(max_context or DEFAULT_CONTEXT, Config.from_gguf(f).context_length)
+  context = min(max_context or DEFAULT_CONTEXT, config.context_length)
   return Model(Transformer.from_gguf(f, context, bar), tokenizer, chat, chat_error)
