@@ -187,7 +187,7 @@ class Model:
   def chat(self, messages:list[dict[str, Any]], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=(),
            **template) -> Iterator[str]:
     """Answers [{"role": "user", "content": …}, …] in the model's own form, as pieces of text, reasoning and its marks included (Answer tells them
-    apart). Raises GGUFError where the file has no usable template, ContextFull."""
+    apart). Raises GGUFError where the file has no usable template, MessageError (a ValueError) for messages that are none, ContextFull."""
     return self.complete(self.render(messages, **template), count, sampling, stops)
 
 def load(path:str|Path, max_context:int|None=None, progress:bool=False) -> Model:
@@ -195,6 +195,7 @@ def load(path:str|Path, max_context:int|None=None, progress:bool=False) -> Model
   clamped to the model's own context; 4096 by default. Raises GGUFError, UserError; ValueError for a max_context below 2."""
   if max_context is not None and max_context < 2: raise ValueError(f"max_context: expected 2 or more, found {max_context}")
   f = read_gguf(find_model(str(path)))
+  config = Config.from_gguf(f)  # another architecture is refused before anything else of it is looked at
   if progress: doing(f"{f.path.name}: reading the vocabulary")
   check_device()
   def bar(tensors:list[GGUFTensor]) -> Iterator[GGUFTensor]:
@@ -207,6 +208,6 @@ def load(path:str|Path, max_context:int|None=None, progress:bool=False) -> Model
   tokenizer, chat, chat_error = Tokenizer.from_gguf(f), None, ""
   try: chat = Chat.from_gguf(f, tokenizer)
   except GGUFError as e: chat_error = str(e)
-  sampling, context = advised_sampling(f, tokenizer), min(max_context or DEFAULT_CONTEXT, Config.from_gguf(f).context_length)
+  sampling, context = advised_sampling(f, tokenizer), min(max_context or DEFAULT_CONTEXT, config.context_length)
   name = f.key("general.name", str, default=None) or f.path.stem
   return Model(Transformer.from_gguf(f, context, *([bar] if progress else [])), tokenizer, chat, chat_error, name, sampling)
