@@ -48,15 +48,16 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
   """Of the worst position"""
   return float((((got - want) ** 2).sum(-1) / (want ** 2).sum(-1)).max())
 
-@pytest.mark.parametrize("arch,limit", (("sm_60", 1e-4), ("sm_75", 1e-3)))  # float32 activations, or of 8 bits and halves
+@pytest.mark.parametrize("arch,limit", (("sm_60", 1e-4), ("sm_75", 1e-3)))  # float32 activations, or halves
 def test_forward(arch: str, limit: float, tmp_path: Path):
-  """Token by token, and a prompt at once where there are tensor cores"""
+  """Token by token where there is no dp4a, and a prompt at once by the older tensor cores"""
   path = write_mixed(tmp_path / "m.gguf", "small-glm", [T.Q4_0, T.Q6_K], **WIDE, seed=4)
-  ids = np.random.default_rng(2).integers(0, 320, 4)
-  want = logits(path, ids)
+  ids = np.random.default_rng(2).integers(0, 320, 3)
   with on_cuda(arch):
     g = generator(path, 32)
     assert g.model.kernels_fit and target() is of_arch(arch)
-    steps = [g.model.logits(Tensor([t], dtype=dtypes.int32).realize(), Tensor([i], dtype=dtypes.int32).realize()).numpy()[0] for i, t in enumerate(ids)]
-    assert error(np.stack(steps), want) < limit
-    if target().mma is not None: assert error(g.logits(ids.tolist()), want) < limit
+    if arch == "sm_75": got = g.logits(ids.tolist())
+    else:
+      def step(token: int, position: int) -> Tensor: return g.model.logits(*(Tensor([i], dtype=dtypes.int32).realize() for i in (token, position)))
+      got = np.concatenate([step(t, i).numpy() for i, t in enumerate(ids)])
+  assert error(got, logits(path, ids)) < limit

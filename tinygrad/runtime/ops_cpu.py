@@ -2,10 +2,19 @@
 compiles where there is no clang."""
 import importlib.util, os, pathlib, shutil, sys
 from tinygrad import wheel_module
+from tinygrad.device import BufferSpec
 from tinygrad.helpers import WIN, getenv
+from tinygrad.runtime.support.hcq import HCQBuffer
 
 _wheel = wheel_module(__name__)
-for _name in ("CPUProgram", "CPUAllocator", "CPUWorker"): globals()[_name] = getattr(_wheel, _name)
+for _name in ("CPUProgram", "CPUWorker"): globals()[_name] = getattr(_wheel, _name)
+
+class CPUAllocator(_wheel.CPUAllocator):
+  def _alloc(self, size:int, options:BufferSpec) -> HCQBuffer:
+    try: return super()._alloc(size, options)
+    except OSError as e: raise MemoryError(e.strerror) from None  # as every other device calls it
+
+_wheel.CPUAllocator = CPUAllocator
 
 def _find_compiler() -> None:
   """By environment variables: the processes that compile inherit them"""
