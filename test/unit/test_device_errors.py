@@ -41,4 +41,4 @@ def test_the_command_lines(script: list[str], dev: str, said: str):
 
 def test_no_memory():
   with pytest.raises(MemoryError) as e: Device["CPU"].allocator.alloc(1 << 50)
-  assert str(e.value).startswith("Allocation of 1024.00 TB failed on CPU. Used: ") and "\n" not in str(e.value)
+  assert str(e.value).startswith("Allocation of 1048576.00 GB failed on CPU. Used: ") and "\n" not in str(e.value)

@@ -16,6 +16,7 @@ from tinygrad.apps.sampling import Sampling
 from tinygrad.apps.tokenizer import Tokenizer
 from tinygrad.device import ALL_DEVICES
 from tinygrad.helpers import Context, DEV, OSX, getenv
+from tinygrad.runtime.support import disk_cache
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +85,8 @@ def _why_not(device:str, e:Exception) -> str:
   return text or type(e).__name__
 
 def check_device() -> None:
-  """Raises UserError, which says why and what there is, where the default device cannot be opened, runs nothing or lacks its compiler."""
+  """Raises UserError, which says why and what there is, where the default device cannot be opened, runs nothing or lacks its compiler. A cache of kernels
+  that cannot be written is said once, and done without."""
   names = f"DEV is one of {', '.join(DEVICES)}; by plain ops, slowly, {', '.join(OTHERS)}"
   device = DEV.device
   if device in NO_DEVICES: raise UserError(f"the device {device} runs no kernels; {names}")
@@ -94,6 +96,7 @@ def check_device() -> None:
   if isinstance(compiler, ClangCompiler) and shutil.which(cc := getenv("CC", "clang")) is None:
     raise UserError(f"the device {Device.DEFAULT} needs a C compiler: expected {cc!r} on the PATH, found none; "
                     "`make setup` installs one or says how")
+  disk_cache.probe()
 
 # ---- from Python ----
 
