@@ -13,7 +13,9 @@ from tinygrad.apps.reasoning import ANSWER, Piece, Reasoning, beginning
 from tinygrad.apps.sampling import Sampling
 from tinygrad.apps.screen import doing, safe_line
 from tinygrad.apps.tokenizer import Tokenizer
-from tinygrad.helpers import getenv
+from tinygrad.device import ALL_DEVICES
+from tinygrad.helpers import Context, DEV, OSX, getenv
+from tinygrad.runtime.support import disk_cache
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,14 +84,37 @@ def find_model(name:str) -> Path:
     raise UserError(f"--model {name}: could not download it ({type(e).__name__}); fetch https://huggingface.co/{repo}/resolve/main/{file} "
                     f"and put it at {ROOT / 'models' / file}") from None
 
+# devices with kernels of ours, those that tinygrad's plain ops run on, and those that run nothing
+DEVICES = ("CPU", "CUDA", "METAL")
+OTHERS, NO_DEVICES = tuple(sorted(d for d in ALL_DEVICES if d not in DEVICES)), ("DISK", "NPY", "NULL", "RDMA", "TINYFS")
+
+def _why_not(device:str, e:Exception) -> str:
+  """Why a device could not be opened, in words of the one who named it"""
+  while isinstance(e, ExceptionGroup): e = e.exceptions[0]            # of several renderers, the first is the one that was wanted
+  kind, text = device.split(":")[0], " ".join(str(e).split())
+  if isinstance(e, ModuleNotFoundError) and e.name == f"tinygrad.runtime.ops_{kind.lower()}":
+    near = difflib.get_close_matches(kind, (*DEVICES, *OTHERS), 1)
+    return "there is none of that name" + (f", did you mean {near[0]}?" if near else "")
+  if kind == "METAL" and not OSX: return "it is there on a Mac alone (MOCKMETAL=1 runs a mock of it)"
+  if "failed to load library cuda" in text: return "found no NVIDIA driver (libcuda)"
+  if "failed to load library nvrtc" in text: return "found no NVRTC (libnvrtc, of the CUDA toolkit or pip's nvidia-cuda-nvrtc)"
+  if "has no renderer" in text:
+    with Context(DEV=kind): return f"{text.split(', did you mean')[0]}, but {', '.join(map(Device[kind]._renderer_name, Device[kind].renderers))}"
+  return text or type(e).__name__
+
 def check_device() -> None:
-  """Raises UserError where the default device cannot be opened or lacks its compiler."""
-  try: compiler = Device[Device.DEFAULT].compiler
+  """Raises UserError, which says why and what there is, where the default device cannot be opened, runs nothing or lacks its compiler. A cache of kernels
+  that cannot be written is said once, and done without."""
+  names = f"DEV is one of {', '.join(DEVICES)}; by plain ops, slowly, {', '.join(OTHERS)}"
+  device = DEV.device
+  if device in NO_DEVICES: raise UserError(f"the device {device} runs no kernels; {names}")
+  try: compiler = Device[device := Device.DEFAULT].compiler
   except Exception as e:  # each device fails in its own way
-    raise UserError(f"cannot open the device: {' '.join(str(e).split())}; the variable DEV names another, as in DEV=CPU") from None
+    raise UserError(f"cannot open the device {device}: {_why_not(device, e)}; {names}") from None
   if isinstance(compiler, ClangCompiler) and shutil.which(cc := getenv("CC", "clang")) is None:
     raise UserError(f"the device {Device.DEFAULT} needs a C compiler: expected {cc!r} on the PATH, found none; "
                     "`make setup` installs one or says how")
+  disk_cache.probe()
 
 def advised_sampling(f:GGUFFile, tokenizer:Tokenizer) -> Sampling:
   """How the model's makers would draw: the file's general.sampling.*, else by its family; greedy for a model that nobody knows. Raises GGUFError."""

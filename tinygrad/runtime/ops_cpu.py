@@ -28,7 +28,8 @@ class CPUAllocator(_wheel.CPUAllocator):
     """Private memory, of which a fork has its own copy (the wheel's would be one for both processes); a large buffer takes huge pages where the
     system has them"""
     if WIN or options.external_ptr is not None: return super()._alloc(size, options)
-    kept = mmap.mmap(-1, size, mmap.MAP_ANON | mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    try: kept = mmap.mmap(-1, size, mmap.MAP_ANON | mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as e: raise MemoryError(e.strerror) from None  # as every other device calls it
     if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
       with contextlib.suppress(OSError): kept.madvise(mmap.MADV_HUGEPAGE)  # a kernel built without them: small pages hold the same
     buffer = super()._alloc(size, replace(options, external_ptr=mv_address(kept)))
