@@ -278,13 +278,14 @@ TYPES = {dtypes.float: "float", dtypes.half: "__fp16", dtypes.int32: "int", dtyp
 def threads() -> int: return max(NUM_CPU_THREADS.value, 1)
 
 def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], functions:str, body:str, jobs:int=0, mem:int=0) -> list[Tensor]:
-  """Runs a kernel in C. Buffers have their names there; of `jobs` a thread does those from `job` up to `last`; none: one thread does it all.
+  """Runs a kernel in C. Buffers have their names there; of `jobs` a thread, `core` of `cores`, does those from `job` up to `last`; none: one
+  thread does it all.
   Returns the outs, written."""
   names, tensors = [*outs, *ins], [t.flatten() for t in (*outs.values(), *ins.values())]
   n, over = len(names), threads() if jobs > 1 else 1
   arguments = [f"{TYPES[t.dtype]}* restrict {name}" for name, t in zip(names, tensors)] + ["int core_id"] * (over > 1)
   core = "core_id" if over > 1 else "0"
-  share = f"long job = (long){core} * {jobs} / {over}, last = ((long){core} + 1) * {jobs} / {over};\n" if jobs else ""
+  share = f"const long core = {core}, cores = {over}; long job = core * {jobs} / cores, last = (core + 1) * {jobs} / cores;\n" if jobs else ""
   source = f"{PRELUDE}{functions}WIDE void {name}({', '.join(arguments)}) {{\n{share}{body}\n}}\n"
   variables = (UOp.param(n, dtypes.int, (), vmin_vmax=(0, over - 1), name="core_id", addrspace=AddrSpace.ALU),) if over > 1 else ()
   mem = mem or sum(t.nbytes() for t in tensors)
@@ -433,10 +434,11 @@ def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:flo
   return launch(f"mla_attention_{H}_{L}_{dim - L}", outs, ins, "", body, H, cache.nbytes())[0]
 
 def choose_experts(logits:Tensor, how:Any, least_sum:float) -> tuple[Tensor, Tensor]:
-  """gating: 1 softmax, 2 sigmoid, 3 softmax over the chosen"""
-  E, bias, count, gating, normalize, scale = logits.shape[1], how.bias, how.count, how.gating, how.normalize, how.scale
+  """gating: 1 softmax, 2 sigmoid, 3 softmax over the chosen. logits: (T, E)"""
+  (T, E), bias, count, gating, normalize, scale = logits.shape, how.bias, how.count, how.gating, how.normalize, how.scale
   score = {1: "exp1(logits[e] - top)", 2: "1 / (1 + exp1(-logits[e]))", 3: "logits[e]"}[gating]
-  body = f"""float score[{E}], choice[{E}], top = logits[0], total = 0;
+  body = f"""for (logits += job * {E}, sel += job * {count}, weights += job * {count}; job < last; job++, logits += {E}, sel += {count}, weights += {count}) {{
+  float score[{E}], choice[{E}], top = logits[0], total = 0;
   for (int e = 1; e < {E}; e++) top = logits[e] > top ? logits[e] : top;
   for (int e = 0; e < {E}; e++) total += score[e] = {score};
   for (int e = 0; e < {E}; e++) {{
@@ -454,9 +456,11 @@ def choose_experts(logits:Tensor, how:Any, least_sum:float) -> tuple[Tensor, Ten
   total = 0;
   for (int k = 0; k < {count}; k++) total += weights[k];
   float factor = {scale!r}f{f' / (total > {least_sum!r}f ? total : {least_sum!r}f)' if normalize else ''};
-  for (int k = 0; k < {count}; k++) weights[k] *= factor;"""
-  outs = {"sel": Tensor.empty(1, count, dtype=dtypes.int32), "weights": Tensor.empty(1, count, dtype=dtypes.float)}
-  sel, weights = launch(f"choose_{count}_of_{E}_{gating}", outs, {"logits": logits, **({} if bias is None else {"bias": bias})}, "", body)
+  for (int k = 0; k < {count}; k++) weights[k] *= factor;
+  }}"""
+  outs = {"sel": Tensor.empty(T, count, dtype=dtypes.int32), "weights": Tensor.empty(T, count, dtype=dtypes.float)}
+  name = f"choose_{count}_of_{E}_{gating}{f'_{T}' if T > 1 else ''}"
+  sel, weights = launch(name, outs, {"logits": logits, **({} if bias is None else {"bias": bias})}, "", body, T)
   return sel, weights
 
 def gate_up(x:Tensor, norm:Any, weights:tuple[Any, Any], sel:Tensor|None=None, scale:Tensor|None=None) -> Tensor:
@@ -492,7 +496,7 @@ def expert_down(hidden:Tensor, down:Any, sel:Tensor, residual:Tensor) -> Tensor:
   return launch(f"expert_down_{K}_{down.label}", outs, ins, dot("dot", down), body, G, down.nbytes * K // E)[0]
 
 def embedding(ids:Tensor, w:Any) -> Tensor:
-  (vocab, D), lines = w.shape, []
+  (vocab, D), T, lines = w.shape, ids.shape[0], []
   for u in range(w.layout.units):
     unit = of_block(w, w.layout, u)
     for k in range(UNIT):
@@ -500,11 +504,13 @@ def embedding(ids:Tensor, w:Any) -> Tensor:
       value = unit.floats[k] if unit.floats is not None else ((unit.words[k // 4] >> (8 * (k % 4))) & 255).cast(dtypes.float) - float(unit.zero)
       weight = value * scale if minimum is None else value * scale + minimum
       lines.append(f"y[b * {w.layout.units * UNIT} + {u * UNIT + k}] = ({weight.text})[id % 16];")
-  body = f"""int id = clamp(ids[0], {vocab});
-  const byte* B = (const byte*)w + id / 16 * {group_bytes(w)}L;
-  for (int b = 0; b < {D // (w.layout.units * UNIT)}; b++, B += {w.layout.nbytes}) {{ {chr(10).join(lines)} }}"""
-  outs = {"y": Tensor.empty(1, D, dtype=dtypes.float)}
-  return launch(f"embedding_{w.label}", outs, {"ids": ids, "w": w.planes["stream"]}, "", body, mem=D * 8)[0]
+  body = f"""for (y += job * {D}; job < last; job++, y += {D}) {{
+    int id = clamp(ids[job], {vocab});
+    const byte* B = (const byte*)w + id / 16 * {group_bytes(w)}L;
+    for (int b = 0; b < {D // (w.layout.units * UNIT)}; b++, B += {w.layout.nbytes}) {{ {chr(10).join(lines)} }}
+  }}"""
+  outs = {"y": Tensor.empty(T, D, dtype=dtypes.float)}
+  return launch(f"embedding_{w.label}{f'_{T}' if T > 1 else ''}", outs, {"ids": ids, "w": w.planes["stream"]}, "", body, T, D * T * 8)[0]
 
 def argmax(x:Tensor) -> Tensor:
   V = x.shape[0]
