@@ -116,7 +116,8 @@ def test_attention_of_many(pos: int, tokens: int, kept):
   same(got, want)
   same(cache.cast(dtypes.float), other.cast(dtypes.float), 1e-7)
   heads = q.reshape(tokens, H, -1)
-  same(mla_attention.mla_attention(got, heads, cache, pos, 0.01), mla_attention.mla_attention_ops(got, heads, cache, pos, 0.01))
+  # scores go up to hundreds: their rounding is in the weights
+  same(mla_attention.mla_attention(got, heads, cache, pos, 0.01), mla_attention.mla_attention_ops(got, heads, cache, pos, 0.01), 1e-9)
 
 @pytest.mark.parametrize("kept", [dtypes.half, dtypes.float])
 @pytest.mark.parametrize("pos", [0, 3, 15, 16, 40])
