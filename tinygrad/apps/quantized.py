@@ -23,7 +23,7 @@ from tinygrad.apps.capture import Step, to_device
 from tinygrad.device import Buffer, LRUAllocator
 from tinygrad.dtype import DType, _from_np_dtype, _to_np_dtype
 from tinygrad.helpers import Context, prod
-from tinygrad.nn import cpu
+from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.embedding import embedding
 from tinygrad.nn.intrinsics import target
 from tinygrad.nn.matvec import UNIT, Late, Matrix, Unit, launch, matvec, row_pairs
@@ -363,6 +363,7 @@ def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
   """y = W·x, for a matrix, a stack with one a head, or the matrices that ids name (clamped); shapes as in QuantizedLinear and
   QuantizedExpertWeights"""
   t, (*stack, rows, width) = target(), w.shape
+  if cpu.fits(w) and x.shape[0] > 1: return cpu_prefill.mul_mat(x, w) if ids is None else cpu_prefill.mul_mat_id(x, [w], ids)
   if cpu.fits(w): return cpu.mul_mat(x, w, ids, (*(x.shape[:-1] if ids is None else ids.shape), rows))
   if t is None or width % UNIT: return mul_mat_reference(x, w, ids)
   if ids is not None and x.shape[0] == 1 and serves(t, QL_MOE_MSL, [w]): return mul_mat_msl(x, w, ids)

@@ -3,38 +3,16 @@
 A kernel that waits for its predecessors itself (`griddepcontrol.wait`, see nn/intrinsics.py) may start while they still run: its edges become
 programmatic ones, and only those that no other edge implies are kept. Kernels without the instruction keep full edges. The wheel's class adds
 edges together with nodes, so the edges of a waiting kernel are held back, added after the nodes, and the graph is instantiated again.
-
-The device loads this file before it makes its allocator: here too, what the driver has no memory for becomes a MemoryError that says what is free.
 """
 from __future__ import annotations
 import ctypes, functools, sys
 from typing import Any, Callable, Iterable, Sequence
 import tinygrad.runtime.autogen.cuda as cuda
 from tinygrad import wheel_module
-from tinygrad.device import BufferSpec
-from tinygrad.helpers import size_to_str
-from tinygrad.runtime import ops_cuda
+from tinygrad.runtime.ops_cuda import check
 from tinygrad.runtime.support.c import init_c_var
 
 _wheel = wheel_module(__name__)
-_check, _Allocator = ops_cuda.check, ops_cuda.CUDAAllocator
-
-# ---- out of memory ----
-
-def check(status:int) -> None:
-  """Raises MemoryError for what found no room on the device: a buffer, a graph; RuntimeError for any other failure"""
-  if status != cuda.CUDA_ERROR_OUT_OF_MEMORY: return _check(status)
-  free, total = ctypes.c_size_t(), ctypes.c_size_t()
-  known = cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
-  raise MemoryError("the CUDA device has no room left" + (f": {size_to_str(free.value)} of {size_to_str(total.value)} are free" if known else ""))
-
-class CUDAAllocator(_Allocator):
-  def alloc(self, size:int, options:BufferSpec|None=None) -> Any:
-    try: return super().alloc(size, options)
-    except MemoryError as e: raise MemoryError(f"{e}; {e.__cause__}") from None  # the wheel says what was asked for, its cause what there is
-
-ops_cuda.check = _wheel.check = check
-ops_cuda.CUDAAllocator = CUDAAllocator
 
 # ---- edges ----
 
