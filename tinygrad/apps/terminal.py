@@ -253,7 +253,7 @@ class Conversation:
 
   def heard(self, text:str) -> None:
     if (m := re.fullmatch(r"(/[a-z]+!?)(?:\s+(.*))?", text.strip(), re.I | re.S)) is None:
-      if text := unblocked(text).strip("\n"): self.ask(text)
+      if (text := unblocked(text).strip("\n")).strip(): self.ask(text)
       return
     name, rest = m[1].lower(), (m[2] or "").strip()
     try:
@@ -285,7 +285,6 @@ class Conversation:
 
   def answer(self, messages:list[Message], sampling:Sampling) -> None:
     """Answers; messages and answer become the conversation where there is an answer to keep."""
-    self.unanswered = messages[-1]["content"]
     try:
       messages, ids = self.fitting(messages)
       options = replace(self.options, sampling=sampling)
@@ -293,11 +292,14 @@ class Conversation:
     except (Refused, GGUFError, ValueError) as e: return note(f"[{safe_line(str(e))}]")
     content = said.answer.strip()
     if not content and (said.stopped or said.thinking):
-      return note(f"[it ended {'in mid-thought' if said.thinking else 'before a word'}: the question is not kept; /regen asks it again]")
+      why, kept = "in mid-thought" if said.thinking else "before a word", "the question is not kept" if self.unanswered else "the answer before stays"
+      return note(f"[it ended {why}: {kept}; /regen asks again]")
     thought = {"reasoning_content": said.reasoning.strip()} if said.reasoning.strip() else {}
     self.messages, self.unanswered = [*messages, {"role": "assistant", "content": content, **thought}], ""
 
-  def ask(self, text:str) -> None: self.answer([*self.messages, {"role": "user", "content": text}], self.options.sampling)
+  def ask(self, text:str) -> None:
+    self.unanswered = text
+    self.answer([*self.messages, {"role": "user", "content": text}], self.options.sampling)
 
   # ---- commands ----
   def help(self, _:str) -> None:
