@@ -173,6 +173,7 @@ class Keyboard:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.output.defaults import create_output
+    from prompt_toolkit.utils import is_dumb_terminal
     keys = KeyBindings()
     @keys.add("enter")
     def _(event) -> None:
@@ -193,21 +194,26 @@ class Keyboard:
     except (OSError, RuntimeError) as e:  # RuntimeError: nobody's home
       lost(e if isinstance(e, OSError) else OSError(0, str(e)))
       history = InMemoryHistory()
-    self.session = PromptSession(history=history, multiline=True, key_bindings=keys, output=create_output(always_prefer_tty=True),
-                                 completer=WordCompleter(commands, sentence=True), complete_while_typing=False, prompt_continuation="  ")
+    self.dumb = is_dumb_terminal()
+    output = None if self.dumb else create_output(always_prefer_tty=True)  # answers alone go to a stdout that is a file
+    self.session = PromptSession(history=history, multiline=True, key_bindings=keys, output=output, completer=WordCompleter(commands, sentence=True),
+                                 complete_while_typing=False, prompt_continuation="  ")
     self.modes, wait = termios.tcgetattr(sys.stdin), termios.tcgetattr(sys.stdin)
     wait[3] &= ~(termios.ICANON | termios.ECHO)
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, wait)
 
   def read(self) -> str:
     text = self.session.prompt("> ")
-    self.session.output.enable_bracketed_paste()  # a paste while an answer comes is one message, too
-    self.session.output.flush()
+    self.brackets(True)  # a paste while an answer comes is one message, too
     return text
+  def brackets(self, on:bool) -> None:
+    if self.dumb: return
+    output = self.session.output
+    output.enable_bracketed_paste() if on else output.disable_bracketed_paste()
+    output.flush()
   def close(self) -> None:
     import termios
-    self.session.output.disable_bracketed_paste()
-    self.session.output.flush()
+    self.brackets(False)
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self.modes)
 
 Message = dict[str, str]
