@@ -163,13 +163,13 @@ class Model:
 
   def logits(self, ids:list[int]|np.ndarray) -> np.ndarray:
     """ids: (T,) tokens -> float32 (T, vocab), the logits after each. Raises ValueError, ContextFull."""
-    return self.generator.logits([int(i) for i in ids])
+    return self.generator.logits(ids)
 
   def generate(self, ids:list[int]|np.ndarray, count:int|None=None, sampling:Sampling=Sampling(), stop:bool=True) -> Iterator[int]:
     """Continues ids, token by token, up to `count`, the context's end or (stop) the model's end of turn, which is not yielded.
-    What the cache holds of an earlier call's tokens is reused. Raises ValueError, ContextFull."""
+    What the cache holds of an earlier call's tokens is reused. Raises ValueError, ContextFull; Superseded where a later call has come between."""
     ends = self.tokenizer.stop_ids if stop else frozenset()
-    for token in self.generator.generate([int(i) for i in ids], count, sampling, ends):
+    for token in self.generator.generate(ids, count, sampling, ends):
       if token not in ends: yield token
 
   def render(self, messages:list[dict[str, Any]], **template) -> list[int]:
@@ -180,7 +180,9 @@ class Model:
 
   def complete(self, ids:list[int], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=()) -> Iterator[str]:
     """The continuation as text, whole characters at a time; it ends before the first of the `stops` strings."""
-    for piece in Answer(self, [int(i) for i in ids], count, sampling, stops): yield piece.text
+    if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
+      raise ValueError(f"stops: expected a list of texts of one character or more, found {stops!r}")
+    for piece in Answer(self, ids, count, sampling, stops): yield piece.text
 
   def chat(self, messages:list[dict[str, Any]], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=(),
            **template) -> Iterator[str]:
