@@ -87,9 +87,10 @@ def test_a_conversation_on_a_terminal(person, tmp_path):
   assert "[stopped]" in p.stops("/regen", "[thinking]\r\n")
   # what is typed while an answer comes is the next message, also a paste
   p.terminal.type("forever\r")
+  p.terminal.until("\x1b[?2004l\x1b[?2004h")             # the terminal goes on putting brackets around a paste
   p.terminal.until("ever ever ")
-  p.terminal.type(CTRL_C + paste("b\nc") + "\r")
-  p.terminal.until("heard 3 characters, 2 lines, 9 turns")
+  p.terminal.type(CTRL_C + paste("b\n" + "c" * 9998) + "\r")
+  p.terminal.until("heard 10000 characters, 2 lines, 9 turns")
   p.terminal.until(">")
   # Ctrl-C with nothing to stop asks again
   p.terminal.type("never said" + CTRL_C)
@@ -99,7 +100,7 @@ def test_a_conversation_on_a_terminal(person, tmp_path):
   p.leaves()
   # another day: the history is there, and nobody else reads it
   p = person()
-  assert p.heard(UP + UP) == (3, 2, 1)
+  assert p.heard(UP + UP) == (10000, 2, 1)
   p.leaves("/exit\r")
   assert (tmp_path / "state/tinygrad-mla/history").stat().st_mode & 0o777 == 0o600
 

@@ -130,7 +130,9 @@ def main(argv:list[str]|None=None) -> int|None:
   load_seconds, result = time.perf_counter() - start, None
   options = Options(dataclasses.replace(model.sampling, **given), None if args.count == -1 else args.count, tuple(args.stop),
                     False if args.no_think else None, args.hide_think, args.stats)
+  demo = DEMO if args.model == str(BUILT_IN) else ""
   if prompt is not None:
+    if demo and sys.stderr.isatty(): note(f"[{demo}]")
     tok = model.tokenizer
     if raw:
       ids = tok.encode(prompt, special=args.special)
@@ -147,7 +149,7 @@ def main(argv:list[str]|None=None) -> int|None:
     from tinygrad.apps.measure import perplexity
     result = perplexity(model, text)
     print(f"perplexity {result['perplexity']:.4f} over {result['tokens']} tokens in {result['windows']} windows")
-  if talk: converse(model, options, args.system, DEMO if args.model == str(BUILT_IN) else "")
+  if talk: converse(model, options, args.system, demo)
   if result is not None:
     print(line := json.dumps(result))
     if keep: keep.write_text(line + "\n")
