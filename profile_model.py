@@ -19,7 +19,7 @@ import json, statistics, time
 from dataclasses import dataclass, field
 from typing import Any
 import numpy as np
-from extra.bench import batches, bytes_moved
+from extra.bench import bytes_moved
 from tinygrad import Device
 from tinygrad.apps.generate import ContextFull
 from tinygrad.apps.gguf import GGUFError, read_gguf
@@ -49,7 +49,7 @@ def describe(call:UOp) -> str:
   """The kernel's buffers, outputs first: type and number of elements"""
   return " ".join(f"{b.dtype.name}[{b.max_numel()}]" for b in get_call_arg_uops(call))
 
-def profile(calls:list[UOp], model:Transformer, position:int, variables:dict[str, int], inputs:tuple[UOp, ...]=()) -> list[Kernel]:
+def profile(calls:list[UOp], model:Transformer, position:int, variables:dict[str, int]) -> list[Kernel]:
   """Runs the captured calls of a step one by one, ROUNDS times and once to warm up -> its kernels, the dearest first. position: of the last token"""
   kernels:dict[bytes, Kernel] = {}
   launches:list[tuple[UOp, list[float]]] = []
@@ -60,7 +60,7 @@ def profile(calls:list[UOp], model:Transformer, position:int, variables:dict[str
     kernel.nbytes += bytes_moved(kernel.name, estimate_uop(call).mem, model, position, variables)
     kernel.seconds.append([])
     launches.append((call, kernel.seconds[-1]))
-  context, device = ExecContext(variables, inputs, update_stats=False, jit=True, wait=True), Device[Device.DEFAULT]
+  context, device = ExecContext(variables, update_stats=False, jit=True, wait=True), Device[Device.DEFAULT]
   for warm in range(ROUNDS + 1):
     for call, seconds in launches:
       start = time.perf_counter()
@@ -78,7 +78,7 @@ def run(model:Model, name:str, count:int, depth:int, with_source:bool) -> dict[s
     start = time.perf_counter()
     next(tokens)
     times.append(time.perf_counter() - start)
-  token, graph = statistics.median(times[2:]), batches(gen.decode_jits[Features()])  # the first two compile and warm up
+  token, graph = statistics.median(times[2:]), gen.decode_steps[Features()].batches  # the first two compile and warm up
   position = len(gen.cached) - 1
   sizes, launches = [len(b) for b in graph], sum(map(len, graph))
   print(f"{name}, device {Device.DEFAULT}: {count} tokens after {depth}, median {token * 1e3:.3f} ms, {1 / token:.1f} tok/s")

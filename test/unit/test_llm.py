@@ -1,27 +1,20 @@
 """The command line as a person meets it: a process, its output, its exit code. And `load`, the door from Python."""
 from __future__ import annotations
-import contextlib, fcntl, json, os, select, signal, subprocess, sys, termios, time
+import json, os, subprocess, sys, time
 from pathlib import Path
 from typing import Iterator
 import numpy as np, pytest
+from on_terminal import CTRL_C, CTRL_D, LLM, OFFLINE, Terminal, environ, plain
 from extra.mkgguf import write_model
 from tinygrad.apps import llm
 from tinygrad.apps.generate import ContextFull
 from tinygrad.apps.gguf import GGUFError
 from tinygrad.apps.models import ALIASES, BUILT_IN, MODELS, ROOT, Model, UserError, find_model, load
 from tinygrad.apps.sampling import Sampling
-from tinygrad.apps.terminal import converse
 
-LLM = [sys.executable, str(ROOT / "tinygrad/apps/llm.py")]
-# no hub and no cache of one: nothing listens on this port
-OFFLINE = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": "no-such-folder", "HF_HUB_OFFLINE": "0"}
-NO_PROXY = [k for k in os.environ if k.lower().endswith("_proxy")]
 PROMPT = "the quick brown fox"
 DRAW = Sampling(1.0, 20, .9, .01, 1.1, 7)
 DRAW_FLAGS = ["--temperature", "1", "--top_k", "20", "--top_p", ".9", "--min_p", ".01", "--repeat-penalty", "1.1"]
-
-def environ(env:dict[str, str]) -> dict[str, str]:
-  return {k: v for k, v in os.environ.items() if k not in NO_PROXY and not k.startswith("PYTHON")} | OFFLINE | env
 
 def run(*args:str|Path, cwd:Path|None=None, **env:str) -> subprocess.CompletedProcess[str]:
   return subprocess.run([*LLM, *map(str, args)], cwd=cwd, env=environ(env), stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -46,8 +39,8 @@ def model(small) -> Model: return load(small, max_context=64)
 
 def test_list_models():
   p = run("--list-models")
-  assert p.returncode == 0 and len(p.stdout.splitlines()) == len(MODELS)
-  for name, (repo, file) in MODELS.items(): assert f"{name} " in p.stdout and f"{repo}/{file}" in p.stdout
+  assert p.returncode == 0 and len(p.stdout.splitlines()) == len(MODELS) + 1
+  for name, (repo, file, gb) in MODELS.items(): assert f"{name} " in p.stdout and f"{gb:.1f} GB  {repo}/{file}  not here" in p.stdout
   for alias in ALIASES: assert f"= {alias}" in p.stdout
 
 def test_list_models_to_a_reader_that_leaves():
@@ -60,7 +53,7 @@ def test_list_models_to_a_reader_that_leaves():
 def test_names_and_aliases_find_local_files(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "models").mkdir()
-  for name, (_, file) in MODELS.items():
+  for name, (_, file, _) in MODELS.items():
     (tmp_path / "models" / file).touch()
     for known in (name, *(a for a, target in ALIASES.items() if target == name)): assert find_model(known).resolve() == tmp_path / "models" / file
   (tmp_path / "models/other.bin").touch()
@@ -164,94 +157,36 @@ def test_perplexity(small, model, tmp_path):
 
 # ---- conversations ----
 
-class Terminal:
-  """A process on a terminal of its own, where keys are signals."""
-  def __init__(self, *args:str|Path):
-    self.master, slave = os.openpty()
-    termios.tcsetwinsize(slave, (24, 80))
-    self.process = subprocess.Popen([*LLM, *map(str, args)], stdin=slave, stdout=slave, stderr=slave, env=environ({"TERM": "dumb"}),
-                                    start_new_session=True, preexec_fn=self.take)
-    os.close(slave)
-  @staticmethod
-  def take() -> None:
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored, which is inherited
-  def type(self, keys:str) -> None: os.write(self.master, keys.encode())
-  def until(self, text:str, seconds:float=120) -> str:
-    """What is printed up to and with `text`; AssertionError where it does not come"""
-    seen, end = "", time.monotonic() + seconds
-    while text not in seen:
-      assert select.select([self.master], [], [], max(0, end - time.monotonic()))[0], f"no {text!r} in {seen!r}"
-      try: piece = os.read(self.master, 1)
-      except OSError: piece = b""  # Linux's word for the end
-      assert piece, f"no {text!r} in {seen!r}"
-      seen += piece.decode("latin1")
-    return seen
-  def rest(self, seconds:float=60) -> str:
-    """What else is printed until the process ends"""
-    seen = b""
-    with contextlib.suppress(OSError):
-      while select.select([self.master], [], [], seconds)[0] and (piece := os.read(self.master, 4096)): seen += piece
-    self.process.wait(seconds)
-    return seen.decode("latin1")
-
 @pytest.fixture
 def terminal() -> Iterator:
   opened:list[Terminal] = []
-  yield lambda *args: opened.append(Terminal(*args)) or opened[-1]
-  for t in opened:
-    t.process.kill()
-    t.process.wait()
-    os.close(t.master)
+  yield lambda *args: opened.append(Terminal([*LLM, *map(str, args)])) or opened[-1]
+  for t in opened: t.close()
 
-def test_chat_on_a_terminal(small, terminal):
-  t = terminal("--model", small)
-  assert "Ctrl-D leaves" in t.until("\n> ")
-  t.type("\n")
-  t.until("> ")                                           # nothing was said: it asks again
+def test_chat_on_a_terminal(small, terminal, tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+  t = terminal("--model", small, "--stats")
+  assert "GLM-4.7-Flash-random on " in plain(t.until(">"))
   for question in ("a", "b"):
-    t.type(question + "\n")
-    t.until(question + "\r\n")
-    while not t.until(" ").strip(" >"): pass               # the answer has begun; whole, it takes a thousand tokens and more
-    t.type("\x03")
-    t.until(" [stopped]\r\n> ")
-  time.sleep(.3)                                          # a signal between the prompt and the read waits for the next key
-  t.type("\x03")
-  t.until("\n> ")                                         # with no answer to stop, Ctrl-C asks again
-  t.type("\x04")
+    t.type(question + "\r")
+    t.until("[thinking]\r\n")                             # the answer has begun; whole, it takes a thousand tokens and more
+    t.type(CTRL_C)
+    said = plain(t.until(">"))
+    assert "[stopped]" in said and "tok/s" in said and "greedy" in said and "not kept" in said
+  t.type(CTRL_D)
   assert "Traceback" not in t.rest() and t.process.returncode == 0
+
+def test_a_stopped_prompt(small, terminal):
+  t = terminal("--model", small, "--prompt", "x")
+  t.until("[thinking]\r\n")
+  t.type(CTRL_C)
+  assert "[stopped]" in t.rest() and t.process.returncode == 130
 
 def test_ctrl_c_while_loading(terminal):
   t = terminal()
   t.until("tiny-glm-Q4_0.gguf:")                          # the progress bar
-  t.type("\x03")
+  t.type(CTRL_C)
   assert "Traceback" not in t.rest() and t.process.returncode == 130
-
-def answer_to(monkeypatch, *questions:str) -> None:
-  asked = iter(questions)
-  def ask(_:str) -> str:
-    if (text := next(asked, None)) is None: raise EOFError
-    return text
-  monkeypatch.setattr("builtins.input", ask)
-
-def test_a_turn_sees_the_turns_before(monkeypatch, capsys):
-  class Echo:
-    seen:list = []
-    generator = type("", (), {"full": False})
-    def chat(self, messages, *_):
-      self.seen.append([m["content"] for m in messages])
-      yield from ("heard ", messages[-1]["content"])
-      if messages[-1]["content"] == "two": raise KeyboardInterrupt
-  answer_to(monkeypatch, "one", " ", "two", "three")
-  converse(Echo(), None, Sampling(), ())
-  assert Echo.seen == [["one"], ["one", "heard one", "two"], ["one", "heard one", "two", "heard two", "three"]]
-  assert "heard two [stopped]\n" in capsys.readouterr().out
-
-def test_a_conversation_that_fills_the_context(model, monkeypatch, capsys):
-  answer_to(monkeypatch, "a", "b" * 99, "b" * 99)
-  converse(model, None, Sampling(), ())
-  out = capsys.readouterr().out
-  assert "[the context of 64 tokens is full]" in out and out.count("raise --max_context") == 2
 
 # ---- from Python ----
 

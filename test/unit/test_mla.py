@@ -8,16 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Iterator
 import numpy as np, pytest
-from gguf import GGMLQuantizationType as T
+from gguf import GGMLQuantizationType as T, RopeScalingType
 from extra.mkgguf import write_model
 from goldens.make import HERE
-from helpers import SMALL, WIDE, generator, write_mixed
+from helpers import SMALL, WIDE, generator, write_mixed, write_with, write_with_tokens
 from oracle import logits, nmse, route
 from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.apps.generate import CHUNK, Generator
-from tinygrad.apps.gguf import read_gguf
-from tinygrad.apps.mla import Gating
+from tinygrad.apps.gguf import GGUFError, read_gguf
+from tinygrad.apps.mla import Config, Gating
+from tinygrad.apps.models import load
 from tinygrad.apps.quantized import FLOATS, FORMATS
+from tinygrad.apps.sampling import Sampling
 from tinygrad.nn.intrinsics import target
 from tinygrad.nn.moe import Choice, choose_experts
 
@@ -36,7 +38,9 @@ def test_every_type(family: str, shift: int, tmp_path: Path):
   assert nmse(generator(path).logits(ids), logits(path, ids)) < LIMIT
 
 # what a file may be, each with an own way through from_gguf or the forward pass
-KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+KINDS: dict[str, tuple] = {  # what write_model is given (model, type of the weights, overrides), and keys that differ
+  "YaRN without its multiplier": ("small-ds", "F32", {}, dict(rope_scaling_yarn_log_mul=None)),
+  "YaRN without the context it stretches": ("small-ds", "F32", dict(ctx=192), dict(rope_scaling_orig_ctx_len=None)),
   "an MTP block, no gating key, tied": ("small-glm", "F32", dict(q_lora=64, mtp=True, gating=None, tied=True)),
   "attn_kv_b": ("small-ds", "Q8_0", dict(old_style=True)),
   "attn_kv_b beside q_lora, sigmoid": ("small-glm", "F16", dict(q_lora=96, old_style=True)),
@@ -46,9 +50,17 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_files(kind: str, tmp_path: Path):
-  model, quant, overrides = KINDS[kind]
-  (path,), ids = write_model(tmp_path / "m.gguf", model, quant, seed=3, **SMALL | overrides), tokens(CHUNK + 8)
+  model, quant, overrides, *keys = KINDS[kind]
+  path, ids = write_with(tmp_path / "m.gguf", dict(*keys), model, quant, seed=3, **SMALL | overrides), tokens(CHUNK + 8)
   assert nmse(generator(path).logits(ids), logits(path, ids)) < LIMIT
+
+@pytest.mark.parametrize("scaling,found", [(None, "'linear' (what rope.scaling.factor alone stands for)"), (RopeScalingType.LINEAR, "'linear'")])
+def test_scaling_that_is_not_modelled(scaling: RopeScalingType | None, found: str, tmp_path: Path):
+  """Neither the model nor the oracle takes such a file"""
+  path = write_with(tmp_path / "m.gguf", {"rope_scaling_type": scaling}, "small-ds", "F16", **SMALL)
+  with pytest.raises(GGUFError) as e: Config.from_gguf(read_gguf(path))
+  assert str(e.value) == f"{path}: deepseek2.rope.scaling.type: expected none or yarn, found {found}"
+  with pytest.raises(ValueError, match="not modelled: .* rope scaling linear"): logits(path, [1])
 
 @pytest.mark.parametrize("file", ["small-glm-F16", "small-ds2-F16", "small-youtu-F16", "../../models/tiny-glm-Q4_0"])
 def test_transformers(file: str):
@@ -59,6 +71,23 @@ def test_transformers(file: str):
   got, want = generator(path, 128).logits(golden["ids"][:n].tolist()), golden["logits"][at]
   assert len(want) >= 3 and nmse(got[golden["positions"][at]], want) < LIMIT
   assert (got.argmax(-1) == golden["top1"][:n]).mean() > .98
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_past_the_vocabulary(tied: bool, tmp_path: Path):
+  """An embedding padded to a rounder size: the rows that no token has are never chosen, nor taken as tokens"""
+  path, ids = write_with_tokens(tmp_path / "m.gguf", 301, "small-youtu", "Q8_0", **SMALL | dict(vocab=512, q_lora=64, tied=tied)), tokens(9, 301)
+  m = load(path, 64)
+  assert m.transformer.config.vocab_size == m.tokenizer.n_vocab == 301
+  assert nmse(m.logits(ids), logits(path, ids)[:, :301]) < LIMIT
+  answer = list(m.generate(ids, 48, Sampling(temperature=50.0, seed=1), stop=False))  # all but a draw among equals
+  assert len(answer) == 48 and max(answer) < 301 and len(set(answer)) > 30
+  assert isinstance("".join(m.complete(ids, 8)), str)
+  with pytest.raises(ValueError, match="token 301: expected 0 to 300"): m.logits([301])
+
+def test_tokens_without_a_row(tmp_path: Path):
+  path = write_with_tokens(tmp_path / "m.gguf", 321, "small-youtu", "Q8_0", **SMALL | dict(q_lora=64))
+  with pytest.raises(GGUFError) as e: load(path)
+  assert str(e.value) == f"{path}: tensor token_embd.weight: expected a row for each of the 321 tokenizer.ggml.tokens, found 320"
 
 # ---- one model in several ways ----
 

@@ -10,7 +10,7 @@ wheel, the device, every setting): a later process schedules nothing.
   step()                                                         # launches them all
 """
 from __future__ import annotations
-import contextlib, enum, functools, hashlib, platform, weakref
+import contextlib, enum, functools, hashlib, os, platform, weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator
@@ -26,8 +26,11 @@ TABLE = "recordings"  # of tinygrad's cache
 
 # ---- the host's numbers on the device ----
 
-_copiers = ThreadPoolExecutor(4)
 PIECE = 1 << 24  # bytes that a thread copies at a time
+
+@functools.cache
+def _copiers() -> ThreadPoolExecutor: return ThreadPoolExecutor(4)
+os.register_at_fork(after_in_child=_copiers.cache_clear)  # the child has none of the threads
 
 def write(t:Tensor, values:np.ndarray) -> None:
   """Puts values of the tensor's own dtype and size into its buffer, after all that the device was given before"""
@@ -37,7 +40,7 @@ def write(t:Tensor, values:np.ndarray) -> None:
   # memory that the host shares: pages of a mapped file are brought in, and copied, by several threads
   dest = np.frombuffer(buffer.as_memoryview(force_zero_copy=True), np.uint8)
   def copy(at:int) -> None: dest[at:at + PIECE] = source[at:at + PIECE]
-  for _ in (map if source.size <= PIECE else _copiers.map)(copy, range(0, source.size, PIECE)): pass
+  for _ in (map if source.size <= PIECE else _copiers().map)(copy, range(0, source.size, PIECE)): pass
 
 def to_device(values:np.ndarray) -> Tensor:
   """A tensor of the same shape and dtype on the default device; nothing is scheduled for it"""
@@ -65,7 +68,7 @@ def describe(x:Any, tensors:list[Tensor]) -> Any:
   return type(x).__qualname__, [(k, describe(y, tensors)) for k, y in vars(x).items()]
 
 @functools.cache
-def _code() -> str:
+def code() -> str:
   """A hash of the fork's files and of the wheel's list of files"""
   digest = hashlib.sha256()
   for path in sorted(OVERLAY.rglob("*.py")): digest.update(path.read_bytes())
@@ -81,7 +84,7 @@ def _processor() -> str:
 def _environment() -> Any:
   renderer = Device[Device.DEFAULT].renderer
   settings = sorted((k, v.value) for k, v in ContextVar._cache.items() if k not in ("DEBUG", "VIZ", "PROFILE"))
-  return _code(), _processor(), Device.DEFAULT, type(renderer).__name__, renderer.target, settings, platform.python_version()
+  return code(), _processor(), Device.DEFAULT, type(renderer).__name__, renderer.target, settings, platform.python_version()
 
 # ---- recording ----
 
@@ -157,11 +160,15 @@ def recording(fxn:Callable, args:tuple, environment:Any, compiled:bool) -> tuple
 
 # ---- placing ----
 
+def batches(linear:UOp) -> list[list[UOp]]:
+  """The launches, a list a graph of the device; what is in no graph stands alone"""
+  return [list(c.src[0].src[0].src) if c.src[0].op is Ops.CUSTOM_FUNCTION and c.src[0].arg == "graph" else [c] for c in linear.src]
+
 class Step:
   """Launches in the order in which `run` recorded them. compiled: whether they are to be run; else their programs stay as scheduled, to be
   counted."""
   def __init__(self, compiled:bool=True):
-    self.calls:list[UOp] = []
+    self.parts:list[list[UOp]] = []                          # the launches of each
     self.compiled, self.environment = compiled, _environment()
     self.results:list[tuple[weakref.ref[Tensor], UOp]] = []  # what parts gave, and in which buffer
     self.scratch:dict[int, UOp] = {}                         # by number, the largest that a part wanted so far
@@ -182,7 +189,7 @@ class Step:
       if u not in known:
         known[u] = places[u.arg.slot] if is_place(u) else u.substitute({p: places[p.arg.slot] for p in u.toposort() if is_place(p)})
       return known[u]
-    self.calls += [call.replace(src=(call.src[0], *map(placed, call.src[1:]))) for call in r.linear.src]
+    self.parts.append([call.replace(src=(call.src[0], *map(placed, call.src[1:]))) for call in r.linear.src])
     return returned[0] if len(returned) == 1 else tuple(returned)
 
   def _result(self, shape:tuple[int, ...], dtype:DType) -> Tensor:
@@ -192,10 +199,16 @@ class Step:
     self.results.append((weakref.ref(t := Tensor(buffer.reshape(shape))), buffer))
     return t
 
+  @property
+  def batches(self) -> list[list[UOp]]: return batches(self.linear)
+
   def _scratch(self, i:int, size:int) -> UOp:
     """Memory that parts have one after another"""
     if i not in self.scratch or self.scratch[i].max_numel() < size: self.scratch[i] = UOp.new_buffer(Device.DEFAULT, size, dtypes.int8)
     return self.scratch[i]
+
+  @property
+  def calls(self) -> list[UOp]: return [call for part in self.parts for call in part]
 
   @functools.cached_property
   def linear(self) -> UOp:

@@ -71,13 +71,13 @@ class Generator:
     self.prefill_steps: dict[int, Step] = {}
 
   # ---- steps ----
-  def decode_step(self, features:Features, compiled:bool=True) -> Step:
+  def build_decode(self, features:Features, compiled:bool=True) -> Step:
     """Reads the token and, where kernels read it there, its position on the device, and writes the next of both"""
     step, pos = Step(compiled), self.position.bind(0) if self.device_position is None else self.device_position
     logits = self.model.logits(self.token, pos, step.run)
     step.run(choose, logits, features, self.values, self.key, self.seen, self.token, pos)
     return step
-  def prefill_step(self, size:int, compiled:bool=True) -> Step:
+  def build_prefill(self, size:int, compiled:bool=True) -> Step:
     """Reads the first `size` of ids[size] and writes their rows"""
     step = Step(compiled)
     self.model.prefill(self.ids[size], self._position(size).bind(0), step.run)
@@ -91,7 +91,7 @@ class Generator:
 
   def decode(self, features:Features, pos:int) -> Tensor:
     """Feeds the token on the device at position `pos` and returns the device's token buffer, int32 (1,), now holding the next one"""
-    if features not in self.decode_steps: self.decode_steps[features] = self.decode_step(features)
+    if features not in self.decode_steps: self.decode_steps[features] = self.build_decode(features)
     if self.device_position is None: self.decode_steps[features](**{self.position.expr: pos})
     else:
       known, self.next_position = self.next_position, None
@@ -99,6 +99,11 @@ class Generator:
       self.decode_steps[features]()
       self.next_position = pos + 1
     return self.token
+
+  def prefill_step(self, size:int, at:int) -> None:
+    """Writes the rows of the tokens in ids[size], the first of them at position `at`"""
+    if size not in self.prefill_steps: self.prefill_steps[size] = self.build_prefill(size)
+    self.prefill_steps[size](**{self._position(size).expr: at})
 
   def _chunks(self, ids:list[int], start:int, many:int) -> Iterator[tuple[int, int]]:
     """Steps of `chunk` or `many` tokens that cover ids[start:] and write no row before. The last one is padded: rows past the sequence's end are
@@ -124,9 +129,7 @@ class Generator:
       start = next((i for i, (a, b) in enumerate(zip(self.cached, ids[:todo])) if a != b), min(len(self.cached), todo))
       self.cached = self.cached[:start]
       if todo - start > self.chunk // 4:
-        for at, size in self._chunks(ids[:todo], start, self.many):
-          if size not in self.prefill_steps: self.prefill_steps[size] = self.prefill_step(size)
-          self.prefill_steps[size](**{self._position(size).expr: at})
+        for at, size in self._chunks(ids[:todo], start, self.many): self.prefill_step(size, at)
       else:
         for at in range(start, todo):  # a few tokens cost less than a chunk, and the step is the answer's
           write(self.token, np.array([ids[at]], np.int32))

@@ -4,7 +4,7 @@
 named and averaged as llama-bench does. A row's first run, which compiles, is not counted.
 """
 from __future__ import annotations
-import contextlib, csv, importlib.util, json, math, statistics, sys, time
+import argparse, contextlib, csv, importlib.util, json, math, statistics, sys, time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -16,7 +16,6 @@ from tinygrad.apps.machine import Others, cores, device_name, peak_bandwidth
 from tinygrad.apps.models import Model, UserError
 
 PERPLEXITY_WINDOW = 512
-OUTPUTS = ("md", "csv", "json")
 PLOTS = (".png", ".svg")
 
 def numbers(flag:str, text:str, low:int) -> list[int]:
@@ -35,12 +34,8 @@ def check_plot(path:Path) -> None:
   if path.suffix.lower() not in PLOTS: raise UserError(f"--plot {path}: expected a name that ends in {' or '.join(PLOTS)}")
   if importlib.util.find_spec("matplotlib") is None:
     raise UserError(f"--plot {path}: needs matplotlib, which is not installed: {sys.executable} -m pip install matplotlib")
-  check_writable("--plot", path)
-
-def check_writable(flag:str, path:Path) -> None:
-  """Raises UserError where the file cannot be written."""
   try: path.open("a").close()
-  except OSError as e: raise UserError(f"{flag} {path}: {e.strerror}") from None
+  except OSError as e: raise UserError(f"--plot {path}: {e.strerror}") from None
 
 @dataclass(frozen=True)
 class Sweep:
@@ -59,6 +54,17 @@ class Sweep:
   def room(self) -> int:
     """Tokens that the cache must hold: one is left for an answer, one is decoded before the others"""
     return self.deepest + self.most + 2
+
+def sweep_of(args:argparse.Namespace, given:list[str]) -> Sweep|None:
+  """The table that --benchmark is to print, if it is one. given: the flags of llm.TABLE that are there. Raises UserError."""
+  if args.output == "csv" and args.json == "-": raise UserError("--json: expected a FILE beside --output csv")
+  depths = numbers("--depth", "0" if args.depth is None else args.depth, 0)
+  plain = ["depth"] * (len(depths) == 1) + ["output"] * (args.output == "json" and args.benchmark > 0)
+  if not (more := [name for name in given if name not in plain]): return None
+  if args.benchmark: raise UserError(f"--benchmark {args.benchmark}: expected no number beside --{more[0]}: --n_gen has a table's")
+  if args.plot is not None: check_plot(Path(args.plot))
+  prompts, gens = ("512" if args.n_prompt is None else args.n_prompt), ("128" if args.n_gen is None else args.n_gen)
+  return Sweep(counts("--n_prompt", prompts), counts("--n_gen", gens), depths, args.repetitions or 5)
 
 def ceiling(peak:tuple[float, str]|None, nbytes:float) -> float|None:
   """tok/s, were nothing but memory in the way of a token that reads so many bytes"""

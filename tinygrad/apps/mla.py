@@ -5,7 +5,7 @@ cache, L latent (kv_lora_rank), R rope dimensions. The batch is one sequence. Wh
 `from_gguf`; the forward pass knows one form, and no block format.
 """
 from __future__ import annotations
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import enum, math
 from typing import Any, Callable, Iterable
 import numpy as np
@@ -38,7 +38,7 @@ class Config:
   n_dense: int             # leading blocks with a dense feed-forward
   dim: int
   hidden_dim: int          # of a dense feed-forward
-  vocab_size: int
+  vocab_size: int          # tokens, each with a row of the embedding
   context_length: int      # tokens the model was trained for
   n_heads: int
   q_lora_rank: int         # 0: queries come from one matrix
@@ -87,22 +87,28 @@ class Config:
                   for n in ("key", "value"))
     if rope % 2: raise bad("rope.dimension_count", "an even number", rope)
     if key <= rope: raise bad("attention.key_length_mla", f"more than rope.dimension_count {rope}", key)
-    vocab = f.tensor("token_embd.weight").shape[0]
+    rows = f.tensor("token_embd.weight").shape[0]  # at least one a token: some files pad
+    vocab = len(f.key("tokenizer.ggml.tokens", list, [])) or rows
+    if vocab > rows: raise GGUFError(f"{f.path}: tensor token_embd.weight: expected a row for each of the {vocab} tokenizer.ggml.tokens, found {rows}")
     experts = integer("expert_count", 0, low=0, high=1 << 16)
-    yarn, scaling = None, f.key(f"{arch}.rope.scaling.type", str, "none")
+    context, yarn = integer("context_length"), None
+    # a factor alone is of files from before the type, which knew linear scaling only
+    scaling = f.key(f"{arch}.rope.scaling.type", str, "linear" if f.key(f"{arch}.rope.scaling.factor", float, 0.0) else "none")
     if scaling == "yarn":
-      yarn = Yarn(real("rope.scaling.factor"), integer("rope.scaling.original_context_length"),
+      yarn = Yarn(real("rope.scaling.factor"), integer("rope.scaling.original_context_length", context),
                   real("rope.scaling.yarn_log_multiplier", 0.0, low=-1.0),
                   real("rope.scaling.yarn_beta_fast", 32.0), real("rope.scaling.yarn_beta_slow", 1.0))
-    elif scaling != "none": raise bad("rope.scaling.type", "none or yarn", repr(scaling))
+    elif scaling != "none":
+      alone = "" if f"{arch}.rope.scaling.type" in f.kv else " (what rope.scaling.factor alone stands for)"
+      raise bad("rope.scaling.type", "none or yarn", repr(scaling) + alone)
     config = dict(
       n_blocks=n_blocks, n_dense=n_blocks, dim=integer("embedding_length"), hidden_dim=integer("feed_forward_length"), vocab_size=vocab,
-      context_length=integer("context_length"), n_heads=heads, q_lora_rank=integer("attention.q_lora_rank", 0, low=0),
+      context_length=context, n_heads=heads, q_lora_rank=integer("attention.q_lora_rank", 0, low=0),
       kv_lora_rank=integer("attention.kv_lora_rank"), nope_dim=key - rope, rope_dim=rope, v_dim=value,
       norm_eps=real("attention.layer_norm_rms_epsilon"), rope_base=real("rope.freq_base", 10000.0, low=1.0), yarn=yarn)
     if not experts: return Config(**config)
     # a file without the key is GLM-4.7-Flash, which gates by sigmoid, or older than the key, which was softmax
-    guess = Gating.SIGMOID if n_blocks + mtp in (47, 48) and vocab == 154880 else Gating.SOFTMAX
+    guess = Gating.SIGMOID if n_blocks + mtp in (47, 48) and rows == 154880 else Gating.SOFTMAX
     gating = f.key(f"{arch}.expert_gating_func", int, int(guess)) or int(guess)
     if gating not in iter(Gating): raise bad("expert_gating_func", "1 (softmax), 2 (sigmoid) or 3 (softmax of the chosen)", gating)
     for name in ("expert_group_count", "expert_group_used_count"):
@@ -243,6 +249,7 @@ class Transformer:
     max_context: tokens, the model's own context by default. progress wraps the list of tensors to load, as tqdm does.
     Raises GGUFError for a missing key or tensor and for a wrong shape."""
     c = Config.from_gguf(f)
+    f = _unpadded(f, c)
     spec = _checked_tensors(f, c)
     w = {t.name: _load(spec[t.name], t) for t in progress([f.tensors[name] for name in spec])}
     def norm(name:str) -> RMSNorm: return RMSNorm(w[name + ".weight"], c.norm_eps)
@@ -263,6 +270,14 @@ class Transformer:
     return Transformer(c, embd, [block(i) for i in range(c.n_blocks)], norm("output_norm"), output, max_context or c.context_length)
 
 # ---- checkpoint surgery ----
+
+def _unpadded(f:GGUFFile, c:Config) -> GGUFFile:
+  """Rows of the embedding and the head past the vocabulary are no token's: they stay in the file, and so none of them can be chosen"""
+  rows, ends = f.tensor("token_embd.weight").shape[0], ("token_embd.weight", "output.weight")
+  if rows == c.vocab_size: return f
+  cut = {name: t._replace(shape=(c.vocab_size, *t.shape[1:]), data=t.data[:t.data.nbytes // rows * c.vocab_size])
+         for name in ends if (t := f.tensors.get(name)) is not None and t.shape[0] == rows}
+  return replace(f, tensors=f.tensors | cut)
 
 def _checked_tensors(f:GGUFFile, c:Config) -> dict[str, type|Callable]:
   """{tensor name: how to load it} for all that decoding reads, in the file's terms, every shape checked"""

@@ -6,20 +6,24 @@ place. Zeros and minimums go through sums of x over 16 weights. Every thread sta
 groups of 16 rows: nothing is shared, sums are float32 in one order whatever the number of threads.
 """
 from __future__ import annotations
-import math
+import ctypes, math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Sequence
 import numpy as np
 from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad.device import TinyELF
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import NUM_CPU_THREADS, prod
 from tinygrad.nn.matvec import UNIT
 from tinygrad.renderer import Estimates
 from tinygrad.renderer.cstyle import ClangRenderer
+from tinygrad.runtime.ops_cpu import CPUProgram
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
 ROWS = 16     # of a group
 COLUMNS = 8   # of x that a pass over the weights serves
+PART = 1 << 22  # bytes of the stream that a thread makes at a time
 
 def device() -> str|None:
   """The device whose kernels these are: the CPU, or NULL where it stands for it"""
@@ -79,6 +83,76 @@ class Layout:
       p = p.reshape(*stack, groups * ROWS, blocks * units * f.entries)[..., :shape[-2], :]
       out[name] = p.bitcast(f.dtype) if size == 4 else p.cast({1: dtypes.uint8, 2: dtypes.uint16}[size]).bitcast(f.dtype)
     return out
+
+# ---- from the file's bytes to the layout, in one pass ----
+
+PACK = """typedef unsigned v16u __attribute__((ext_vector_type(16), aligned(4))); typedef unsigned word __attribute__((aligned(1)));
+typedef unsigned short v16s __attribute__((ext_vector_type(16), aligned(2))); typedef unsigned char v16b __attribute__((ext_vector_type(16), aligned(1)));
+typedef unsigned char byte; typedef unsigned long long u64;
+static inline __attribute__((always_inline)) v16u load(const byte* p, const u64* at) {
+  v16u v;
+  _Pragma("clang loop unroll(full)") for (int r = 0; r < 16; r++) v[r] = *(const word*)(p + at[r]);
+  return v;
+}
+#define PUT(type, o, e) *(type*)(out + (o)) = __builtin_convertvector((e) & there, type)
+"""
+
+class Packer:
+  """Makes the stream of the file's blocks. origins: for each plane uint (entries, bits), which bit of a block each bit is, counted from 1; 0: none;
+  inverted: the same shape, the bits that are turned over. nbytes: of `layout.units` units in the file"""
+  def __init__(self, layout:Layout, origins:dict[str, np.ndarray], inverted:dict[str, np.ndarray], nbytes:int):
+    self.layout, self.nbytes, lines, loaded = layout, nbytes, [], set()
+    for name, f in layout.fields.items():
+      for entry, (bits, turned) in enumerate(zip(origins[name], inverted[name])):
+        # the bits that one loaded word holds at one distance from where they go are one mask
+        masks:dict[tuple[int, int], int] = {}
+        for to, bit in enumerate(map(int, bits)):
+          if not bit: continue
+          start = min(max((bit - 1) // 8 - to // 8, 0), nbytes - 4)
+          of = (start, bit - 1 - start * 8 - to)
+          masks[of] = masks.get(of, 0) | 1 << to
+        parts = []
+        for (start, right), mask in masks.items():
+          if start not in loaded: lines.append(f"const v16u w{start} = load(raw + {start}, at);")
+          loaded.add(start)
+          moved = f"w{start}" if right == 0 else f"(w{start} {'>>' if right > 0 else '<<'} {abs(right)}u)"
+          parts.append(moved if mask == 0xffffffff else f"({moved} & {mask}u)")
+        flip = sum(1 << to for to, turn in enumerate(turned) if turn)
+        unit, e = divmod(entry, f.entries) if f.of_unit else (0, entry)
+        offset = (layout.once + unit * layout.unit if f.of_unit else 0) + f.offset + e * ROWS * f.dtype.itemsize
+        kind = {4: "v16u", 2: "v16s", 1: "v16b"}[f.dtype.itemsize]
+        lines.append(f"PUT({kind}, {offset}, ({' | '.join(parts)}){f' ^ {flip}u' if flip else ''});")
+    self.source = f"""{PACK}
+/* groups of 16 rows from `first` up to `last`, counted through all matrices; rows that a matrix lacks are zeros */
+__attribute__((min_vector_width(512))) void pack(byte* out, const byte* file, u64 rows, u64 blocks, u64 first, u64 last) {{
+  u64 groups = (rows + 15) / 16, size = blocks * {nbytes}, at[16];
+  out += first * blocks * {layout.nbytes};
+  for (u64 j = first; j < last; j++) {{
+    u64 row = j % groups * 16;
+    const byte* raw = file + (j / groups * rows + row) * size;
+    v16u there;
+    for (int r = 0; r < 16; r++) {{ there[r] = row + r < rows ? -1u : 0; at[r] = row + r < rows ? r * size : 0; }}
+    for (u64 b = 0; b < blocks; b++, raw += {nbytes}, out += {layout.nbytes}) {{
+      {chr(10).join(lines)}
+    }}
+  }}
+}}
+"""
+    dev = Device[Device.DEFAULT]
+    self.program = CPUProgram(dev, TinyELF(ClangRenderer(dev.renderer.target).compiler.compile_cached(self.source), "pack", dev.renderer.target, ()))
+
+  def __call__(self, shape:tuple[int, ...], data:np.ndarray) -> Tensor:
+    """The stream of a matrix or a stack. data: uint8, its bytes in the file"""
+    *stack, rows, width = shape
+    blocks, matrices = width // (self.layout.units * UNIT), prod(stack)
+    stream = Tensor.empty(*self.layout.shape(shape, blocks), dtype=dtypes.uint32)
+    out, file, jobs = stream.uop.buffer.ensure_allocated()._buf.va_addr, data.ctypes.data, matrices * -(-rows // ROWS)
+    def part(first:int) -> None: self.program.fxn(*map(ctypes.c_uint64, (out, file, rows, blocks, first, min(first + each, jobs))))
+    each = max(PART // (blocks * self.layout.nbytes), 1)
+    if jobs <= each: part(0)
+    else:
+      with ThreadPoolExecutor(threads()) as pool: list(pool.map(part, range(0, jobs, each)))
+    return stream
 
 # ---- a format's description, told in C ----
 
