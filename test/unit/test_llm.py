@@ -40,10 +40,19 @@ def model(small) -> Model: return load(small, max_context=64)
 
 # ---- names and files ----
 
-def test_list_models():
-  p = run("--list-models")
+def test_list_models(tmp_path):
+  (tmp_path / "models").mkdir()
+  (tmp_path / "models/Youtu-LLM-2B.q4_0.gguf").write_bytes(bytes(10**8))
+  cached = tmp_path / "hub/models--unsloth--GLM-4.7-Flash-GGUF/snapshots/0/GLM-4.7-Flash-Q6_K.gguf"
+  for path, text in ((cached, "x"), (cached.parents[2] / "refs/main", "0")):
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+  p = run("--list-models", cwd=tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"))
   assert p.returncode == 0 and len(p.stdout.splitlines()) == len(MODELS) + 1
-  for name, (repo, file, gb) in MODELS.items(): assert f"{name} " in p.stdout and f"{gb:.1f} GB  {repo}/{file}  not here" in p.stdout
+  here = {"Youtu-LLM-2B.q4_0.gguf": (.1, "models/Youtu-LLM-2B.q4_0.gguf"), cached.name: (0, cached)}
+  for name, (repo, file, gb) in MODELS.items():
+    size, where = here.get(file, (gb, "not here"))
+    assert f"{name} " in p.stdout and f"{size:.1f} GB  {repo}/{file}  {where}" in p.stdout
   for alias in ALIASES: assert f"= {alias}" in p.stdout
 
 def test_list_models_to_a_reader_that_leaves():

@@ -1,6 +1,6 @@
 """The chat: through a terminal as a person drives it, through pipes, and piece by piece. The model is test/talker.py, whose words are known."""
 from __future__ import annotations
-import io, json, os, re, subprocess, sys
+import io, json, re, subprocess, sys, termios
 from pathlib import Path
 from typing import Iterator
 import pytest
@@ -37,6 +37,7 @@ class Person:
     m = re.search(r"heard (\d+) characters, (\d+) lines, (\d+) turns", said := self.says(keys))
     assert m, said
     return int(m[1]), int(m[2]), int(m[3])
+  def modes(self) -> int: return termios.tcgetattr(self.terminal.master)[3]
   def leaves(self, keys:str=CTRL_D) -> None:
     self.terminal.type(keys)
     rest = self.terminal.rest()
@@ -87,8 +88,10 @@ def test_a_conversation_on_a_terminal(person, tmp_path):
   assert "[stopped]" in p.stops("/regen", "[thinking]\r\n")
   # what is typed while an answer comes is the next message, also a paste
   p.terminal.type("forever\r")
-  p.terminal.until("\x1b[?2004l\x1b[?2004h")             # the terminal goes on putting brackets around a paste
+  p.terminal.until("\x1b[?2004l")
+  p.terminal.until("\x1b[?2004h")                        # the terminal goes on putting brackets around a paste
   p.terminal.until("ever ever ")
+  assert not p.modes() & (termios.ECHO | termios.ICANON) and p.modes() & termios.ISIG
   p.terminal.type(CTRL_C + paste("b\n" + "c" * 9998) + "\r")
   p.terminal.until("heard 10000 characters, 2 lines, 9 turns")
   p.terminal.until(">")
@@ -113,7 +116,11 @@ def test_a_full_context_and_no_place_for_a_history(person):
   assert "the message has 1" in (said := p.says("y" * 1000)) and "the context holds 1000" in said
   assert p.heard(UP * 2)[0] == 300
   assert "the context of 1000 tokens is full" in p.says("forever")
-  p.leaves()
+  # whoever ends the process, the terminal is what it was
+  assert not p.modes() & (termios.ECHO | termios.ICANON)
+  p.terminal.process.terminate()
+  assert "\x1b[?2004l" in p.terminal.rest() and p.terminal.process.returncode == 143
+  assert p.modes() & termios.ECHO and p.modes() & termios.ICANON
 
 # ---- pipes ----
 

@@ -163,7 +163,7 @@ def main(argv:list[str]|None=None) -> int|None:
     else:
       system = [{"role": "system", "content": args.system}] if args.system else []
       ids = model.render([*system, {"role": "user", "content": prompt}], **options.template)
-    said = say(Answer(model, ids, options.count, options.sampling, options.stops), options, prompt if raw else "")
+    said = say(Answer(model, ids, options.count, options.sampling, options.stops), options, prompt if raw else None)
     if said.stopped: return 130
   if sweep:
     from tinygrad.apps.measure import table

@@ -102,16 +102,16 @@ class Said:
   stopped: bool = False   # by the person
   thinking: bool = False  # it ended inside reasoning
 
-def say(answer:Answer, options:Options, prompt:str="") -> Said:
+def say(answer:Answer, options:Options, prompt:str|None=None) -> Said:
   """Prints an answer as it comes, behind the raw prompt that it continues; Ctrl-C stops it. Marks and figures go to stderr. Raises ContextFull."""
-  said, screen, generator = Said(), Screen(bool(prompt), options.hide_think), answer.model.generator
+  said, screen, generator = Said(), Screen(prompt is not None, options.hide_think), answer.model.generator
   pieces = iter(answer)
   doing(f"{'reading' if generator.kernels_a_token else 'preparing kernels, reading'} {len(answer.ids)} tokens (Ctrl-C twice breaks off)")
   try:
     with stopping() as asked:
       try:
         piece = next(pieces, None)
-        screen.show(ANSWER, prompt)  # only now: one that does not fit is not printed
+        screen.show(ANSWER, prompt or "")  # only now: one that does not fit is not printed
         while piece is not None:
           kind, text = piece
           screen.show(kind, text)
@@ -201,6 +201,7 @@ class Keyboard:
     self.modes, wait = termios.tcgetattr(sys.stdin), termios.tcgetattr(sys.stdin)
     wait[3] &= ~(termios.ICANON | termios.ECHO)
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, wait)
+    signal.signal(signal.SIGTERM, self.ended)
 
   def read(self) -> str:
     text = self.session.prompt("> ")
@@ -211,8 +212,15 @@ class Keyboard:
     output = self.session.output
     output.enable_bracketed_paste() if on else output.disable_bracketed_paste()
     output.flush()
+  def ended(self, *_) -> None:
+    """By a signal, in the midst of anything: the shell finds its terminal as it was"""
+    import termios
+    if not self.dumb: os.write(self.session.output.fileno(), b"\x1b[?2004l\x1b[0m\r\n")
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, self.modes)
+    os._exit(128 + signal.SIGTERM)
   def close(self) -> None:
     import termios
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     self.brackets(False)
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self.modes)
 
@@ -224,7 +232,8 @@ class Refused(Exception):
   """A command that cannot be done. str(e) is one line."""
 
 class Conversation:
-  """Messages, answered one after another until the end of what `source` reads. A message that begins with / and a word is a command."""
+  """Messages, answered one after another until the end of what `source` reads. A message that begins with / and a word is a command. Raises
+  GGUFError, ValueError where the file's template cannot ask for an answer."""
   def __init__(self, model:Model, options:Options, system:str="", source:Lines|Keyboard|None=None):
     self.model, self.options, self.system = model, options, system
     self.messages: list[Message] = []
@@ -243,13 +252,12 @@ class Conversation:
       "/load": (self.load, "FILE", "go on with a conversation that was saved"),
       "/exit": (self.exit, "", "leave, as Ctrl-D does"),
     }
+    self.prompt([{"role": "user", "content": "?"}])  # a template that cannot ask is found out now
     self.terminal = source is None and sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
     self.source = source or (Keyboard(list(self.commands)) if self.terminal else Lines())
 
   def run(self) -> None:
-    """Raises GGUFError where the file's template cannot ask for an answer."""
     try:
-      self.prompt([{"role": "user", "content": "?"}])
       while not self.leaving:
         try: self.heard(self.source.read())
         except EOFError:
