@@ -182,7 +182,7 @@ def test_reasoning_by_token():
 
 def test_a_stop_ends_the_answer_and_not_the_thought():
   m = Talker()
-  a = Answer(m, m.render([{"role": "user", "content": "hello"}]), None, Sampling(), ("on", "chars", "5 ch"))
+  a = Answer(m, m.render([{"role": "user", "content": "hello"}]), None, Sampling(), ("g", "on", "chars", "5 ch"))
   assert "".join(p.text for p in a) == "thought on and on </think>heard " and a.done
   a = Answer(m, m.render([{"role": "user", "content": "hello"}], enable_thinking=False), 8)
   assert "".join(p.text for p in a) == "heard 5 " and not a.done and a.tokens == 8
@@ -246,6 +246,7 @@ def test_hidden_and_absent_thoughts(capsys):
   assert re.fullmatch(r"\[\d+ tokens, [\d.]+ tok/s, the first after [\d.]+ s; greedy\]\n", err)
 
 def test_saved_conversations(tmp_path, capsys, monkeypatch):
+  (folder := tmp_path / "folder").mkdir()
   path = tmp_path / "talk.json"
   c = talk("a", f"/save {path}", "b", "/save", system="Hi.")
   saved = json.loads(path.read_text())
@@ -253,9 +254,9 @@ def test_saved_conversations(tmp_path, capsys, monkeypatch):
   other = talk(f"/load {path}", "/save")
   assert (other.system, other.messages) == (c.system, c.messages)
   capsys.readouterr()
-  c = talk("c", f"/save {path}", f"/save {tmp_path}", "/save", f"/save! {tmp_path}/no/such", f"/save! {tmp_path}", "/save \0")
+  c = talk("c", f"/save {path}", f"/save {folder}", "/save", f"/save! {tmp_path}/no/such", f"/save! {folder}", "/save \0")
   err = capsys.readouterr().err.splitlines()
-  assert json.loads(path.read_text()) == saved and list(tmp_path.iterdir()) == [path] and len(err) == 6 and "is there already" in err[0]
+  assert json.loads(path.read_text()) == saved and {*tmp_path.iterdir()} == {path, folder} and len(err) == 6 and "is there already" in err[0]
   bad = {"x": "expected JSON", "3": "expected messages, found int", "{}": "found NoneType", "[1]": "message 0", '[{"role": "tool", "content": ""}]': "message 0",
          '[{"role": "user", "content": 3}]': "message 0", '[{"role": "user", "content": "a"}]': "expected an answer", "[" * 10**5: "expected JSON",
          '[{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]': "message 1"}
