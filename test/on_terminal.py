@@ -1,6 +1,6 @@
 """Processes as a person starts them: with pipes, or on a terminal of their own where keys are signals."""
 from __future__ import annotations
-import contextlib, fcntl, os, re, select, signal, subprocess, sys, termios, time
+import fcntl, os, re, select, signal, subprocess, sys, termios, time
 from pathlib import Path
 from tinygrad.apps.models import ROOT
 
@@ -22,6 +22,7 @@ def plain(seen:str) -> str:
 class Terminal:
   """A process on a terminal of its own. A terminal emulator answers where the cursor is; this one does not, and says so."""
   def __init__(self, command:list[str], cwd:Path|None=None, **env:str):
+    self.unread = bytearray()
     self.master, slave = os.openpty()
     termios.tcsetwinsize(slave, (24, 80))
     self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, cwd=cwd, start_new_session=True,
@@ -33,24 +34,28 @@ class Terminal:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored, which is inherited
   def type(self, keys:str) -> None:
     data = keys.encode()
-    while data: data = data[os.write(self.master, data):]
+    while data:  # who types more than a terminal holds goes on reading
+      if select.select([self.master], [], [], 0)[0]: self._read()
+      if select.select([], [self.master], [], .01)[1]: data = data[os.write(self.master, data[:1024]):]
+  def _read(self) -> bool:
+    try: piece = os.read(self.master, 4096)
+    except OSError: piece = b""  # Linux's word for the end
+    self.unread += piece
+    return bool(piece)
   def until(self, text:str, seconds:float=120) -> str:
     """What is printed up to and with `text`; AssertionError where it does not come"""
-    seen, end, wanted = bytearray(), time.monotonic() + seconds, text.encode()
-    while not seen.endswith(wanted):
-      assert select.select([self.master], [], [], max(0, end - time.monotonic()))[0], f"no {text!r} in {bytes(seen[-2000:])!r}"
-      try: piece = os.read(self.master, 1)
-      except OSError: piece = b""  # Linux's word for the end
-      assert piece, f"no {text!r} in {bytes(seen[-2000:])!r}"
-      seen += piece
+    end, wanted, start = time.monotonic() + seconds, text.encode(), 0
+    while (at := self.unread.find(wanted, start)) < 0:
+      start = max(len(self.unread) - len(wanted), 0)
+      there = select.select([self.master], [], [], max(0, end - time.monotonic()))[0] and self._read()
+      assert there, f"no {text!r} in {bytes(self.unread[-2000:])!r}"
+    seen, self.unread = self.unread[:at + len(wanted)], self.unread[at + len(wanted):]
     return seen.decode(errors="replace")
   def rest(self, seconds:float=60) -> str:
     """What else is printed until the process ends"""
-    seen = b""
-    with contextlib.suppress(OSError):
-      while select.select([self.master], [], [], seconds)[0] and (piece := os.read(self.master, 4096)): seen += piece
+    while select.select([self.master], [], [], seconds)[0] and self._read(): pass
     self.process.wait(seconds)
-    return seen.decode(errors="replace")
+    return self.unread.decode(errors="replace")
   def close(self) -> None:
     self.process.kill()
     self.process.wait()

@@ -30,6 +30,7 @@ from tinygrad.apps.models import ALIASES, BUILT_IN, DEFAULT_CONTEXT, MODELS, Ans
 from tinygrad.apps.sampling import Sampling
 from tinygrad.apps.screen import doing, lossy, note, safe_line
 from tinygrad.apps.terminal import Options, chosen_seed, converse, read_text, say
+from tinygrad.helpers import NUM_CPU_THREADS
 
 __all__ = ["Model", "UserError", "load", "main"]
 
@@ -47,6 +48,22 @@ def whole(low:int, *others:int) -> Callable[[str], int]:
     except ValueError: pass
     raise argparse.ArgumentTypeError(f"expected a whole number of at least {low}{''.join(f', or {o}' for o in others)}, found {text[:40]!r}")
   return number
+
+# flags that --benchmark alone takes; any of them makes it a table, but --depth with one number, and -o json beside --benchmark N
+TABLE = ("n_prompt", "n_gen", "depth", "repetitions", "output", "plot")
+
+def benchmark_flags(p:Parser, bench:bool) -> None:
+  """What --benchmark takes; bench: as for parser"""
+  def add(name:str, short:str="", **kw) -> None:
+    p.add_argument(*([short] if short and bench else []), *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **kw)
+  add("benchmark", nargs="?", type=whole(1), const=0, metavar="N", help="time the decoding of N tokens, a line each (default 20); with any of the "
+      "next four, -o or --plot: a table as llama-bench prints it. -p, -n, -d and -r are then short for the four")
+  add("n_prompt", "-p", metavar="LIST", help="a table's prefills: tokens of each (default 512; 0: none)")
+  add("n_gen", "-n", metavar="LIST", help="a table's decodings: tokens of each (default 128; 0: none)")
+  add("depth", "-d", metavar="LIST", help="tokens in the cache before a benchmark's first (default 0); several: a table")
+  add("repetitions", "-r", type=whole(1), metavar="R", help="runs of each row of a table, beside one to warm up (default 5)")
+  p.add_argument("-o", "--output", choices=("md", "csv", "json"), help="a table's form (default md); json ends --benchmark N with a JSON line")
+  add("plot", metavar="FILE", help="draw a table's tok/s over depth, with the ceiling, as .png or .svg (needs matplotlib)")
 
 def parser(bench:bool=False) -> Parser:
   """bench: whether --benchmark is among the arguments: -p, -n, -d and -r are then its lists, as llama-bench has them; else what llama-cli has."""
@@ -74,8 +91,8 @@ def parser(bench:bool=False) -> Parser:
   add("seed", "-s", type=int, metavar="N", help="of the draws (default, and -1: a random one, which --stats shows)")
   add("stop", "-r", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; may be given more than once")
   add("stats", action="store_true", default=None, help="figures after each answer, and how it was drawn (on a terminal figures alone are shown)")
-  add("benchmark", nargs="?", type=whole(1), const=20, metavar="N", help="time the decoding of N tokens (default 20)")
-  add("depth", type=whole(0), default=0, metavar="D", help="tokens in the cache before a benchmark's first")
+  benchmark_flags(p, bench)
+  add("threads", "-t", type=whole(1), metavar="N", help="threads of the CPU (default: its cores)")
   add("json", nargs="?", const="-", metavar="FILE", help="end with a JSON line of a benchmark's or a perplexity's figures, and keep it in FILE")
   add("perplexity", metavar="FILE", help="the perplexity of a text file")
   return p
@@ -109,18 +126,24 @@ def main(argv:list[str]|None=None) -> int|None:
   Sampling(**given)  # wrong values are found before a model is loaded
   given["seed"] = chosen_seed(args.seed)
   if "" in args.stop: raise UserError("--stop: expected a text, found none")
-  if args.benchmark and args.perplexity is not None: raise UserError("expected --benchmark or --perplexity, found both")
-  if args.depth and not args.benchmark: raise UserError("--depth: expected --benchmark beside it")
+  if args.threads: NUM_CPU_THREADS.value = args.threads
+  benched, of_table, sweep = args.benchmark is not None, [name for name in TABLE if getattr(args, name) is not None], None
+  if benched and args.perplexity is not None: raise UserError("expected --benchmark or --perplexity, found both")
+  if of_table and not benched: raise UserError(f"--{of_table[0]}: expected --benchmark beside it")
+  if benched:
+    from tinygrad.apps.measure import sweep_of
+    sweep = sweep_of(args, of_table)
   text, keep = None, None if args.json in (None, "-") else Path(args.json)
-  if args.json and not args.benchmark and args.perplexity is None: raise UserError("--json: expected --benchmark or --perplexity beside it")
+  if args.json and not benched and args.perplexity is None: raise UserError("--json: expected --benchmark or --perplexity beside it")
   if keep:
     try: keep.open("a").close()  # better before the work than after it
     except OSError as e: raise UserError(f"--json {keep}: {e.strerror}") from None
   if args.perplexity is not None: text = read_text("--perplexity", args.perplexity, MAX_TEXT, regular=True)
   prompt, raw = prompt_of(args)
-  if (talk := prompt is None and not args.benchmark and text is None) and sys.stdin is None:
+  if (talk := prompt is None and not benched and text is None) and sys.stdin is None:
     raise UserError("stdin is closed: expected a conversation on it, or --prompt or --file")
-  context = sys.maxsize if args.max_context == 0 else args.max_context or max(DEFAULT_CONTEXT, args.depth + (args.benchmark or 0) + 2)
+  tokens, depth = args.benchmark or 20, int(args.depth or 0) if sweep is None else 0
+  context = sys.maxsize if args.max_context == 0 else args.max_context or max(DEFAULT_CONTEXT, sweep.room if sweep else depth + tokens + 2)
   start = time.perf_counter()
   doing(f"opening {args.model}")
   model = load(args.model, context, progress=sys.stderr.isatty())
@@ -130,7 +153,9 @@ def main(argv:list[str]|None=None) -> int|None:
   load_seconds, result = time.perf_counter() - start, None
   options = Options(dataclasses.replace(model.sampling, **given), None if args.count == -1 else args.count, tuple(args.stop),
                     False if args.no_think else None, args.hide_think, args.stats)
+  demo = DEMO if args.model == str(BUILT_IN) else ""
   if prompt is not None:
+    if demo and sys.stderr.isatty(): note(f"[{demo}]")
     tok = model.tokenizer
     if raw:
       ids = tok.encode(prompt, special=args.special)
@@ -138,18 +163,22 @@ def main(argv:list[str]|None=None) -> int|None:
     else:
       system = [{"role": "system", "content": args.system}] if args.system else []
       ids = model.render([*system, {"role": "user", "content": prompt}], **options.template)
-    said = say(Answer(model, ids, options.count, options.sampling, options.stops), options, prompt if raw else "")
+    said = say(Answer(model, ids, options.count, options.sampling, options.stops), options, prompt if raw else None)
     if said.stopped: return 130
-  if args.benchmark:
+  if sweep:
+    from tinygrad.apps.measure import table
+    result = table(model, args.model, sweep, args.output or "md", Path(args.plot) if args.plot else None)
+  elif benched:
     from tinygrad.apps.measure import benchmark
-    result = benchmark(model, args.model, args.benchmark, args.depth, load_seconds)
+    result = benchmark(model, args.model, tokens, depth, load_seconds)
   elif text is not None:
     from tinygrad.apps.measure import perplexity
     result = perplexity(model, text)
     print(f"perplexity {result['perplexity']:.4f} over {result['tokens']} tokens in {result['windows']} windows")
-  if talk: converse(model, options, args.system, DEMO if args.model == str(BUILT_IN) else "")
+  if talk: converse(model, options, args.system, demo)
   if result is not None:
-    print(line := json.dumps(result))
+    line = json.dumps(result)
+    if args.output == "json" or (args.json and args.output != "csv"): print(line)
     if keep: keep.write_text(line + "\n")
 
 def leave(message:str, code:int) -> None:

@@ -131,7 +131,8 @@ def advised_sampling(f:GGUFFile, tokenizer:Tokenizer) -> Sampling:
 class Until:
   """Text as it comes, up to the first of the `stops` strings: what may be the beginning of one waits for more"""
   def __init__(self, stops:tuple[str, ...]):
-    if "" in stops: raise ValueError("stops: expected texts, found an empty one")
+    if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
+      raise ValueError(f"stops: expected a list of texts of one character or more, found {stops!r}")
     self.stops, self.held, self.found = stops, "", False
   def push(self, text:str, last:bool=False) -> str:
     text = self.held + text
@@ -145,7 +146,7 @@ class Answer:
   """A continuation of `ids` on its way: iterate, once, for its pieces. It ends before the first of the `stops` in what is answered, not in what is
   thought. tokens: how many have come; began, first, last: when, by time.perf_counter; done: whether the model ended it itself, or a stop did."""
   def __init__(self, model:Model, ids:list[int], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=()):
-    self.model, self.ids, self.count, self.sampling, self.until = model, ids, count, sampling, Until(stops)
+    self.model, self.ids, self.count, self.sampling, self.until = model, list(ids), count, sampling, Until(stops)
     self.tokens, self.done, self.began, self.first, self.last = 0, False, 0.0, 0.0, 0.0
 
   def __iter__(self) -> Iterator[Piece]:
@@ -205,8 +206,6 @@ class Model:
 
   def complete(self, ids:list[int], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=()) -> Iterator[str]:
     """The continuation as text, whole characters at a time; it ends before the first of the `stops` strings."""
-    if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
-      raise ValueError(f"stops: expected a list of texts of one character or more, found {stops!r}")
     for piece in Answer(self, ids, count, sampling, stops): yield piece.text
 
   def chat(self, messages:list[dict[str, Any]], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=(),

@@ -102,16 +102,16 @@ class Said:
   stopped: bool = False   # by the person
   thinking: bool = False  # it ended inside reasoning
 
-def say(answer:Answer, options:Options, prompt:str="") -> Said:
+def say(answer:Answer, options:Options, prompt:str|None=None) -> Said:
   """Prints an answer as it comes, behind the raw prompt that it continues; Ctrl-C stops it. Marks and figures go to stderr. Raises ContextFull."""
-  said, screen, generator = Said(), Screen(bool(prompt), options.hide_think), answer.model.generator
+  said, screen, generator = Said(), Screen(prompt is not None, options.hide_think), answer.model.generator
   pieces = iter(answer)
-  doing(f"{'reading' if generator.decode_steps else 'preparing kernels, reading'} {len(answer.ids)} tokens (Ctrl-C twice breaks off)")
+  doing(f"{'reading' if generator.kernels_a_token else 'preparing kernels, reading'} {len(answer.ids)} tokens (Ctrl-C twice breaks off)")
   try:
     with stopping() as asked:
       try:
         piece = next(pieces, None)
-        screen.show(ANSWER, prompt)  # only now: one that does not fit is not printed
+        screen.show(ANSWER, prompt or "")  # only now: one that does not fit is not printed
         while piece is not None:
           kind, text = piece
           screen.show(kind, text)
@@ -173,6 +173,7 @@ class Keyboard:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.output.defaults import create_output
+    from prompt_toolkit.utils import is_dumb_terminal
     keys = KeyBindings()
     @keys.add("enter")
     def _(event) -> None:
@@ -193,21 +194,34 @@ class Keyboard:
     except (OSError, RuntimeError) as e:  # RuntimeError: nobody's home
       lost(e if isinstance(e, OSError) else OSError(0, str(e)))
       history = InMemoryHistory()
-    self.session = PromptSession(history=history, multiline=True, key_bindings=keys, output=create_output(always_prefer_tty=True),
-                                 completer=WordCompleter(commands, sentence=True), complete_while_typing=False, prompt_continuation="  ")
+    self.dumb = is_dumb_terminal()
+    output = None if self.dumb else create_output(always_prefer_tty=True)  # answers alone go to a stdout that is a file
+    self.session = PromptSession(history=history, multiline=True, key_bindings=keys, output=output, completer=WordCompleter(commands, sentence=True),
+                                 complete_while_typing=False, prompt_continuation="  ")
     self.modes, wait = termios.tcgetattr(sys.stdin), termios.tcgetattr(sys.stdin)
     wait[3] &= ~(termios.ICANON | termios.ECHO)
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, wait)
+    signal.signal(signal.SIGTERM, self.ended)
 
   def read(self) -> str:
     text = self.session.prompt("> ")
-    self.session.output.enable_bracketed_paste()  # a paste while an answer comes is one message, too
-    self.session.output.flush()
+    self.brackets(True)  # a paste while an answer comes is one message, too
     return text
+  def brackets(self, on:bool) -> None:
+    if self.dumb: return
+    output = self.session.output
+    output.enable_bracketed_paste() if on else output.disable_bracketed_paste()
+    output.flush()
+  def ended(self, *_) -> None:
+    """By a signal, in the midst of anything: the shell finds its terminal as it was"""
+    import termios
+    if not self.dumb: os.write(self.session.output.fileno(), b"\x1b[?2004l\x1b[0m\r\n")
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, self.modes)
+    os._exit(128 + signal.SIGTERM)
   def close(self) -> None:
     import termios
-    self.session.output.disable_bracketed_paste()
-    self.session.output.flush()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    self.brackets(False)
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self.modes)
 
 Message = dict[str, str]
@@ -218,7 +232,8 @@ class Refused(Exception):
   """A command that cannot be done. str(e) is one line."""
 
 class Conversation:
-  """Messages, answered one after another until the end of what `source` reads. A message that begins with / and a word is a command."""
+  """Messages, answered one after another until the end of what `source` reads. A message that begins with / and a word is a command. Raises
+  GGUFError, ValueError where the file's template cannot ask for an answer."""
   def __init__(self, model:Model, options:Options, system:str="", source:Lines|Keyboard|None=None):
     self.model, self.options, self.system = model, options, system
     self.messages: list[Message] = []
@@ -237,13 +252,12 @@ class Conversation:
       "/load": (self.load, "FILE", "go on with a conversation that was saved"),
       "/exit": (self.exit, "", "leave, as Ctrl-D does"),
     }
+    self.prompt([{"role": "user", "content": "?"}])  # a template that cannot ask is found out now
     self.terminal = source is None and sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
     self.source = source or (Keyboard(list(self.commands)) if self.terminal else Lines())
 
   def run(self) -> None:
-    """Raises GGUFError where the file's template cannot ask for an answer."""
     try:
-      self.prompt([{"role": "user", "content": "?"}])
       while not self.leaving:
         try: self.heard(self.source.read())
         except EOFError:
@@ -253,7 +267,7 @@ class Conversation:
 
   def heard(self, text:str) -> None:
     if (m := re.fullmatch(r"(/[a-z]+!?)(?:\s+(.*))?", text.strip(), re.I | re.S)) is None:
-      if text := unblocked(text).strip("\n"): self.ask(text)
+      if (text := unblocked(text).strip("\n")).strip(): self.ask(text)
       return
     name, rest = m[1].lower(), (m[2] or "").strip()
     try:
@@ -285,7 +299,6 @@ class Conversation:
 
   def answer(self, messages:list[Message], sampling:Sampling) -> None:
     """Answers; messages and answer become the conversation where there is an answer to keep."""
-    self.unanswered = messages[-1]["content"]
     try:
       messages, ids = self.fitting(messages)
       options = replace(self.options, sampling=sampling)
@@ -293,11 +306,14 @@ class Conversation:
     except (Refused, GGUFError, ValueError) as e: return note(f"[{safe_line(str(e))}]")
     content = said.answer.strip()
     if not content and (said.stopped or said.thinking):
-      return note(f"[it ended {'in mid-thought' if said.thinking else 'before a word'}: the question is not kept; /regen asks it again]")
+      why, kept = "in mid-thought" if said.thinking else "before a word", "the question is not kept" if self.unanswered else "the answer before stays"
+      return note(f"[it ended {why}: {kept}; /regen asks again]")
     thought = {"reasoning_content": said.reasoning.strip()} if said.reasoning.strip() else {}
     self.messages, self.unanswered = [*messages, {"role": "assistant", "content": content, **thought}], ""
 
-  def ask(self, text:str) -> None: self.answer([*self.messages, {"role": "user", "content": text}], self.options.sampling)
+  def ask(self, text:str) -> None:
+    self.unanswered = text
+    self.answer([*self.messages, {"role": "user", "content": text}], self.options.sampling)
 
   # ---- commands ----
   def help(self, _:str) -> None:
