@@ -106,7 +106,7 @@ def say(answer:Answer, options:Options, prompt:str="") -> Said:
   """Prints an answer as it comes, behind the raw prompt that it continues; Ctrl-C stops it. Marks and figures go to stderr. Raises ContextFull."""
   said, screen, generator = Said(), Screen(bool(prompt), options.hide_think), answer.model.generator
   pieces = iter(answer)
-  doing(f"{'reading' if generator.decode_jits else 'preparing kernels, reading'} {len(answer.ids)} tokens (Ctrl-C twice breaks off)")
+  doing(f"{'reading' if generator.decode_steps else 'preparing kernels, reading'} {len(answer.ids)} tokens (Ctrl-C twice breaks off)")
   try:
     with stopping() as asked:
       try:
