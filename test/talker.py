@@ -20,7 +20,7 @@ def vocabulary(specials:list[str]=SPECIALS) -> Tokenizer:
 class Talker(Model):
   """Answers by the last word of the question. It thinks first where the prompt asks it to."""
   def __init__(self, max_context:int=1 << 16):
-    self.tokenizer, self.generator, self.max_context, self.decode_jits, self.full = vocabulary(), self, max_context, {}, False
+    self.tokenizer, self.generator, self.max_context, self.decode_steps, self.full = vocabulary(), self, max_context, {}, False
     self.name, self.sampling, self.prompts = "talker", Sampling(), []
 
   def render(self, messages:list[dict[str, str]], enable_thinking:bool=True) -> list[int]:
@@ -40,7 +40,7 @@ class Talker(Model):
 
   def generate(self, ids:list[int], count:int|None, sampling:Sampling, stops:frozenset[int]) -> Iterator[int]:
     self.prompts.append(prompt := self.tokenizer.decode(ids))
-    self.full, left, self.decode_jits = False, self.max_context - len(ids), {"the first answer": True}
+    self.full, left, self.decode_steps = False, self.max_context - len(ids), {"the first answer": True}
     for text in self.words(prompt, sampling):
       for token in self.tokenizer.encode(text, special=True):
         if count is not None and (count := count - 1) < 0: return

@@ -10,7 +10,7 @@ wheel, the device, every setting): a later process schedules nothing.
   step()                                                         # launches them all
 """
 from __future__ import annotations
-import contextlib, enum, functools, hashlib, os, platform, weakref
+import contextlib, enum, functools, hashlib, itertools, os, platform, weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator
@@ -18,7 +18,7 @@ import numpy as np
 from tinygrad import OVERLAY, WHEEL, Device, Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType, _from_np_dtype
 from tinygrad.engine.jit import graph_split_rewrite, jit_lower
-from tinygrad.engine.realize import capturing, run_linear
+from tinygrad.engine.realize import capturing, compile_linear, run_linear
 from tinygrad.helpers import JIT, JIT_BATCH_SIZE, Context, ContextVar, diskcache_get, diskcache_put, prod
 from tinygrad.uop.ops import Ops, buffers
 
@@ -144,52 +144,65 @@ def lower(r:Recording, given:int) -> Recording:
   linear = linear.substitute({u: UOp.param(first + i, u.dtype, u.shape, u.device) for i, u in enumerate(arenas)}, walk=True)
   return Recording(linear, r.results, tuple(u.nbytes() for u in arenas))
 
-_recordings: dict[str, Recording] = {}
+_scheduled: dict[str, Recording] = {}
+_compiled: dict[str, Recording] = {}
 
-def recording(fxn:Callable, args:tuple, environment:Any, compiled:bool) -> tuple[Recording, list[Tensor]]:
-  """fxn(*args) recorded, now or by an earlier call or process, and the tensors among args that it is to be placed on"""
+@dataclass(frozen=True)
+class Part:
+  """A recording, and the buffers that it is to be placed on: the function's tensors', as many as `given`, and its results'"""
+  key: str
+  given: int
+  places: list[UOp]
+  @property
+  def recording(self) -> Recording: return _compiled.get(self.key) or _scheduled[self.key]
+
+def find(fxn:Callable, args:tuple, environment:Any) -> tuple[Part, list[Tensor]]:
+  """fxn(*args) as an earlier call or process recorded it, else scheduled now; and the tensors among args"""
   tensors:list[Tensor] = []
   what = describe(args, tensors)
   if fxn.__closure__: raise TypeError(f"{fxn.__qualname__} sees more than its arguments")
-  key = hashlib.sha256(repr((fxn.__module__, fxn.__qualname__, what, environment, compiled)).encode()).hexdigest()
-  if key not in _recordings:
-    if not compiled: _recordings[key] = schedule(fxn, args, tensors)
-    elif (kept := diskcache_get(TABLE, key)) is not None: _recordings[key] = kept
-    else: _recordings[key] = diskcache_put(TABLE, key, lower(schedule(fxn, args, tensors), len(tensors)))
-  return _recordings[key], tensors
+  key = hashlib.sha256(repr((fxn.__module__, fxn.__qualname__, what, environment)).encode()).hexdigest()
+  if key not in _compiled and key not in _scheduled:
+    if (kept := diskcache_get(TABLE, key)) is not None: _compiled[key] = kept
+    else: _scheduled[key] = schedule(fxn, args, tensors)
+  return Part(key, len(tensors), [t.uop.base for t in tensors]), tensors
+
+def compile_parts(parts:list[Part]) -> None:
+  """Compiles what is only scheduled, all kernels beside each other, and keeps it"""
+  todo = {p.key: p for p in parts if p.key not in _compiled}
+  if todo: compile_linear(UOp(Ops.LINEAR, src=tuple(call for p in todo.values() for call in p.recording.linear.src)))
+  for key, p in todo.items(): _compiled[key] = diskcache_put(TABLE, key, lower(_scheduled.pop(key), p.given))
 
 # ---- placing ----
+
+def placed(linear:UOp, places:list[UOp]) -> list[UOp]:
+  """The calls of a LINEAR over parameters, on buffers"""
+  known:dict[UOp, UOp] = {}
+  def at(u:UOp) -> UOp:
+    if u not in known:
+      known[u] = places[u.arg.slot] if is_place(u) else u.substitute({p: places[p.arg.slot] for p in u.toposort() if is_place(p)})
+    return known[u]
+  return [call.replace(src=(call.src[0], *map(at, call.src[1:]))) for call in linear.src]
 
 def batches(linear:UOp) -> list[list[UOp]]:
   """The launches, a list a graph of the device; what is in no graph stands alone"""
   return [list(c.src[0].src[0].src) if c.src[0].op is Ops.CUSTOM_FUNCTION and c.src[0].arg == "graph" else [c] for c in linear.src]
 
 class Step:
-  """Launches in the order in which `run` recorded them. compiled: whether they are to be run; else their programs stay as scheduled, to be
-  counted."""
+  """Parts in the order in which `run` recorded them. compiled: whether they are to be run; else their programs stay as scheduled, to be counted."""
   def __init__(self, compiled:bool=True):
-    self.parts:list[list[UOp]] = []                          # the launches of each
-    self.compiled, self.environment = compiled, _environment()
-    self.results:list[tuple[weakref.ref[Tensor], UOp]] = []  # what parts gave, and in which buffer
-    self.scratch:dict[int, UOp] = {}                         # by number, the largest that a part wanted so far
+    self.compiled, self.environment = compiled, (compiled, _environment())
+    self.recorded:list[Part] = []
+    self.results:list[tuple[Callable[[], Tensor|None], UOp]] = []  # what parts gave, while somebody refers to it, and in which buffer
 
   def run(self, fxn:Callable, *args:Any) -> Any:
-    """Appends the launches of fxn(*args). Returns what fxn does, tensors that hold the results once the step has run; a buffer whose tensor nobody
-    refers to any more serves a later part."""
-    r, tensors = recording(fxn, args, self.environment, self.compiled)
-    places, returned = [t.uop.base for t in tensors], []
-    for result in r.results:
-      if isinstance(result, int): returned.append(tensors[result])
-      else:
-        returned.append(self._result(*result))
-        places.append(returned[-1].uop.base)
-    places += [self._scratch(i, size) for i, size in enumerate(r.scratch)]
-    known:dict[UOp, UOp] = {}
-    def placed(u:UOp) -> UOp:
-      if u not in known:
-        known[u] = places[u.arg.slot] if is_place(u) else u.substitute({p: places[p.arg.slot] for p in u.toposort() if is_place(p)})
-      return known[u]
-    self.parts.append([call.replace(src=(call.src[0], *map(placed, call.src[1:]))) for call in r.linear.src])
+    """Appends fxn(*args). Returns what fxn does, tensors that hold the results once the step has run; a buffer whose tensor nobody refers to any more
+    serves a later part."""
+    part, tensors = find(fxn, args, self.environment)
+    results = part.recording.results
+    returned = [tensors[r] if isinstance(r, int) else self._result(*r) for r in results]
+    part.places.extend(t.uop.base for t, r in zip(returned, results) if not isinstance(r, int))
+    self.recorded.append(part)
     return returned[0] if len(returned) == 1 else tuple(returned)
 
   def _result(self, shape:tuple[int, ...], dtype:DType) -> Tensor:
@@ -199,14 +212,14 @@ class Step:
     self.results.append((weakref.ref(t := Tensor(buffer.reshape(shape))), buffer))
     return t
 
-  @property
-  def batches(self) -> list[list[UOp]]: return batches(self.linear)
-
-  def _scratch(self, i:int, size:int) -> UOp:
-    """Memory that parts have one after another"""
-    if i not in self.scratch or self.scratch[i].max_numel() < size: self.scratch[i] = UOp.new_buffer(Device.DEFAULT, size, dtypes.int8)
-    return self.scratch[i]
-
+  @functools.cached_property
+  def parts(self) -> list[list[UOp]]:
+    """The launches of each part on its buffers; nothing can be added any more"""
+    if self.compiled: compile_parts(self.recorded)
+    # memory that parts have one after another
+    sizes = [max(s) for s in itertools.zip_longest(*(p.recording.scratch for p in self.recorded), fillvalue=0)]
+    scratch = [UOp.new_buffer(Device.DEFAULT, size, dtypes.int8) for size in sizes]
+    return [placed(p.recording.linear, p.places + scratch) for p in self.recorded]
   @property
   def calls(self) -> list[UOp]: return [call for part in self.parts for call in part]
 
@@ -217,3 +230,6 @@ class Step:
     return graph_split_rewrite(linear, max_batch_size=JIT_BATCH_SIZE.value) if JIT < 2 else linear
 
   def __call__(self, **variables:int) -> None: run_linear(self.linear, variables, jit=True)
+
+  @property
+  def batches(self) -> list[list[UOp]]: return batches(self.linear)

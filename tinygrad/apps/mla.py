@@ -19,9 +19,10 @@ from tinygrad.apps.rope import Rope, Yarn, rope_table
 from tinygrad.dtype import DType
 from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import target
-from tinygrad.nn.matmat import HIDDEN, heads_linear, mats_target
+from tinygrad.nn.matmat import HIDDEN, heads_linear, mats_target, position
 from tinygrad.nn.matvec import UNIT
 from tinygrad.nn.mla_attention import fits as attention_fits, mla_attention
+from tinygrad.nn.mla_prefill import fits as mla_prefill_fits
 from tinygrad.nn.moe import Choice, expert_down, expert_gate_up, gate_up, moe_mats
 from tinygrad.nn.norm_linear import latent_query, norm_linear
 
@@ -207,6 +208,7 @@ class Transformer:
   def _before(self, n:int, ids:Tensor, pos:UOp|int|Tensor, run:Run) -> tuple[Tensor, Rope]:
     """float32 (T, D) in front of block n, and the tokens' rotation"""
     c = self.config
+    if ids.shape[0] > 1 and self.prefill_kernels_fit: pos = run(position, pos)  # once for all blocks
     x, rope = run(QuantizedEmbedding.__call__, self.token_embd, ids), Rope(self.rope, pos, c.nope_dim + c.rope_dim, c.nope_dim)
     for block, cache in zip(self.blk[:n], self.cache): x, _ = run(Block.__call__, block, x, cache, rope)
     return x, rope
@@ -222,12 +224,21 @@ class Transformer:
     return run(head, self.hidden(ids, pos, run), self.output_norm, self.output)
 
   @property
+  def _widths(self) -> list[int]:
+    """Of all vectors that a block multiplies"""
+    c = self.config
+    return [w for w in (c.dim, c.nope_dim, c.kv_lora_rank, c.n_heads * c.v_dim, c.hidden_dim, c.q_lora_rank, c.expert_dim) if w]
+  @property
+  def prefill_kernels_fit(self) -> bool:
+    """Whether every step of many tokens has a kernel that reads their position on the device"""
+    c, t = self.config, target()
+    fit = t is not None and t.mma is not None and all(w % UNIT == 0 and w > UNIT for w in self._widths)
+    return fit and mla_prefill_fits(t, c.kv_lora_rank, c.cache_dim)
+  @property
   def kernels_fit(self) -> bool:
     """Whether every step of decoding one token has a kernel on this device, so that its position may live there"""
     c, t = self.config, target()
-    widths = [c.dim, c.nope_dim, c.kv_lora_rank, c.n_heads * c.v_dim, c.hidden_dim] + [c.q_lora_rank] * (c.q_lora_rank > 0)
-    if c.n_experts: widths.append(c.expert_dim)
-    fit = all(w % UNIT == 0 for w in widths)
+    fit = all(w % UNIT == 0 for w in self._widths)
     if cpu.device(): return fit and c.rope_dim % cpu.ROWS == 0
     return fit and t is not None and attention_fits(t, c.n_heads, c.kv_lora_rank, c.rope_dim)
 

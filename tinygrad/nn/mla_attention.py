@@ -30,7 +30,7 @@ def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int|Tensor, s
   """q_latent: (T, H, L), as latent_query makes it; q: float32 (T, H, head), each head's last R numbers rotated; cache: (C, L+R), with the tokens
   from pos on written; pos: a number or Variable, or int32 (1,) on the device -> float32 (T, H, L), softmax(q·k·scale)·v"""
   if isinstance(pos, Tensor) and cpu.device(): return cpu.mla_attention(q_latent, q.flatten(1), cache, pos, scale)
-  if isinstance(pos, Tensor):
+  if isinstance(pos, Tensor) and q_latent.shape[0] == 1:
     t = target()
     assert t is not None, "a position on the device is for kernels"
     return mla_combine(t, *mla_splits(t, q_latent[0], q[0], cache, pos, scale), cache, pos).unsqueeze(0)
