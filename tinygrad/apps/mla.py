@@ -19,7 +19,7 @@ from tinygrad.apps.rope import Rope, Yarn, rope_table
 from tinygrad.dtype import DType
 from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import target
-from tinygrad.nn.matmat import HIDDEN, heads_linear, mats_target, position
+from tinygrad.nn.matmat import HIDDEN, heads_linear, mats_target
 from tinygrad.nn.matvec import UNIT
 from tinygrad.nn.mla_attention import fits as attention_fits, mla_attention
 from tinygrad.nn.mla_prefill import fits as mla_prefill_fits
@@ -203,12 +203,11 @@ class Transformer:
     self.cache = [empty.run(_zeros, (rows, config.cache_dim), kept) for _ in blocks]
     empty()
 
-  # Each takes ids, int32 (T,), the first at position `pos`, which may be int32 (1,) on the device where kernels_fit and T is 1. `run` is what a
-  # function and its arguments are given to, part by part: applied here, or recorded (apps/capture.py).
+  # Each takes ids, int32 (T,), the first at position `pos`: a number or Variable, or int32 (1,) on the device where kernels_fit (T is 1) or
+  # prefill_kernels_fit. `run` is what a function and its arguments are given to, part by part: applied here, or recorded (apps/capture.py).
   def _before(self, n:int, ids:Tensor, pos:UOp|int|Tensor, run:Run) -> tuple[Tensor, Rope]:
     """float32 (T, D) in front of block n, and the tokens' rotation"""
     c = self.config
-    if ids.shape[0] > 1 and self.prefill_kernels_fit: pos = run(position, pos)  # once for all blocks
     x, rope = run(QuantizedEmbedding.__call__, self.token_embd, ids), Rope(self.rope, pos, c.nope_dim + c.rope_dim, c.nope_dim)
     for block, cache in zip(self.blk[:n], self.cache): x, _ = run(Block.__call__, block, x, cache, rope)
     return x, rope
