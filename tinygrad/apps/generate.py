@@ -192,8 +192,11 @@ class Generator:
   # ---- helpers ----
   def _tokens(self, ids:Iterable[int]) -> list[int]:
     vocab = self.model.config.vocab_size
-    if not isinstance(ids, Iterable): raise ValueError(f"tokens: expected a list of numbers, found {ids!r}")
+    shape = getattr(ids, "shape", None)
+    if not isinstance(ids, Iterable) or isinstance(ids, (str, bytes)) or (shape is not None and len(shape) != 1):
+      raise ValueError(f"tokens: expected a list of numbers, found {type(ids).__name__}{'' if shape is None else f' of shape {shape}'}")
     tokens = [_whole("token", i) for i in ids]
     if not tokens: raise ValueError("no tokens: give at least one")
-    if (wrong := next((i for i in tokens if not 0 <= i < vocab), None)) is not None: raise ValueError(f"token {wrong}: expected 0 to {vocab - 1}")
+    if (wrong := next((i for i in tokens if not 0 <= i < vocab), None)) is not None:
+      raise ValueError(f"token {str(wrong)[:40]}: expected 0 to {vocab - 1}")
     return tokens

@@ -216,8 +216,9 @@ class Model:
 
 def load(path:str|Path, max_context:int|None=None, progress:bool=False) -> Model:
   """A model from a GGUF file (any part of one) or a name of --list-models, on the default device (DEV). max_context: tokens the cache holds,
-  clamped to the model's own context; 4096 by default. Raises GGUFError, UserError; ValueError for a max_context below 2."""
-  if max_context is not None and max_context < 2: raise ValueError(f"max_context: expected 2 or more, found {max_context}")
+  clamped to the model's own context; 4096 by default. Raises GGUFError, UserError; ValueError for a max_context that is no number from 2 on."""
+  if max_context is not None and (isinstance(max_context, bool) or not hasattr(max_context, "__index__") or max_context < 2):
+    raise ValueError(f"max_context: expected a whole number of 2 or more, found {max_context!r}")
   f = read_gguf(find_model(str(path)))
   config = Config.from_gguf(f)  # another architecture is refused before anything else of it is looked at
   if progress: doing(f"{f.path.name}: reading the vocabulary")
