@@ -1,6 +1,6 @@
 """Models by name: where their files are, and `load` for Python: a GGUF file becomes a model that answers."""
 from __future__ import annotations
-import difflib, os, shutil, time
+import ctypes, difflib, os, shutil, time
 from pathlib import Path
 from typing import Any, Iterable, Iterator
 import numpy as np
@@ -102,9 +102,19 @@ def _why_not(device:str, e:Exception) -> str:
     with Context(DEV=kind): return f"{text.split(', did you mean')[0]}, but {', '.join(map(Device[kind]._renderer_name, Device[kind].renderers))}"
   return text or type(e).__name__
 
+def choose_device() -> None:
+  """Where DEV names no device: the Mac's, a card whose driver is here, else the CPU. tinygrad by itself would open eight kinds in turn, for a second."""
+  if DEV.device: return
+  if OSX: found = "METAL"
+  else:
+    try: found = "CUDA" if ctypes.CDLL("libcuda.so.1").cuInit(0) == 0 else "CPU"
+    except OSError: found = "CPU"
+  DEV.value = os.environ["DEV"] = found  # workers that compile read the latter
+
 def check_device() -> None:
   """Raises UserError, which says why and what there is, where the default device cannot be opened, runs nothing or lacks its compiler. A cache of kernels
   that cannot be written is said once, and done without."""
+  choose_device()
   names = f"DEV is one of {', '.join(DEVICES)}; by plain ops, slowly, {', '.join(OTHERS)}"
   device = DEV.device
   if device in NO_DEVICES: raise UserError(f"the device {device} runs no kernels; {names}")
