@@ -14,7 +14,7 @@ from gguf.quants import dequantize
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.apps.capture import Step, to_device
 from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor
-from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear
+from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, prepare
 from tinygrad.apps.rope import Rope, Yarn, rope_table
 from tinygrad.dtype import DType
 from tinygrad.nn import cpu
@@ -262,7 +262,9 @@ class Transformer:
     c = Config.from_gguf(f)
     f = _unpadded(f, c)
     spec = _checked_tensors(f, c)
-    w = {t.name: _load(spec[t.name], t) for t in progress([f.tensors[name] for name in spec])}
+    tensors = [f.tensors[name] for name in spec]
+    prepare((t.type, t.shape) for t in tensors if isinstance(spec[t.name], type))
+    w = {t.name: _load(spec[t.name], t) for t in progress(tensors)}
     def norm(name:str) -> RMSNorm: return RMSNorm(w[name + ".weight"], c.norm_eps)
     def block(i:int) -> Block:
       b, attn = f"blk.{i}.", Attention(c)

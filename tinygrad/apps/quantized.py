@@ -15,7 +15,7 @@ Wider codes are split over two planes (6 bits: 4 + 2). Floats are kept as they a
 from __future__ import annotations
 import functools
 from dataclasses import dataclass
-from typing import Any, Callable, Self
+from typing import Any, Callable, Iterable, Self
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as GGMLType
 from tinygrad import Device, Tensor, UOp, dtypes
@@ -245,6 +245,17 @@ BIG = 1 << 24  # bytes
 
 def split(kind:GGMLType, shape:tuple[int, ...], raw:Tensor) -> tuple[Tensor, ...]: return tuple(split_planes(kind, shape, raw).values())
 
+def prepare(tensors:Iterable[tuple[GGMLType, tuple[int, ...]]]) -> None:
+  """Compiles what loading such weights launches, all beside each other"""
+  step = Step()
+  for kind, shape in sorted(set(tensors)):
+    if kind in FORMATS and not packed(shape): step.run(split, kind, shape, Tensor.empty(prod(shape) // block_size(kind)[0] * block_size(kind)[1], dtype=dtypes.uint8))
+  step.compile()
+
+def packed(shape:tuple[int, ...]) -> bool:
+  """Whether the CPU's kernels take such a matrix, as one interleaved stream"""
+  return cpu.device() == "CPU" and shape[-1] % UNIT == 0
+
 @functools.cache
 def plane_names(kind:GGMLType) -> tuple[str, ...]:
   elements, nbytes = block_size(kind)
@@ -295,7 +306,7 @@ class QuantizedWeight:
   @classmethod
   def load(cls, kind:GGMLType, shape:tuple[int, ...], data:np.ndarray) -> Self:
     """data: uint8, the tensor's bytes as in the file. They are copied to the device once; the copy is freed when the planes stand."""
-    if cpu.device() == "CPU" and shape[-1] % UNIT == 0: return cls(kind, shape, {"stream": packer(kind)(shape, data)})
+    if packed(shape): return cls(kind, shape, {"stream": packer(kind)(shape, data)})
     if kind in FLOATS: return cls(kind, shape, {"w": to_device(data.view(_to_np_dtype(FLOAT_PLANES[kind])).reshape(shape))})
     step = Step()
     planes = dict(zip(plane_names(kind), step.run(split, kind, shape, to_device(data))))
