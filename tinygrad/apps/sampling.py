@@ -18,8 +18,8 @@ class Sampling:
 
   def __post_init__(self) -> None:
     """Raises ValueError, one line, for a value out of range, and for one that the device's float32 would make 0 or infinite."""
-    for name, kind, low, high in (("temperature", Real, 0, 1e4), ("top_p", Real, LEAST, 1), ("min_p", Real, 0, 1), ("repeat_penalty", Real, LEAST, 1e4),
-                                  ("top_k", Integral, 0, (1 << 31) - 1), ("seed", Integral, 0, (1 << 32) - 1)):
+    for name, kind, low, high in (("temperature", Real, 0, 1e4), ("top_p", Real, LEAST, 1), ("min_p", Real, 0, 1),
+                                  ("repeat_penalty", Real, LEAST, 1e4), ("top_k", Integral, 0, (1 << 31) - 1), ("seed", Integral, 0, (1 << 32) - 1)):
       value = getattr(self, name)
       if isinstance(value, kind) and not isinstance(value, bool) and (value == low or max(low, LEAST) <= value <= high): continue
       expected = f"a whole number from 0 to {high}" if kind is Integral else f"{'' if low else '0, or '}from {LEAST:g} to {high:g}"
