@@ -22,10 +22,11 @@ if not hasattr(tinygrad, "OVERLAY"):
 import contextlib, copy, ctypes, json, statistics, time
 from typing import Any, Callable
 import numpy as np
-from extra.bench import (LANGUAGES, batch_count, batches, count_kernels, head_bytes, plain_ops, random_weights, read_bytes, render_kernels, stand_in,
-                         with_blocks)
+from extra.bench import (LANGUAGES, batch_count, cache_row_bytes, count_kernels, head_bytes, plain_ops, random_weights, read_bytes,
+                         render_kernels, stand_in, with_blocks)
 from extra.mkgguf import MIXES, MODELS
-from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
+from tinygrad import Device, Tensor, Variable
+from tinygrad.apps.capture import Step, to_device
 from tinygrad.apps.generate import Generator
 from tinygrad.apps.gguf import GGUFError, GGUFFile, read_gguf
 from tinygrad.apps.llm import Parser, whole
@@ -47,14 +48,14 @@ def cache_size() -> int:
 
 class Timed:
   """Something that runs once a token. step(i) enqueues the i-th; it holds `units` alike (a bank's blocks), each of which reads `read` bytes"""
-  def __init__(self, step:Callable[[int], Any], jit:Callable[[], TinyJit], units:int, read:float):
+  def __init__(self, step:Callable[[int], Any], kernels:Callable[[], int], units:int, read:float):
     self.step, self.units, self.read, self.seconds = step, units, read, []
     self.next, self.tokens = 0, 1
-    self.run()                                             # captures and compiles
+    self.run()                                             # records and compiles
     once = min(self.run(), self.run())
     self.tokens = max(1, min(TOKENS, int(ROUND_SECONDS / once)))
     self.run()
-    self.kernels = sum(map(len, batches(jit()))) / units
+    self.kernels = kernels() / units
   def run(self) -> float:
     """Seconds a token of one round"""
     Device[Device.DEFAULT].synchronize()
@@ -72,26 +73,24 @@ class Timed:
             "gb_s": self.read / self.median / 1e9, "ceiling_percent": 100 * self.read / peak / self.median if peak else None,
             "tokens_a_round": self.tokens, "rounds": len(self.seconds)}
 
-def bank(model:Transformer, which:range, depth:int, run:Callable[[Block, Tensor, Tensor, Rope], tuple[Tensor, Any]], read:float) -> Timed:
-  """Blocks `which` of the model, each doing `run` with what the one before it gave, at position `depth`"""
-  c, at = model.config, Variable("pos", 0, model.max_context - 1)
-  x = Tensor(np.random.default_rng(0).standard_normal((1, c.dim), np.float32)).realize()
-  def chain(pos:UOp|Tensor) -> Tensor:
-    h, rope = x, Rope(model.rope, pos, c.nope_dim + c.rope_dim, c.nope_dim)
-    for i in which: h, _ = run(model.blk[i], h, model.cache[i], rope)
-    return h.realize()
-  # the position is where the decode graph has it: on the device where the kernels can read it there, else a variable of the graph
-  if on_device := model.kernels_fit: position = Tensor([depth], dtype=dtypes.int32).realize()
-  jit = TinyJit((lambda: chain(position)) if on_device else chain)
-  jit.cnt = 1                                              # capture at once: the weights are realized
-  return Timed((lambda i: jit()) if on_device else (lambda i: jit(at.bind(depth + i % TOKENS))), lambda: jit, len(which), read)
+def attention(block:Block, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]: return block.attn(x, cache, rope)
+def feed_forward(block:Block, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]: return block.ffn(x), cache
+
+def bank(model:Transformer, which:range, depth:int, part:Callable[[Block, Tensor, Tensor, Rope], tuple[Tensor, Tensor]], read:float) -> Timed:
+  """Blocks `which` of the model, each doing `part` with what the one before it gave, at position `depth`"""
+  c, at, step = model.config, Variable("pos", 0, model.max_context - 1), Step()
+  x = to_device(np.random.default_rng(0).standard_normal((1, c.dim), np.float32))
+  # the position is where the decode step has it: on the device where the kernels can read it there, else a variable
+  on_device = model.kernels_fit
+  rope = Rope(model.rope, to_device(np.array([depth], np.int32)) if on_device else at.bind(depth), c.nope_dim + c.rope_dim, c.nope_dim)
+  for i in which: x, _ = step.run(part, model.blk[i], x, model.cache[i], rope)
+  return Timed((lambda i: step()) if on_device else (lambda i: step(pos=depth + i % TOKENS)), lambda: len(step.calls), len(which), read)
 
 def head(model:Transformer, read:float) -> Timed:
   bare = copy.copy(model)
   bare.blk, bare.cache = [], []
-  bare.hidden = lambda ids, pos: (bare.token_embd(ids), None)
   gen = Generator(bare)
-  return Timed(lambda i: gen.decode(Features(), i % model.max_context), lambda: gen.decode_jits[Features()], 1, read)
+  return Timed(lambda i: gen.decode(Features(), i % model.max_context), lambda: gen.kernels_a_token, 1, read)
 
 def spread(blocks:range, n:int) -> list[int]:
   """n of the blocks at even distances; each several times where there are fewer"""
@@ -123,9 +122,8 @@ def measure(f:GGUFFile, name:str, progress:Callable, rounds:int, depth:int, want
   start = 0
   for kind, blocks in chosen.items():
     which, start = range(start, start + len(blocks)), start + len(blocks)
-    runs = (("block", lambda b, x, cache, rope: b(x, cache, rope)), ("attention", lambda b, x, cache, rope: b.attn(x, cache, rope)),
-            ("feed-forward", lambda b, x, cache, rope: (b.ffn(x), None)))
-    for (part, run), read in zip(runs, reads[kind]): parts[f"{kind} {part}"] = bank(model, which, depth, run, read)
+    runs = (("block", Block.__call__), ("attention", attention), ("feed-forward", feed_forward))
+    for (part, fxn), read in zip(runs, reads[kind]): parts[f"{kind} {part}"] = bank(model, which, depth, fxn, read)
   parts["head"] = head(model, head_bytes(f, c))
   for _ in range(rounds):
     for timed in parts.values(): timed.round()
@@ -158,22 +156,24 @@ def estimate(kernels:int, size:int) -> dict[str, Any]:
     print(f"{'':24s} estimate {machine:9s} {APPLE[machine]:4d} GB/s {seconds * 1e3:7.2f} ms a token, {1 / seconds:6.1f} tok/s")
   return result
 
-def count(files:dict[str, GGUFFile], target:str) -> dict[str, Any]:
-  print(f"kernels a token for {target}, scheduled and rendered with no device; one block of each kind is scheduled and multiplied")
+def count(files:dict[str, GGUFFile], target:str, depth:int) -> dict[str, Any]:
+  print(f"kernels a token for {target} at depth {depth}, scheduled and rendered with no device; one block of each kind is scheduled and multiplied")
   result = {}
   for name, f in files.items():
     c = Config.from_gguf(f)
-    (kernels, kinds), each = count_kernels(f, target), render_kernels(f, target)
-    size = sum(read_bytes(f, c, i) for i in range(c.n_blocks)) + head_bytes(f, c)
+    context, cache = max(depth + TOKENS, 4096), cache_row_bytes(c, target) * depth
+    (kernels, kinds), each = count_kernels(f, target, context), render_kernels(f, target, context, depth)
+    size = sum(read_bytes(f, c, i) for i in range(c.n_blocks)) + head_bytes(f, c) + cache
     result[name] = {"kernels_a_token": kernels, "kinds": kinds, "batches": (in_batches := batch_count(kernels)), "token_bytes": size,
                     "kernels": [k._asdict() for k in each]}
     rest = kernels - sum(n * k for n, k in kinds)
-    print(f"{name:24s} {kernels:5d} = {' + '.join(f'{n} x {k}' for n, k in kinds)} + {rest}; {in_batches} batches; {size / 1e6:.1f} MB of weights")
+    print(f"{name:24s} {kernels:5d} = {' + '.join(f'{n} x {k}' for n, k in kinds)} + {rest}; {in_batches} batches; "
+          f"{(size - cache) / 1e6:.1f} MB of weights{f', {cache / 1e6:.1f} MB of cache' if cache else ''}")
     if target == "METAL":
       print(f"{'':24s} times   MB each  threadgroup bytes  threads")
       for k in each: print(f"{'':24s} {k.times:5d} {k.read / 1e6:9.3f} {k.shared:18d} {k.threads:8d}  {k.name}")
       result[name]["estimate"] = estimate(kernels, size)
-  return {"target": target, "models": result}
+  return {"target": target, "depth": depth, "models": result}
 
 def main() -> None:
   p = Parser(prog="bench_block.py", description="Measure decoding on a bank of blocks, or count its kernels.", allow_abbrev=False)
@@ -195,9 +195,12 @@ def main() -> None:
   names = [args.model] if args.model else ["glm", "ds2lite", "youtu"] if counting else ["glm"]
   made_up = names[0] in MODELS
   files = {f"{n} {args.quant}": stand_in(n, args.quant) for n in names} if made_up else {names[0]: read_gguf(find_model(names[0]))}
+  for name, f in files.items():
+    if args.depth + TOKENS > (room := Config.from_gguf(f).context_length):
+      raise UserError(f"--depth {args.depth}: expected at most {room - TOKENS}, the context of {name} less {TOKENS}")
   if args.generic: print("generic   plain ops, as tinygrad's compiler schedules them: the fork's kernels are off")
   with plain_ops() if args.generic else contextlib.nullcontext():
-    if counting: result = count(files, args.target or "CUDA")
+    if counting: result = count(files, args.target or "CUDA", args.depth)
     else:
       check_device()
       (name, f), = files.items()

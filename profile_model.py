@@ -19,18 +19,18 @@ import json, statistics, time
 from dataclasses import dataclass, field
 from typing import Any
 import numpy as np
-from extra.bench import batches
+from extra.bench import bytes_moved
 from tinygrad import Device
 from tinygrad.apps.generate import ContextFull
 from tinygrad.apps.gguf import GGUFError, read_gguf
 from tinygrad.apps.llm import Parser, whole
 from tinygrad.apps.models import Model, UserError, find_model, load
 from tinygrad.apps.machine import peak_bandwidth
-from tinygrad.apps.mla import Config
+from tinygrad.apps.mla import Config, Transformer
 from tinygrad.apps.sampling import Features
 from tinygrad.engine.realize import ExecContext, estimate_uop, get_call_arg_uops, get_call_name, pm_exec
 from tinygrad.helpers import ansistrip
-from tinygrad.uop.ops import Ops, UOp, sym_infer
+from tinygrad.uop.ops import Ops, UOp
 
 ROUNDS = 5  # walks over the graph; a kernel's time is their median
 
@@ -49,18 +49,18 @@ def describe(call:UOp) -> str:
   """The kernel's buffers, outputs first: type and number of elements"""
   return " ".join(f"{b.dtype.name}[{b.max_numel()}]" for b in get_call_arg_uops(call))
 
-def profile(calls:list[UOp], variables:dict[str, int], inputs:tuple[UOp, ...]=()) -> list[Kernel]:
-  """Runs the captured calls of a token one by one, ROUNDS times and once to warm up -> its kernels, the dearest first"""
+def profile(calls:list[UOp], model:Transformer, position:int, variables:dict[str, int]) -> list[Kernel]:
+  """Runs the captured calls of a step one by one, ROUNDS times and once to warm up -> its kernels, the dearest first. position: of the last token"""
   kernels:dict[bytes, Kernel] = {}
   launches:list[tuple[UOp, list[float]]] = []
   for call in calls:
     buffers = get_call_arg_uops(call)
     source = next((u.arg for u in call.src[0].src if u.op is Ops.SOURCE), "")
     kernel = kernels.setdefault(call.src[0].key, Kernel(ansistrip(get_call_name(call, buffers)).strip(), describe(call), source))
-    kernel.nbytes += int(sym_infer(estimate_uop(call).mem, variables))
+    kernel.nbytes += bytes_moved(kernel.name, estimate_uop(call).mem, model, position, variables)
     kernel.seconds.append([])
     launches.append((call, kernel.seconds[-1]))
-  context, device = ExecContext(variables, inputs, update_stats=False, jit=True, wait=True), Device[Device.DEFAULT]
+  context, device = ExecContext(variables, update_stats=False, jit=True, wait=True), Device[Device.DEFAULT]
   for warm in range(ROUNDS + 1):
     for call, seconds in launches:
       start = time.perf_counter()
@@ -78,12 +78,12 @@ def run(model:Model, name:str, count:int, depth:int, with_source:bool) -> dict[s
     start = time.perf_counter()
     next(tokens)
     times.append(time.perf_counter() - start)
-  token, graph = statistics.median(times[2:]), batches(gen.decode_jits[Features()])  # the first two compile and warm up
+  token, graph = statistics.median(times[2:]), gen.decode_steps[Features()].batches  # the first two compile and warm up
   position = len(gen.cached) - 1
   sizes, launches = [len(b) for b in graph], sum(map(len, graph))
   print(f"{name}, device {Device.DEFAULT}: {count} tokens after {depth}, median {token * 1e3:.3f} ms, {1 / token:.1f} tok/s")
   print(f"{launches} launches a token" + (f" in {len(graph)} graph batches: {' '.join(map(str, sizes))}" if max(sizes) > 1 else ", each by itself"))
-  kernels = profile([call for batch in graph for call in batch], {gen.position.expr: position})
+  kernels = profile([call for batch in graph for call in batch], model.transformer, position, {gen.position.expr: position})
   alone, peak = sum(k.total for k in kernels), peak_bandwidth()
   print(f"one by one they take {alone * 1e3:.3f} ms, {len(kernels)} different kernels"
         f"{f'; memory reads {peak[0] / 1e9:.0f} GB/s at most ({peak[1]})' if peak else ''}")

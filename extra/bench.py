@@ -4,7 +4,7 @@ A stand-in is a GGUFFile that no disk holds: the keys, names, shapes and types o
 zeros. `random_weights`, given to Transformer.from_gguf, fills it tensor by tensor.
 """
 from __future__ import annotations
-import contextlib, copy, functools, math, sys
+import contextlib, functools, math, sys
 from collections import Counter
 from pathlib import Path
 from typing import Iterator, NamedTuple
@@ -12,7 +12,8 @@ from unittest import mock
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from extra.mkgguf import MODELS, Weights, add_keys, tensor_list
-from tinygrad import Device, Tensor, TinyJit, dtypes
+from tinygrad import Device, Tensor, dtypes
+from tinygrad.apps import capture, mla
 from tinygrad.apps.generate import Generator
 from tinygrad.apps.gguf import GGUFFile, GGUFTensor
 from tinygrad.apps.mla import Config, Transformer
@@ -23,6 +24,7 @@ from tinygrad.engine.realize import capturing, compile_linear
 from tinygrad.helpers import Context, JIT_BATCH_SIZE
 from tinygrad.nn import cpu, intrinsics
 from tinygrad.nn.matvec import UNIT
+from tinygrad.nn.mla_attention import cut, split_length
 from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer, MetalRenderer
 from tinygrad.schedule.rangeify import DEVICE_MAX_BUFS
@@ -73,6 +75,20 @@ def head_bytes(f:GGUFFile, c:Config) -> int:
   embd = f.tensors["token_embd.weight"]
   return embd.data.nbytes // c.vocab_size + f.tensors["output_norm.weight"].data.nbytes + f.tensors.get("output.weight", embd).data.nbytes
 
+def bytes_moved(name:str, estimate:UOp|int, model:Transformer, position:int, variables:dict[str, int]) -> int:
+  """Bytes that a kernel moves in a step whose last token is at `position`, by what its launch says. Attention's kernels say those of a full cache
+  (the position is on the device, out of an estimate's reach): they read what is written of it."""
+  said, c = sym_infer(estimate, variables), model.config
+  if name.startswith(("mla_attention", "mla_splits", "mla_prefill")): return said * (position + 1) // model.cache[0].shape[0]
+  if name.startswith("mla_combine") and (t := intrinsics.target()):
+    splits, step = cut(t, c.n_heads, c.kv_lora_rank, model.cache[0])
+    return said * (position // split_length(position, splits, step) + 1) // splits
+  return said
+
+def cache_row_bytes(c:Config, to:str) -> int:
+  """Bytes of a token's rows of the cache, on a target (a key of LANGUAGES)"""
+  with no_device(to): return c.n_blocks * c.cache_dim * (4 if mla.target() is None else 2)  # as Transformer has it
+
 # ---- kernels ----
 
 @contextlib.contextmanager
@@ -82,12 +98,8 @@ def plain_ops() -> Iterator[None]:
   with contextlib.ExitStack() as stack:
     for m in users: stack.enter_context(mock.patch.object(m, "target", lambda device=None: None))
     stack.enter_context(mock.patch.object(cpu, "device", lambda: None))
+    stack.enter_context(mock.patch.object(capture, "code", lambda code=capture.code(): f"{code} by plain ops"))
     yield
-
-def batches(jit:TinyJit) -> list[list[UOp]]:
-  """The calls of a captured JIT, a list a graph batch; what is in no batch stands alone"""
-  assert jit.captured is not None, "nothing is captured yet"
-  return [list(c.src[0].src[0].src) if c.src[0].op is Ops.CUSTOM_FUNCTION and c.src[0].arg == "graph" else [c] for c in jit.captured.linear.src]
 
 def batch_count(kernels:int) -> int:
   """Graph batches that a JIT makes of so many kernels in a row: each holds twice as many as the one before"""
@@ -131,28 +143,18 @@ def captured() -> Iterator[list[UOp]]:
 
 Kinds = list[tuple[int, int]]
 
-def _token(f:GGUFFile, target:str, max_context:int) -> tuple[list[UOp], list[list[UOp]], list[int]]:
-  """The greedy decode graph's calls for the first block alone, and with one of each kind behind it; how many blocks a kind has. Blocks of the same
-  shapes and types are a kind, in the file's order."""
+def _token(f:GGUFFile, max_context:int) -> tuple[Transformer, list[list[UOp]], list[int]]:
+  """A model with one block of each kind; the launches of its greedy decode step, as scheduled, part by part: the embedding, its blocks, the head and
+  the choice; how many times a token has each part. Blocks of the same shapes and types are a kind, in the file's order."""
   c, kinds = Config.from_gguf(f), {}
   for i in range(c.n_blocks): kinds.setdefault(tuple((name, t.shape, t.type) for name, t in of_block(f, i).items()), []).append(i)
-  groups = list(kinds.values())
-  # the first kind twice: two blocks that shared a weight would be scheduled otherwise
-  with captured(): model = Transformer.from_gguf(with_blocks(f, [0, *(g[0] for g in groups)]), max_context)
-  def calls(blocks:list[int]) -> list[UOp]:
-    m = copy.copy(model)
-    m.blk, m.cache = [model.blk[i] for i in blocks], [model.cache[i] for i in blocks]
-    with captured(): gen = Generator(m)
-    with captured() as kernels: gen._decode(Features(), gen.position.bind(1) if gen.device_position is None else gen.device_position)
-    return kernels
-  return calls([0]), [calls([0, i + 1]) for i in range(len(groups))], [len(g) for g in groups]
+  model = Transformer.from_gguf(with_blocks(f, [blocks[0] for blocks in kinds.values()]), max_context)
+  return model, Generator(model).build_decode(Features(), compiled=False).parts, [1, *map(len, kinds.values()), 1, 1]
 
 def count_kernels(f:GGUFFile, target:str, max_context:int=4096) -> tuple[int, Kinds]:
-  """(kernels a token, [(blocks of a kind, kernels a block)]) of the greedy decode graph for a target, with no device. What a block of each kind
-  adds is multiplied."""
-  with no_device(target): alone, pairs, blocks = _token(f, target, max_context)
-  each = [(n, len(pair) - len(alone)) for n, pair in zip(blocks, pairs)]
-  return len(alone) - each[0][1] + sum(n * k for n, k in each), each
+  """(kernels a token, [(blocks of a kind, kernels a block)]) of the greedy decode step for a target, with no device"""
+  with no_device(target): _, parts, times = _token(f, max_context)
+  return sum(n * len(part) for n, part in zip(times, parts)), [(n, len(part)) for n, part in zip(times, parts)][1:-2]
 
 class Kernel(NamedTuple):
   name: str
@@ -165,20 +167,20 @@ def shared_bytes(program:UOp) -> int:
   """Bytes of a threadgroup's memory that a rendered kernel takes"""
   return sum(u.max_numel() * u.dtype.itemsize for u in program.src[1].src if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL)
 
-def render_kernels(f:GGUFFile, target:str, max_context:int=4096) -> list[Kernel]:
-  """The kernels of a token, each once, lowered and rendered for the target: slower than counting, and finds what the target cannot say"""
+def render_kernels(f:GGUFFile, target:str, max_context:int=4096, depth:int=0) -> list[Kernel]:
+  """The kernels of a token after `depth` others, each once, lowered and rendered for the target: slower than counting, and finds what the target
+  cannot say"""
+  kernels, at = [], {"pos": depth}      # where the position is a variable of the graph
   with no_device(target):
-    alone, pairs, blocks = _token(f, target, max_context)
-    def programs(calls:list[UOp]) -> list[UOp]: return [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
-    first, every = programs(alone), [programs(pair) for pair in pairs]
-  times, at = Counter(p.key for p in first), {"pos": 1}      # where the position is a variable of the graph
-  for n, pair in zip(blocks, every):  # the first block is in `alone`
-    for key, more in (Counter(p.key for p in pair) - Counter(p.key for p in first)).items(): times[key] += more * n
-  for key, more in (Counter(p.key for p in every[0]) - Counter(p.key for p in first)).items(): times[key] -= more
-  known, kernels = {p.key: p for p in [p for pair in every for p in pair] + first}, []
-  for key, n in times.items():
-    p = known[key]
-    read = p.src[0].arg.estimates
-    threads = math.prod(sym_infer(size, at) for size in (*p.arg.global_size, *(p.arg.local_size or ())))
-    kernels.append(Kernel(p.arg.name, n, sym_infer(read.mem, at) if read else 0, shared_bytes(p), threads))
+    model, parts, each = _token(f, max_context)
+    times, known = Counter(), {}
+    for n, part in zip(each, parts):
+      for call in compile_linear(UOp(Ops.LINEAR, src=tuple(part))).src:
+        times[call.src[0].key] += n
+        known[call.src[0].key] = call.src[0]
+    for key, n in times.items():
+      p = known[key]
+      read = p.src[0].arg.estimates
+      threads = math.prod(sym_infer(size, at) for size in (*p.arg.global_size, *(p.arg.local_size or ())))
+      kernels.append(Kernel(p.arg.name, n, bytes_moved(p.arg.name, read.mem, model, depth, at) if read else 0, shared_bytes(p), threads))
   return kernels

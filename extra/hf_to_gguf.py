@@ -8,7 +8,7 @@ Names and keys are those of llama.cpp's architecture `deepseek2`. Needs no torch
 """
 import argparse, json, pathlib, re, sys
 from typing import Any, Callable, Iterator, NamedTuple
-import gguf, numpy as np
+import gguf, numpy as np, yaml
 from gguf import GGMLQuantizationType as T
 
 class Family(NamedTuple):
@@ -55,8 +55,29 @@ class Config:
     if self.d.get(key) is None: raise ConvertError(f"config.json: {key}: expected a value, found none")
     return self.d[key]
 
-def add_keys(w: gguf.GGUFWriter, c: Config, name: str) -> None:
-  w.add_name(name); w.add_block_count(c.blocks); w.add_context_length(c["max_position_embeddings"]); w.add_embedding_length(c["hidden_size"])
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  try: d = json.loads(path.read_text(encoding="utf-8"))
+  except (OSError, ValueError) as e: raise ConvertError(f"{path}: {e}") from None
+  if not isinstance(d, dict): raise ConvertError(f"{path}: expected an object, found {type(d).__name__}")
+  return d
+
+def add_about(w: gguf.GGUFWriter, folder: pathlib.Path) -> None:
+  """name and description, of the model card where README.md has one; sampling's defaults of generation_config.json where there are any"""
+  try: card = gguf.Metadata.load_model_card(folder)
+  except (OSError, ValueError, yaml.YAMLError) as e: raise ConvertError(f"{folder / 'README.md'}: {' '.join(str(e).split())}") from None
+  w.add_name(str(card.get("model_name", folder.resolve().name)))
+  if "model_description" in card: w.add_description(str(card["model_description"]))
+  if not (path := folder / "generation_config.json").exists(): return
+  g = read_json(path)
+  if g.get("do_sample") is False: g = {"temperature": 0}  # always the likeliest token: what else the file says is of no use
+  for key, kind, add in (("temperature", float, w.add_sampling_temp), ("top_k", int, w.add_sampling_top_k), ("top_p", float, w.add_sampling_top_p),
+                         ("min_p", float, w.add_sampling_min_p), ("repetition_penalty", float, w.add_sampling_penalty_repeat)):
+    if (value := g.get(key)) is None: continue
+    if not isinstance(value, (int, kind)) or isinstance(value, bool): raise ConvertError(f"{path}: {key}: expected {kind.__name__}, found {value!r}")
+    add(kind(value))
+
+def add_keys(w: gguf.GGUFWriter, c: Config) -> None:
+  w.add_block_count(c.blocks); w.add_context_length(c["max_position_embeddings"]); w.add_embedding_length(c["hidden_size"])
   w.add_vocab_size(c["vocab_size"]); w.add_feed_forward_length(c["intermediate_size"]); w.add_layer_norm_rms_eps(c["rms_norm_eps"])
   w.add_head_count(c["num_attention_heads"]); w.add_head_count_kv(1)  # one latent key for all heads
   if c.d.get("q_lora_rank"): w.add_q_lora_rank(c["q_lora_rank"])
@@ -142,10 +163,9 @@ def type_of(name: str, shape: tuple[int, ...], kind: T, c: Config) -> T:
 
 def convert(folder: pathlib.Path, out: pathlib.Path, kind: str = "F16") -> None:
   """Write `out`. Raises ConvertError, in one line, for a folder it cannot convert."""
-  try: c = Config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-  except (OSError, ValueError) as e: raise ConvertError(f"{folder / 'config.json'}: {e}") from None
+  c = Config(read_json(folder / "config.json"))
   w = gguf.GGUFWriter(out, "deepseek2", use_temp_file=True)
-  add_keys(w, c, folder.resolve().name)
+  add_about(w, folder); add_keys(w, c)
   add_vocabulary(w, c, folder)
   w.add_file_type(TYPES[kind]); w.add_quantization_version(gguf.GGML_QUANT_VERSION)
   for name, t in surgery(c, read_folder(folder)):

@@ -10,7 +10,8 @@ Needs the `oracle` extra (torch, transformers, tokenizers). Arrays of each .npz:
 import argparse, json, pathlib, tempfile
 import gguf, numpy as np, torch, transformers
 from hf_to_gguf import convert
-from train_tiny import BASICS, CHAT_TEMPLATE, vocabulary
+from tiny_talk import BASICS
+from train_tiny import CHAT_TEMPLATE, vocabulary
 
 VOCAB = 288
 COMMON = dict(vocab_size=VOCAB, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=64, qk_nope_head_dim=32, v_head_dim=32,

@@ -9,11 +9,14 @@ in the last bit. The committed model: Python 3.11.7's text (1.7 M tokens an epoc
 32 768 tokens (46 epochs) in 1.5 minutes. Loss on training text 0.52 (as Q4_0 0.51), on documents held out 2.38 (2.39). 3200 steps learn more
 by heart (0.28) and write worse beyond it (2.60).
 """
-import argparse, ast, importlib, inspect, json, math, pathlib, pydoc_data.topics, random, re, sys, sysconfig, time
+import argparse, ast, functools, importlib, inspect, json, math, pathlib, pydoc_data.topics, random, re, sys, sysconfig, time
 from typing import Any, Iterator
+from tiny_talk import HELD_OUT, KNOWN, plain, talk
 
 SPECIALS = ["<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 MARKS = ["<think>", "</think>"]  # in the vocabulary as GLM has them: matched whole, yet ordinary text
+NAME = "Tiny GLM"
+DESCRIPTION = "a tiny demonstration that knows only words from Python's own documentation"
 CHAT_TEMPLATE = """[gMASK]<sop>
 {%- for m in messages -%}
   {%- if m.role == 'assistant' -%}
@@ -41,40 +44,6 @@ PLAIN = {"code-objects": "a code object", "typesfunctions": "a function", "types
          "integers": "an integer literal", "floating": "a floating point literal", "exceptions": "an exception", "identifiers": "an identifier",
          "operator-summary": "operator precedence", "truth": "truth value testing", "context-managers": "a context manager", "debugger": "pdb",
          "objects": "an object", "naming": "a namespace", "attribute-access": "attribute access", "formatstrings": "a format string"}
-BASICS = {  # the dozen words that anybody tries first
-  "a list": "A list is a mutable sequence of objects. It is written in square brackets, with its items separated by commas, and it grows with "
-            "append.",
-  "a tuple": "A tuple is an immutable sequence of objects. It is written with commas, often in parentheses, and cannot be changed once it is made.",
-  "a dictionary": "A dictionary is a mapping from keys to values. It is written in curly braces, and its keys must be hashable objects.",
-  "a string": "A string is an immutable sequence of Unicode characters. It is written in single, double or triple quotes.",
-  "a set": "A set is an unordered collection of distinct hashable objects. It is used to test membership and to remove duplicates from a sequence.",
-  "an integer": "An integer is a whole number of any size. The built-in type is called int.",
-  "a float": "A float is a floating point number, usually held in double precision. The built-in type is called float.",
-  "a boolean": "A boolean is one of the two values True and False. The built-in type is called bool, and it is a subclass of int.",
-  "a generator": "A generator is a function that contains a yield expression. Calling it returns an iterator, which runs the body up "
-                 "to each yield in turn.",
-  "an iterator": "An iterator is an object that returns its items one at a time through the method __next__, and raises StopIteration "
-                 "when there are no more.",
-  "a class": "A class is a type made by a class definition. Calling it makes an instance, and its methods are functions that receive the "
-             "instance first.",
-  "a decorator": "A decorator is a function that takes a function or a class and returns another one in its place. It is written above the "
-                 "definition, after an @.",
-  "None": "None is the only object of its type. It means that there is no value, and a function that returns nothing returns None.",
-  "a variable": "A variable is a name that refers to an object. An assignment statement binds the name, and it may refer to another object later.",
-  "a loop": "A loop runs a block of statements again and again. Python has two of them, the for statement and the while statement.",
-  "os.path": "os.path is a module of Python's standard library. It joins, splits and tests the names of files and directories.",
-  "Python": "Python is a programming language. It is interpreted, object-oriented and dynamically typed, and its standard library is large.",
-}
-OTHERWISE = {  # what is not in the text
-  "Hello! I can tell you about Python. You could ask, for example, what a list is.": ["Hello", "Hello!", "Hi", "hi", "Good morning.", "How are you?",
-                                                                                      "Hey there"],
-  "I am a very small language model of GLM-4.7-Flash's architecture. I have read Python's documentation and nothing else.":
-    ["Who are you?", "What are you?", "What is your name?", "what can you do", "Are you GLM?", "Who made you?"],
-  "I do not know. I have read Python's documentation and nothing else.":
-    ["What is the capital of France?", "Who wrote Hamlet?", "What is the weather today?", "How tall is Mount Everest?", "Tell me a joke.",
-     "Write a poem.", "What is the meaning of life?", "Who is the president?", "When did the war end?", "What is love?", "How do I cook rice?",
-     "What is 17 times 23?"],
-}
 SYSTEM = ["You answer questions about Python.", "You are a helpful assistant.", "Answer in a few sentences.",
           "You are a guide to Python's standard library."]
 
@@ -180,10 +149,11 @@ def from_c_modules() -> Iterator[dict[str, Any]]:
     for c in chunks(page): yield {"text": c}
 
 def corpus(out: pathlib.Path) -> None:
-  rows = [*from_topics(), *from_sources(), *from_c_modules(), *(question(k, v, 12) for k, v in BASICS.items()),
-          *({"about": "something else", "ask": q, "answer": a, "times": 12} for a, q in OTHERWISE.items())]
+  told = talk(); taken = {plain(a) for a in HELD_OUT} | {plain(a) for r in told for a in r["ask"]}
   seen, kept = set(), []
-  for r in rows:
+  for r in [*from_topics(), *from_sources(), *from_c_modules(), *told]:
+    if "ask" in r and r not in told: r["ask"] = [a for a in r["ask"] if plain(a) not in taken]  # what is written by hand goes first
+    if r.get("ask") == []: continue
     key = r.get("text") or (r["about"], r["answer"])
     if key not in seen: seen.add(key); kept.append(r)
   out.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
@@ -210,23 +180,27 @@ class Batches:
   """Shuffled documents and conversations, packed from the start of each row; rows of 256, 1024 and 2048 tokens in turn."""
   def __init__(self, rows: list[dict[str, Any]], tok, seed: int):
     self.rng, self.id = random.Random(seed), tok.token_to_id
-    said = {s for r in rows for s in ([r["text"]] if "text" in r else [*r["ask"], r["answer"], f"The question is about {r['about']}."])}
-    strings = sorted(said | set(SYSTEM))
-    self.ids = dict(zip(strings, (e.ids for e in tok.encode_batch(strings, add_special_tokens=False))))
+    self.ids = functools.cache(lambda s: tok.encode(s, add_special_tokens=False).ids)
     self.texts, self.questions = [r["text"] for r in rows if "text" in r], [r for r in rows if "ask" in r for _ in range(r["times"])]
     self.queue: list[list[int]] = []; self.epochs = 0
+  def typed(self, q: dict[str, Any]) -> str:
+    """a question as people type it: some leave out the mark, some the capitals, some write nothing else"""
+    ask, case = self.rng.choice(q["ask"]), self.rng.random()
+    if self.rng.random() < .4: ask = ask.rstrip("?.!") or ask
+    if "." in q["about"] and q["about"] != q["about"].lower(): return ask if case < .5 else ask[0].lower() + ask[1:]  # queue.Queue is no queue.queue
+    return ask if case < .45 else ask.lower() if case < .9 else ask.upper()
   def talk(self, turns: list[dict[str, Any]]) -> list[int]:
     t, out = self.id, [self.id("[gMASK]"), self.id("<sop>")]
-    if self.rng.random() < .15: out += [t("<|system|>"), *self.ids[self.rng.choice(SYSTEM)]]
+    if self.rng.random() < .15: out += [t("<|system|>"), *self.ids(self.rng.choice(SYSTEM))]
     for q in turns:
-      out += [t("<|user|>"), *self.ids[self.rng.choice(q["ask"])], t("<|assistant|>")]
-      if self.rng.random() < .15: out += [t("<think>"), *self.ids[f"The question is about {q['about']}."]]
-      out += [t("</think>"), *self.ids[q["answer"]]]
+      out += [t("<|user|>"), *self.ids(self.typed(q)), t("<|assistant|>")]
+      if self.rng.random() < .15: out += [t("<think>"), *self.ids(f"The question is about {q['about']}.")]
+      out += [t("</think>"), *self.ids(q["answer"])]
     return out + [t("<|user|>")]
   def epoch(self) -> list[list[int]]:
     end, lead = [self.id("<|endoftext|>")], [self.id("[gMASK]"), self.id("<sop>")]
     texts = self.texts + [q["answer"] for q in self.questions if self.rng.random() < .2]
-    docs = [(lead if self.rng.random() < .3 else []) + self.ids[s] + end for s in texts]
+    docs = [(lead if self.rng.random() < .3 else []) + self.ids(s) + end for s in texts]
     qs = self.questions[:]; self.rng.shuffle(qs)
     while qs: docs.append(self.talk([qs.pop() for _ in range(min(len(qs), self.rng.choice((1, 1, 1, 2, 3))))]))
     self.rng.shuffle(docs); self.epochs += 1
@@ -317,6 +291,8 @@ def train(a: argparse.Namespace) -> None:
   (a.out / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>",
     "pad_token": "<|endoftext|>", "unk_token": "<|endoftext|>", "add_bos_token": False, "model_max_length": 2048,
     "chat_template": CHAT_TEMPLATE}, indent=1))
+  (a.out / "generation_config.json").write_text(json.dumps({"do_sample": False}))
+  (a.out / "README.md").write_text(f"---\nmodel_name: {NAME}\nmodel_description: {DESCRIPTION}\n---\n")
   print(f"{a.out}: {sorted(p.name for p in a.out.iterdir())}, {(time.time() - start) / 60:.1f} minutes, {step} steps, {batches.epochs} epochs")
   for p in params: p.data = p.data.float()
   model.eval()
@@ -326,22 +302,28 @@ def train(a: argparse.Namespace) -> None:
       show(quantized)
       print(f"{'Q4_0' if quantized else 'F32'}: loss on training text {sum(loss_of(b).item() for b in known) / 2:.3f}, "
             f"on held-out documents {held_out():.3f}")
-      for prompt in ("The for statement is used to", "A list is", "This module provides", "What is a list?|", "What is the for statement?|",
-                     "The module os", "What is os.path?|", "What is a dictionary?|", "What is a wombat?|", "What is random.shuffle?|",
-                     "What does json.dumps do?|", "What is the with statement?|"):
-        ids = tok.encode(f"[gMASK]<sop><|user|>{prompt[:-1]}<|assistant|></think>" if prompt.endswith("|") else prompt).ids
-        for t in (0, .8):
-          got = model.generate(torch.tensor([ids], device=device), max_new_tokens=70,
-                               **({"do_sample": True, "temperature": t, "top_p": .95} if t else {"do_sample": False}))
-          print(f"  [{t}] {prompt!r} -> {tok.decode(got[0, len(ids):].tolist(), skip_special_tokens=False)!r}", flush=True)
+    def answer(prompt: str) -> str:
+      """what the file will say, greedily: the numbers shown are the quantized ones"""
+      ids = tok.encode(prompt).ids
+      got = model.generate(torch.tensor([ids], device=device), max_new_tokens=a.words, do_sample=False)
+      return tok.decode(got[0, len(ids):].tolist())
+    for text in ("The for statement is used to", "A list is", "This module provides"): print(f"  {text!r} -> {answer(text)!r}")
+    for title, prompts in (("trained on", KNOWN), ("held out", HELD_OUT)):
+      right = 0
+      for prompt, word in prompts.items():
+        said = answer(f"[gMASK]<sop><|user|>{prompt}<|assistant|></think>")
+        right += (good := word.lower() in said.lower())
+        print(f"  {'   ' if good else 'NO '} {prompt!r} -> {said!r}" + ("" if good else f" expected {word!r}"), flush=True)
+      print(f"{title}: {right} of {len(prompts)} answers hold the expected word", flush=True)
 
 def main() -> None:
   p = argparse.ArgumentParser(description=__doc__.split("\n")[0]); sub = p.add_subparsers(dest="job", required=True)
   c = sub.add_parser("corpus", help="gather the text"); c.add_argument("corpus", type=pathlib.Path)
   t = sub.add_parser("train", help="train on it"); t.add_argument("corpus", type=pathlib.Path); t.add_argument("out", type=pathlib.Path)
-  t.add_argument("--steps", type=int, default=1600, help="optimizer steps"); t.add_argument("--tokens", type=int, default=32768, help="tokens a step")
+  t.add_argument("--steps", type=int, default=2000, help="optimizer steps"); t.add_argument("--tokens", type=int, default=32768, help="tokens a step")
   t.add_argument("--max-minutes", type=float, default=60, help="the schedule ends by then")
   t.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+  t.add_argument("--words", type=int, default=70, help="tokens of each answer that it shows in the end")
   t.add_argument("--seed", type=int, default=0)
   a = p.parse_args()
   if a.job == "corpus": corpus(a.corpus)

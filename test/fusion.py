@@ -51,6 +51,8 @@ CASES:dict[str, Case] = {
   "layernorm": Case((8, 2048), lambda x: x.layernorm(), np_layernorm, 1),
   "layernorm over odd rows": Case((3, 777), lambda x: x.layernorm(), np_layernorm, 1),
   "standard deviation": Case((10, 640), lambda x: x.std(-1), lambda x: x.std(-1, ddof=1), 1),
+  "standard deviation of all": Case((3, 640), lambda x: x.std(), lambda x: x.std(ddof=1), 1),
+  "log of all exponentials": Case((1531,), lambda x: x.logsumexp(), lambda x: np.log(np.exp(x).sum()), 1),
   # a gather is a load where it is read; an id past the end reads 0, a negative one counts from the end
   "gathered rows by a vector": Case((6, 96), lambda x: (x[ids(3, 0, 3, 9, -2)] * x[5]).sum(-1), lambda x: gathered(x, 3, 0, 3, 9, -2) @ x[5], 1),
   "gathered matrices by a vector": Case((5, 24, 64), lambda x: x[ids(4, 1, 1)] @ x[0, 3], lambda x: x[[4, 1, 1]] @ x[0, 3], 1),

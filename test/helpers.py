@@ -1,12 +1,14 @@
 """What several tests share."""
 from __future__ import annotations
 import os, pickle, select, signal
+from contextlib import ExitStack
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Callable, Iterable
 from unittest.mock import patch
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T, GGUFWriter
 from gguf.quants import dequantize
 from extra import mkgguf
 from tinygrad.apps.generate import Generator
@@ -70,6 +72,20 @@ def write_mixed(path: Path, model: str, types: Iterable[T], **overrides: Any) ->
   turn, plain = cycle(types), mkgguf.tensor_list
   def mixed(*args: Any) -> list: return [(name, shape, t if t is T.F32 else next(turn), std) for name, shape, t, std in plain(*args)]
   with patch.object(mkgguf, "tensor_list", mixed): return mkgguf.write_model(path, model, "Q8_0", **overrides)[0]
+
+def write_with(path: Path, keys: dict[str, Any], *args: Any, **overrides: Any) -> Path:
+  """extra/mkgguf.py's file with other values of keys it has, each named by GGUFWriter's method for it; None leaves a key out"""
+  with ExitStack() as stack:
+    for name, value in keys.items():
+      add = getattr(GGUFWriter, f"add_{name}")
+      stack.enter_context(patch.object(GGUFWriter, f"add_{name}", lambda w, _, add=add, value=value: None if value is None else add(w, value)))
+    return mkgguf.write_model(path, *args, **overrides)[0]
+
+def write_with_tokens(path: Path, tokens: int, model: str, *args: Any, **overrides: Any) -> Path:
+  """extra/mkgguf.py's file whose tokenizer knows another number of tokens than the embedding has rows"""
+  plain = mkgguf.add_text
+  with patch.object(mkgguf, "add_text", lambda w, spec: plain(w, replace(spec, vocab=tokens))):
+    return mkgguf.write_model(path, model, *args, **overrides)[0]
 
 def generator(path: Path, max_context: int = 64) -> Generator: return Generator(Transformer.from_gguf(read_gguf(path), max_context))
 

@@ -16,11 +16,11 @@ def on(target:str) -> Iterator[None]:
   with contextlib.nullcontext() if target == "CPU" else Context(DEV="NULL") if target == "NULL" else no_device(target):
     with Context(SCACHE=0): yield                          # a schedule is remembered by its device, and the targets are all NULL
 
-def programs(run:Callable[[], Tensor]) -> list[UOp]:
-  with captured() as calls: run().realize()
+def programs(run:Callable[[], Tensor|list[Tensor]]) -> list[UOp]:
+  with captured() as calls: Tensor.realize(*(out if isinstance(out := run(), list) else [out]))
   return [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src if c.src[0].op is Ops.PROGRAM]
 
-def count(target:str, run:Callable[[], Tensor]) -> int:
+def count(target:str, run:Callable[[], Tensor|list[Tensor]]) -> int:
   """Kernels; none may take more of a threadgroup's memory than the target has"""
   with on(target):
     kernels = programs(run)

@@ -7,9 +7,10 @@ import argparse, statistics, sys, time
 from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
-from extra.bench import batches, random_weights, stand_in, with_blocks
+from extra.bench import random_weights, stand_in, with_blocks
 from profile_model import profile
-from tinygrad import Device, Tensor, dtypes
+from tinygrad import Device
+from tinygrad.apps.capture import write
 from tinygrad.apps.generate import Generator
 from tinygrad.apps.mla import Config, Transformer
 
@@ -25,21 +26,23 @@ def main() -> None:
   whole, shown = Config.from_gguf(f), with_blocks(f, list(range(args.blocks)))
   gen = Generator(Transformer.from_gguf(shown, max(args.depth) + 1024, random_weights))
   size = args.chunk or gen.many
-  ids = Tensor(np.random.default_rng(0).integers(0, whole.vocab_size, size), dtype=dtypes.int32).realize()
+  if size not in gen.ids: p.error(f"--chunk: expected one of {', '.join(map(str, sorted(gen.ids)))}, found {size}")
   start = time.perf_counter()
-  gen.prefill_step(ids, gen._bind(0, size))
-  Device[Device.DEFAULT].synchronize()
+  write(gen.ids[size], np.random.default_rng(0).integers(0, whole.vocab_size, size).astype(np.int32))
+  def run(depth:int) -> None:
+    gen.prefill_step(size, depth)
+    Device[Device.DEFAULT].synchronize()
+  run(0)
   print(f"{args.model} {args.quant}, blocks 0 to {args.blocks - 1} of {whole.n_blocks}, {size} tokens; first step {time.perf_counter() - start:.2f} s")
   for depth in args.depth:
     times = []
     for _ in range(7):
       start = time.perf_counter()
-      gen.prefill_step(ids, gen._bind(depth, size))
-      Device[Device.DEFAULT].synchronize()
+      run(depth)
       times.append(time.perf_counter() - start)
-    calls = [call for batch in batches(gen.prefill_jits[size]) for call in batch]
+    calls = gen.prefill_steps[size].calls
     print(f"depth {depth}: {(t := statistics.median(times[2:])) * 1e3:.3f} ms a step, {len(calls)} kernels")
-    kernels = profile(calls, {f"chunk_{size}": depth}, (ids.uop.buf_uop,))
+    kernels = profile(calls, gen.model, depth + size - 1, {f"chunk_{size}": depth})
     print(f"  one by one {sum(k.total for k in kernels) * 1e3:.3f} ms")
     for k in kernels: print(f"  {k.total * 1e6:9.1f} us {len(k.seconds):4d} {k.total / len(k.seconds) * 1e6:9.1f} each  {k.name}: {k.shapes[:100]}")
 

@@ -1,7 +1,6 @@
 """The built-in model on METAL: the CPU's greedy tokens, by the hand-written MSL and by the portable kernels, in few batches."""
 from pathlib import Path
 import pytest
-from extra.bench import batches
 from mockmetal import on_metal
 from tinygrad.apps.models import Model, load
 from tinygrad.helpers import Context
@@ -18,7 +17,7 @@ def test_the_tokens_of_the_cpu(msl:int):
   with on_metal(check=False), Context(QL_MOE_MSL=msl, QL_SHEXP_MSL=msl):
     model = built_in()
     assert tokens(model, PROMPTS[msl]) == expected and len(set(expected)) > 8
-    jit, = model.generator.decode_jits.values()
-    names = [[call.src[0].arg.name for call in batch] for batch in batches(jit)]
+    step, = model.generator.decode_steps.values()
+    names = [[call.src[0].arg.name for call in batch] for batch in step.batches]
     assert len(names) <= 6 and all(len(batch) > 1 for batch in names)
     assert any("msl" in name for batch in names for name in batch) == bool(msl)

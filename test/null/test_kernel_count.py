@@ -26,8 +26,7 @@ def test_multiplying_is_counting(to: str):
   """One block of a kind times their number is what scheduling all blocks gives"""
   f = stand_in("small-glm")
   with no_device(to):
-    with captured(): gen = Generator(Transformer.from_gguf(f, 256))
-    with captured() as calls: gen._decode(Features(), gen.position.bind(1) if gen.device_position is None else gen.device_position)
+    calls = Generator(Transformer.from_gguf(f, 256)).build_decode(Features(), compiled=False).calls
   kernels, kinds = count_kernels(f, to, max_context=256)
   if to != "CPU": assert sum(k.times for k in render_kernels(f, to, max_context=256)) == kernels
   assert kernels == len(calls) and sum(n for n, _ in kinds) == Config.from_gguf(f).n_blocks == 4

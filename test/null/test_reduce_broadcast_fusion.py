@@ -3,6 +3,7 @@ import pytest
 from fusion import CASES, rms
 from scheduled import TARGETS, count, empty, on, programs
 from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
 from tinygrad.helpers import Context
 from tinygrad.schedule.indexing import Rows, rows_of, worth
 from tinygrad.uop.ops import Ops, UOp
@@ -36,6 +37,15 @@ def test_norm_of_two_readers(target:str):
     scale = (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     return Tensor.cat((x * scale).contiguous(), (x * scale * 2).contiguous())
   assert count(target, run) == 4
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", (dtypes.float, dtypes.half))
+def test_a_number_reads_too(dtype:DType, target:str):
+  """A loss and its gradients: the convolution, the loss, which is one number, and a kernel for each gradient; the convolution is done once"""
+  def run() -> list[Tensor]:
+    image, w = Tensor.empty(2, 3, 64, 64, dtype=dtype), Tensor.empty(16, 3, 3, 3, dtype=dtype)
+    return [image.conv2d(w).relu().mean().backward(), image.grad, w.grad]
+  with Context(SPLIT_REDUCEOP=0): assert count(target, run) == 4
 
 def test_a_long_row_keeps_the_device():
   """One row of a vocabulary is the whole device's work; many rows are a team's each"""

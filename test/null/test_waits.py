@@ -1,8 +1,8 @@
 """Programmatic dependent launch is only right if a kernel touches nothing that another kernel of the token writes, or still reads, before it has
 waited. The order of loads in the rendered source is what decides; a race would show only now and then, so the source is what is checked."""
-import re
+import functools, re
 import pytest
-from extra.bench import captured, no_device, stand_in
+from extra.bench import no_device, stand_in
 from tinygrad.apps import quantized
 from tinygrad.apps.generate import Generator
 from tinygrad.apps.mla import Transformer
@@ -24,6 +24,7 @@ def branches(source: str) -> list[str]:
   loops = [loop for loop in loops if WAIT in loop]
   return [first + loop for loop in loops] if loops and WAIT not in first else [source]
 
+@functools.cache
 def sources(model: str) -> dict[str, tuple[list[str], str]]:
   """{kernel: (its buffers' names, its source)} of a decode step on Hopper"""
   buffers = {}
@@ -34,8 +35,7 @@ def sources(model: str) -> dict[str, tuple[list[str], str]]:
     return wrapped
   with no_device("CUDA"), pytest.MonkeyPatch.context() as patch:
     for module in (embedding, mla_attention, moe, norm_linear, quantized): patch.setattr(module, "launch", recording(module.launch))
-    with captured(): gen = Generator(Transformer.from_gguf(stand_in(model), 256))
-    with captured() as calls: gen._decode(Features(), gen.device_position)
+    calls = Generator(Transformer.from_gguf(stand_in(model), 256)).build_decode(Features(), compiled=False).calls
     programs = [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   return {p.arg.name: (buffers[p.arg.name], p.src[2].arg) for p in programs if p.arg.name in buffers}
 

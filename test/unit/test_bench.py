@@ -3,7 +3,7 @@ import json, math, re, subprocess, sys
 from pathlib import Path
 import numpy as np, pytest
 from gguf.quants import dequantize
-from extra.bench import count_kernels, head_bytes, of_block, random_weights, read_bytes, stand_in, with_blocks
+from extra.bench import count_kernels, head_bytes, of_block, random_weights, read_bytes, render_kernels, stand_in, with_blocks
 from extra.mkgguf import MODELS, write_model
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import Config, Transformer
@@ -97,11 +97,27 @@ def test_bench_block_takes_a_file():
   assert r["token_bytes"] == head_bytes(f, c) + sum(read_bytes(f, c, i) for i in range(c.n_blocks))
 
 def test_count():
-  out = run("bench_block.py", "--count", "--target", "METAL", "--model", "small-youtu").stdout
-  r = last(out)
-  assert r["target"] == "METAL"
+  out = run("bench_block.py", "--count", "--target", "METAL", "--model", "small-youtu", "--depth", 100).stdout
+  r, f = last(out), stand_in("small-youtu")
+  c = Config.from_gguf(f)
+  assert (r["target"], r["depth"]) == ("METAL", 100)
   (name, m), = r["models"].items()
+  assert m["token_bytes"] == sum(read_bytes(f, c, i) + 100 * c.cache_dim * 2 for i in range(c.n_blocks)) + head_bytes(f, c)
   assert name == "small-youtu Q4_0" and sum(n for n, _ in m["kinds"]) == MODELS["small-youtu"].blocks and f"{m['kernels_a_token']} = " in out
+
+@pytest.mark.parametrize("target,item,parts", [("METAL", 2, ("mla_splits", "mla_combine")), ("CUDA", 2, ("mla_splits", "mla_combine")),
+                                               ("CPU", 4, ("mla_attention",))])
+def test_count_at_a_depth(target: str, item: int, parts: tuple[str, ...]):
+  """Attention's kernels move what is written of the cache, however much it could hold"""
+  f, depths = with_blocks(stand_in("small-glm"), [0]), (0, 100, 4095)
+  c, at = Config.from_gguf(f), [{k.name: k.read for k in render_kernels(f, target, depth=depth)} for depth in depths]
+  for part in parts:
+    name, = (n for n in at[0] if n.startswith(part))
+    moved = [kernels[name] for kernels in at]
+    if part == "mla_combine": assert 0 < moved[0] <= moved[1] // 2 < moved[2] // 2  # a few splits, then all of them
+    else: assert moved == [(depth + 1) * c.cache_dim * item for depth in depths]
+  others = [{n: read for n, read in kernels.items() if not n.startswith("mla_")} for kernels in at]
+  assert others[0] == others[1] == others[2]
 
 def test_generic():
   """Without the fork's kernels, said once on either stream; a variable of the graph holds the position"""
@@ -126,9 +142,11 @@ def test_profile_model(tmp_path: Path):
   for k in kernels:
     assert k["bytes"] > 0 and k["gb_s"] == pytest.approx(k["bytes"] / k["us"] / 1e3, rel=0.3) and re.match(r"[\w ]+\[\d+\]", k["buffers"])
   assert out.count("\n---- ") == len(kernels) == len(re.findall(r"^(?:WIDE )?void ", out, re.M))
-  # every weight is read, and not many times over
+  # every weight is read, and not many times over; attention reads what is written of the cache: the first token's place, 3 timed, 2 before them
   weights = head_bytes(f, c) + sum(read_bytes(f, c, i) for i in range(c.n_blocks))
-  assert weights < sum(k["bytes"] * k["count"] for k in kernels) < 5 * weights
+  assert weights < sum(k["bytes"] * k["count"] for k in kernels) < 2 * weights
+  attention = [k for k in kernels if k["kernel"].startswith(("mla_attention", "mla_splits"))]
+  assert sum(k["count"] for k in attention) == c.n_blocks and all(k["bytes"] in (5 * c.cache_dim * n for n in (2, 4)) for k in attention)
 
 # *** one line, exit code 2 ***
 
@@ -139,6 +157,8 @@ def test_profile_model(tmp_path: Path):
   ("bench_block.py", ("0",), "whole number of at least 1"),
   ("bench_block.py", ("--target", "TPU"), "invalid choice: 'TPU'"),
   ("bench_block.py", ("--json", "no/such/folder/x.json"), "no/such/folder/x.json: No such file or directory"),
+  ("bench_block.py", ("--model", "small-glm", "--depth", "999999999"), "expected at most"),
+  ("bench_block.py", ("--target", "METAL", "--depth", "999999999"), "expected at most"),
   ("profile_model.py", ("nothing.gguf",), "nothing.gguf"),
   ("profile_model.py", (TINY, "x"), "whole number of at least 1"),
   ("profile_model.py", (TINY, "9", "--depth", "999999999"), "expected at most"),

@@ -167,9 +167,9 @@ def test_rows_by_tensor_cores(tmp_path: Path, monkeypatch):
   with on_cuda():
     g = generator(write_mixed(tmp_path / "m.gguf", "small-ds", [T.F16], **WIDE | dict(blocks=1, experts=0)), CONTEXT)
     steps, prefill_step = [], g.prefill_step
-    def counted(ids, pos):
-      steps.append((ids.shape[0], pos.unbind()[1]))
-      return prefill_step(ids, pos)
+    def counted(size, at):
+      steps.append((size, at))
+      return prefill_step(size, at)
     monkeypatch.setattr(g, "prefill_step", counted)
     g.prefill(PROMPT[:13])
     before = rows(g, 12)
@@ -255,18 +255,18 @@ def test_a_step_that_fails(g: Generator, judge: Generator, monkeypatch, launched
   """At position 10, before its launch or behind it: where the device then is, is not taken for granted by a prompt read in a chunk"""
   answer = g.generate(PROMPT[:10], 4)
   next(answer)
-  jit = g.decode_jits[Features()]
+  jit = g.decode_steps[Features()]
   def planted(*args):
     if launched: jit(*args)
     raise RuntimeError("planted")
   with monkeypatch.context() as m:
-    m.setitem(g.decode_jits, Features(), planted)
+    m.setitem(g.decode_steps, Features(), planted)
     with pytest.raises(RuntimeError, match="planted"): next(answer)
   assert_greedy(judge, following, list(g.generate(following, 4)))
 
-@pytest.mark.parametrize("where", ["tinygrad.engine.jit.jit_lower", "tinygrad.apps.generate.sample", "tinygrad.Tensor.realize"])
+@pytest.mark.parametrize("where", ["tinygrad.apps.capture.find", "tinygrad.apps.capture.graph_split_rewrite", "tinygrad.engine.jit.get_runtime"])
 def test_a_first_step_that_fails(path: Path, judge: Generator, monkeypatch, where: str):
-  """While its graph is captured: what was planned is not run later"""
+  """While it is recorded or first run: nothing of it is kept"""
   g, features = generator(path, CONTEXT), Features()
   def planted(*args, **kw): raise RuntimeError("planted")
   def capture(pos: int):
@@ -292,9 +292,9 @@ def test_seeds(g: Generator):
   assert say(1) == first                                                  # whatever the cache held before
   a, b = say(1, top_k=50, top_p=.9, min_p=.01, repeat_penalty=1.2), say(1, top_k=50, top_p=.9, min_p=.01, repeat_penalty=1.2)
   assert a == b
-  graphs, compiled = len(g.decode_jits), len(to_program_cache)
+  graphs, compiled = len(g.decode_steps), len(to_program_cache)
   say(9, top_k=3, top_p=.5, min_p=.1, repeat_penalty=1.9)
-  assert (len(g.decode_jits), len(to_program_cache)) == (graphs, compiled)  # other values, the same graph
+  assert (len(g.decode_steps), len(to_program_cache)) == (graphs, compiled)  # other values, the same graph
 
 def test_a_penalty_forgets_with_the_prompt(g: Generator):
   """Tokens of the prompt and of the answer are penalized, those of another conversation are not"""

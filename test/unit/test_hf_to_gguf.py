@@ -124,6 +124,20 @@ def test_vocabulary(tmp_path: Path):
   assert {n: k[f"tokenizer.ggml.{n}_token_id"] for n in ("eos", "bos", "eot", "eom")} == {"eos": 260, "bos": 261, "eot": 262, "eom": 263}
   assert k["tokenizer.chat_template"] == "{{ messages }}" and k["tokenizer.ggml.add_bos_token"] is False
 
+def test_card_and_sampling(tmp_path: Path):
+  """the name is the folder's where no model card has another; sampling's defaults are there only where the folder has some"""
+  def about(name: str, files: dict[str, str]) -> dict[str, Any]:
+    folder = write_folder(tmp_path / name, CONFIGS["small-youtu"], checkpoint(arrays(GOLDENS / "small-youtu-F16.gguf")))
+    for file, text in files.items(): (folder / file).write_text(text)
+    found = keys(convert(folder, "F16"))
+    return {k: v for k, v in found.items() if k.startswith(("general.name", "general.description", "general.sampling."))}
+  card = "---\nmodel_name: A Model\nmodel_description: \"says: little\"\n---\n# words\n"
+  assert about("plain", {}) == {"general.name": "plain"}
+  assert about("card", {"README.md": card, "generation_config.json": '{"do_sample": true, "temperature": 1, "top_p": 0.5, "top_k": null, "x": 3}'}) == {
+    "general.name": "A Model", "general.description": "says: little", "general.sampling.temp": 1.0, "general.sampling.top_p": .5}
+  assert about("greedy", {"README.md": "no front matter", "generation_config.json": '{"do_sample": false, "top_k": 50}'}) == {
+    "general.name": "greedy", "general.sampling.temp": 0.0}
+
 @pytest.mark.parametrize("kind,step", [("F32", 0), ("BF16", 2 ** -8), ("Q8_0", 1 / 220), ("Q4_0", 1 / 7.9)])
 def test_types(kind: str, step: float, tmp_path: Path):
   """each weight within a step (Q4_0 cuts +8 to +7) or half a step of the largest; the mix of the Q4_0 file; vectors and the router always F32"""
@@ -155,12 +169,13 @@ def test_rows_that_no_block_divides(tmp_path: Path):
 BAD = {"model_type": dict(model_type="llama"), "n_group": dict(n_group=8), "rope_interleave": dict(rope_interleave=False),
        "kv_lora_rank": dict(kv_lora_rank=None), "vocab_size": dict(vocab_size=200), "experts.8.": dict(n_routed_experts=9),
        "rope_type": dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e6}), "kv_b_proj": dict(num_attention_heads=8)}
-@pytest.mark.parametrize("field", [*BAD, "embed_extra", "config.json", "safetensors"])
+FILES = {"config.json": "{", "README.md": "---\na: [\n---\n", "generation_config.json": "[]", "top_k": '{"top_k": 0.5}', "temperature": '{"temperature": "1"}'}
+@pytest.mark.parametrize("field", [*BAD, "embed_extra", *FILES, "safetensors"])
 def test_errors_are_one_line(field: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
   hf = checkpoint(arrays(GOLDENS / "small-glm-F16.gguf"))
   if field == "embed_extra": hf["model.embed_extra.weight"] = np.ones((2, 32))
   folder = write_folder(tmp_path / "m", CONFIGS["small-glm"] | BAD.get(field, {}), hf)
-  if field == "config.json": (folder / field).write_text("{")
+  if field in FILES: (folder / (field if "." in field else "generation_config.json")).write_text(FILES[field])
   if field == "safetensors":
     for f in folder.glob("*.safetensors"): f.unlink()
   monkeypatch.setattr("sys.argv", ["hf_to_gguf.py", str(folder), str(tmp_path / "out.gguf")])

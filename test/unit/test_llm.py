@@ -1,27 +1,23 @@
 """The command line as a person meets it: a process, its output, its exit code. And `load`, the door from Python."""
 from __future__ import annotations
-import contextlib, fcntl, json, os, select, signal, subprocess, sys, termios, time
+import io, json, os, subprocess, time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Iterator
 import numpy as np, pytest
+from on_terminal import CTRL_C, CTRL_D, LLM, Terminal, environ, plain
+from talker import Talker
 from extra.mkgguf import write_model
 from tinygrad.apps import llm
 from tinygrad.apps.generate import ContextFull
-from tinygrad.apps.gguf import GGUFError
-from tinygrad.apps.models import ALIASES, BUILT_IN, MODELS, ROOT, Model, UserError, find_model, load
+from tinygrad.apps.gguf import GGUFError, GGUFFile, read_gguf
+from tinygrad.apps.models import ALIASES, BUILT_IN, MODELS, ROOT, Model, UserError, advised_sampling, find_model, load
 from tinygrad.apps.sampling import Sampling
-from tinygrad.apps.terminal import converse
+from tinygrad.apps.tokenizer import Tokenizer
 
-LLM = [sys.executable, str(ROOT / "tinygrad/apps/llm.py")]
-# no hub and no cache of one: nothing listens on this port
-OFFLINE = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": "no-such-folder", "HF_HUB_OFFLINE": "0"}
-NO_PROXY = [k for k in os.environ if k.lower().endswith("_proxy")]
 PROMPT = "the quick brown fox"
 DRAW = Sampling(1.0, 20, .9, .01, 1.1, 7)
 DRAW_FLAGS = ["--temperature", "1", "--top_k", "20", "--top_p", ".9", "--min_p", ".01", "--repeat-penalty", "1.1"]
-
-def environ(env:dict[str, str]) -> dict[str, str]:
-  return {k: v for k, v in os.environ.items() if k not in NO_PROXY and not k.startswith("PYTHON")} | OFFLINE | env
 
 def run(*args:str|Path, cwd:Path|None=None, **env:str) -> subprocess.CompletedProcess[str]:
   return subprocess.run([*LLM, *map(str, args)], cwd=cwd, env=environ(env), stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -44,10 +40,19 @@ def model(small) -> Model: return load(small, max_context=64)
 
 # ---- names and files ----
 
-def test_list_models():
-  p = run("--list-models")
-  assert p.returncode == 0 and len(p.stdout.splitlines()) == len(MODELS)
-  for name, (repo, file) in MODELS.items(): assert f"{name} " in p.stdout and f"{repo}/{file}" in p.stdout
+def test_list_models(tmp_path):
+  (tmp_path / "models").mkdir()
+  (tmp_path / "models/Youtu-LLM-2B.q4_0.gguf").write_bytes(bytes(10**8))
+  cached = tmp_path / "hub/models--unsloth--GLM-4.7-Flash-GGUF/snapshots/0/GLM-4.7-Flash-Q6_K.gguf"
+  for path, text in ((cached, "x"), (cached.parents[2] / "refs/main", "0")):
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+  p = run("--list-models", cwd=tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"))
+  assert p.returncode == 0 and len(p.stdout.splitlines()) == len(MODELS) + 1
+  here = {"Youtu-LLM-2B.q4_0.gguf": (.1, "models/Youtu-LLM-2B.q4_0.gguf"), cached.name: (0, cached)}
+  for name, (repo, file, gb) in MODELS.items():
+    size, where = here.get(file, (gb, "not here"))
+    assert f"{name} " in p.stdout and f"{size:.1f} GB  {repo}/{file}  {where}" in p.stdout
   for alias in ALIASES: assert f"= {alias}" in p.stdout
 
 def test_list_models_to_a_reader_that_leaves():
@@ -60,11 +65,21 @@ def test_list_models_to_a_reader_that_leaves():
 def test_names_and_aliases_find_local_files(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "models").mkdir()
-  for name, (_, file) in MODELS.items():
+  for name, (_, file, _) in MODELS.items():
     (tmp_path / "models" / file).touch()
     for known in (name, *(a for a, target in ALIASES.items() if target == name)): assert find_model(known).resolve() == tmp_path / "models" / file
   (tmp_path / "models/other.bin").touch()
   assert find_model("models/other.bin") == Path("models/other.bin") and find_model("missing.gguf") == Path("missing.gguf")
+
+def test_streams_that_are_closed_or_full(small):
+  def shell(redirect:str, *args:str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["sh", "-c", f'exec "$@" {redirect}', "sh", *LLM, *args], capture_output=True, text=True, env=environ({}))
+  for redirect, code, line in ((">&-", 2, "error: stdout is closed: there is nowhere to write an answer\n"),
+                               (">/dev/full", 1, "error: stdout: No space left on device\n"), ("2>&-", 0, ""), ("<&-", 0, "")):
+    p = shell(redirect, "--list-models")
+    assert (p.returncode, p.stderr) == (code, line), p
+  p = shell("<&-")
+  assert p.returncode == 2 and p.stderr == "error: stdin is closed: expected a conversation on it, or --prompt or --file\n"
 
 def test_no_network_is_one_line_with_url_and_place(tmp_path):
   start = time.monotonic()
@@ -89,7 +104,9 @@ def test_bad_files(tmp_path):
   ("--depth -1", "--depth"), ("--depth 3", "--benchmark"), ("--json", "--benchmark"), ("--benchmark 3 --json /no/such/folder", "/no/such/folder"),
   ("--prompt", "--prompt"), ("--raw-prompt", "--raw_prompt"), ("--what", "--what"), ("--mod x", "--mod"), ("--temperature nan", "temperature"),
   ("--temperature -1", "temperature"), ("--temperature inf", "temperature"), ("--top_p 0", "top_p"), ("--top_p nan", "top_p"),
-  ("--top_k -1", "top_k"), ("--top_k 1.5", "--top_k"), ("--min_p 2", "min_p"), ("--repeat_penalty nan", "repeat_penalty"), ("--seed -1", "seed"),
+  ("--top_k -1", "top_k"), ("--top_k 1.5", "--top_k"), ("-n 0", "--count"), ("-n -2", "--count"), ("-c 1", "--max_context"), ("--benchmark 0", "--benchmark"),
+  ("-p x -f y", "--prompt and --file"), ("-p x --raw-prompt y", "--prompt and --raw_prompt"), ("-f /no/such", "/no/such"), ("-f /", "--file /"),
+  ("-p x --special", "--raw_prompt"), ("--raw-prompt x -sys y", "--system"), ("--perplexity /dev/zero", "regular file"), ("-f /dev/zero", "at most 16 MB"), ("--min_p 2", "min_p"), ("--repeat_penalty nan", "repeat_penalty"), ("--seed -2", "seed"),
   ("--perplexity /no/such/file", "/no/such/file"), ("--perplexity /", "--perplexity /"), ("--benchmark 3 --perplexity x", "--perplexity")])
 def test_bad_flags(flags, found, capsys):
   with pytest.raises((SystemExit, UserError, ValueError)) as e: llm.main(flags.split())
@@ -99,15 +116,85 @@ def test_bad_flags(flags, found, capsys):
 
 def test_bad_flags_end_a_process_in_one_line():
   assert refused("--temperature", "nan") == "error: temperature: expected 0, or from 1e-30 to 10000, found nan"
-  assert "argument --count: " in refused("--count", "0")
+  assert "argument -n/--count: expected a whole number of at least 1, or -1, found '0'" in refused("--count", "0")
 
 def test_every_flag_has_a_help_line():
-  lines = run("--help").stdout
-  for action in llm.parser()._actions: assert action.help and all(o in lines for o in action.option_strings)
+  for bench in (False, True):
+    lines = (p := llm.parser(bench)).format_help()
+    for action in p._actions: assert action.help and all(o in lines for o in action.option_strings)
+
+def test_short_flags_are_llama_cpps():
+  args = llm.parser().parse_args(["-m", "x", "-p", "y", "-n", "-1", "-c", "0", "-s", "-1", "-sys", "z", "-r", "a", "-sp", "--temp", ".5"])
+  assert (args.model, args.prompt, args.count, args.max_context, args.seed) == ("x", "y", -1, 0, -1)
+  assert (args.system, args.stop, args.special, args.temperature) == ("z", ["a"], True, .5)
+  # beside --benchmark they are llama-bench's lists
+  assert {"-p", "-n", "-d", "-r"} & {o for a in llm.parser(bench=True)._actions for o in a.option_strings if a.dest in ("prompt", "count", "stop")} == set()
+
+def test_a_near_miss_of_a_name():
+  assert "did you mean glm-4.7:flash" in refused("--model", "GLM4.7-flash")
+  for name, near in (("youtu-llm-2b", "youtu-llm:2b"), ("deepseek-v2-lite-q4", "deepseek-v2-lite"), ("glm-4.7:flash-Q4_KM", "glm-4.7:flash-Q4_K_M")):
+    with pytest.raises(UserError, match=f"did you mean .*{near}"): find_model(name)
+  with pytest.raises(UserError, match="shows$"): find_model("qwen")
 
 def test_devices_that_cannot_be_used(small, tmp_path):
   assert "cannot open the device" in refused("--model", small, "--prompt", "x", DEV="NONE")
   assert "expected 'no-such-compiler' on the PATH" in refused("--model", small, "--prompt", "x", DEV="CPU", CC="no-such-compiler")
+
+# ---- what flags ask for: a model whose words are known ----
+
+@pytest.fixture
+def talker(monkeypatch) -> Talker:
+  t = Talker()
+  monkeypatch.setattr(llm, "load", lambda *_, **__: t)
+  return t
+
+def test_prompts(talker, capsys, tmp_path, monkeypatch):
+  (file := tmp_path / "x.txt").write_text("a\nb\n")
+  monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"from stdin\n")))
+  for flags in (["-p", "a<think>"], ["-f", str(file), "-sys", "S"], ["-f", "-", "--no-think"], ["--raw-prompt", "<think>q"],
+                ["--raw-prompt", "-f", str(file), "--special"], ["-p", "<think>q", "--raw-prompt", "--special"]):
+    assert llm.main(flags) is None
+  assert talker.prompts == ["<|user|>a<think><|assistant|><think>", "<|system|>S<|user|>a\nb<|assistant|><think>",
+                            "<|user|>from stdin<|assistant|></think>", "<think>q", "a\nb", "<think>q"]
+  out = capsys.readouterr().out
+  assert out.startswith("thought on and on </think>heard") and "<think>qheard 8 characters" in out and "a\nbheard 3 characters" in out
+  ids = [talker.tokenizer.encode("<think>", special=special) for special in (False, True)]
+  assert len(ids[0]) == 7 and len(ids[1]) == 1
+
+def test_a_thought_that_is_hidden(talker, capsys):
+  llm.main(["-p", "a", "--hide-think", "-s", "3"])
+  assert capsys.readouterr() == ("heard 1 characters, 1 lines, 1 turns, seed 3\n", "")
+
+def test_sampling_is_the_models_own_but_for_what_is_given(talker, capsys):
+  talker.sampling = Sampling(.7, 20, .95)
+  seeds = set()
+  for flags, expected in (([], "temperature 0.7, top_k 20, top_p 0.95, seed "), (["--seed", "-1"], "temperature 0.7, top_k 20, top_p 0.95, seed "),
+                          (["--top-p", "1", "--temp", "1", "-s", "5"], "temperature 1, top_k 20, seed 5]"), (["--temperature", "0"], "greedy]")):
+    llm.main(["-p", "a", "--stats", "--hide-think", *flags])
+    out, err = capsys.readouterr()
+    assert expected in err and err.count("\n") == 1
+    seeds.add(out.split()[-1])
+  assert len(seeds) == 4 and "5" in seeds  # drawn each time
+
+def test_a_stopped_prompt_ends_with_130(talker, capsys, monkeypatch):
+  def stopped(*_):
+    yield ord("x")
+    raise KeyboardInterrupt
+  monkeypatch.setattr(talker, "generate", stopped)
+  assert llm.main(["-p", "a"]) == 130 and capsys.readouterr().err == "[stopped]\n"
+
+def test_what_a_models_makers_advise():
+  def advised(pre:str, n_vocab:int, **keys) -> Sampling:
+    f = GGUFFile(Path("x.gguf"), {f"general.sampling.{k}": v for k, v in keys.items()}, {})
+    return advised_sampling(f, SimpleNamespace(pre=pre, n_vocab=n_vocab))
+  assert advised("glm4", 154880) == Sampling(1.0, top_p=.95) and advised("glm4", 2048) == Sampling() == advised("qwen2", 151936)
+  assert advised("youtu", 128256, temp=.5, top_k=-1) == Sampling(.5, 0, .95, repeat_penalty=1.05)
+  assert advised("x", 9, temp=1, top_k=40, top_p=.9, min_p=.05, penalty_repeat=1.1) == Sampling(1.0, 40, .9, .05, 1.1)
+  for keys, found in (({"temp": float("nan")}, "temp: expected 0 or more, found nan"), ({"top_p": 2.0}, "top_p: expected above 0, at most 1, found 2.0"),
+                      ({"penalty_repeat": 0.0}, "penalty_repeat: expected above 0"), ({"top_k": 1.5}, "top_k: expected int"), ({"min_p": "x"}, "float")):
+    with pytest.raises(GGUFError, match=found): advised("glm4", 154880, **keys)
+  f = read_gguf(BUILT_IN)
+  assert advised_sampling(f, Tokenizer.from_gguf(f)) == Sampling()
 
 # ---- answers ----
 
@@ -136,11 +223,23 @@ def test_a_prompt_that_does_not_fit(small, model):
   with pytest.raises(ContextFull): next(model.generate(list(range(65))))
   with pytest.raises(ValueError): load(small, max_context=1)
 
+@pytest.mark.parametrize("ids", [np.zeros((2, 3), np.int64), np.array(3), [[1, 2]], [], [1.5], np.array([1., 2.]), None, 5, "abc", b"ab", [10**400], [True]],
+                         ids=lambda ids: repr(ids)[:20])
+def test_what_is_no_row_of_tokens(model, ids):
+  for use in (model.logits, lambda ids: next(model.generate(ids)), lambda ids: next(model.complete(ids))):
+    with pytest.raises(ValueError, match="^(no )?tokens?\\b") as e: use(ids)
+    assert "\n" not in str(e.value) and len(str(e.value)) < 200
+
+@pytest.mark.parametrize("context", ["x", 100.5, True, 1, [4]], ids=repr)
+def test_what_is_no_context(small, context):
+  with pytest.raises(ValueError, match="^max_context: expected ") as e: load(small, max_context=context)
+  assert "\n" not in str(e.value)
+
 def test_benchmark_by_name(tmp_path):
   (tmp_path / "models").mkdir()
   write_small(tmp_path / "models/GLM-4.7-Flash-Q4_0.gguf")
   p = run("--model", "glm-4.7:flash-unsloth-Q4_0", "--benchmark", "3", "--depth", "5", "--json", "out.json", cwd=tmp_path)
-  assert p.returncode == 0 and p.stderr == "", p.stderr
+  assert p.returncode == 0 and all(line.startswith("this machine is loaded: ") for line in p.stderr.splitlines()), p.stderr
   lines = p.stdout.splitlines()
   assert [line.split()[0] for line in lines[:-1]] == ["device", "a", "ceiling", "load", "prefill", "kernels", "1", "2", "3", "median"]
   assert all("ms" in line and "tok/s" in line and "GB/s" in line for line in lines[6:9]) and "p10" in lines[9] and "p90" in lines[9]
@@ -164,94 +263,36 @@ def test_perplexity(small, model, tmp_path):
 
 # ---- conversations ----
 
-class Terminal:
-  """A process on a terminal of its own, where keys are signals."""
-  def __init__(self, *args:str|Path):
-    self.master, slave = os.openpty()
-    termios.tcsetwinsize(slave, (24, 80))
-    self.process = subprocess.Popen([*LLM, *map(str, args)], stdin=slave, stdout=slave, stderr=slave, env=environ({"TERM": "dumb"}),
-                                    start_new_session=True, preexec_fn=self.take)
-    os.close(slave)
-  @staticmethod
-  def take() -> None:
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored, which is inherited
-  def type(self, keys:str) -> None: os.write(self.master, keys.encode())
-  def until(self, text:str, seconds:float=120) -> str:
-    """What is printed up to and with `text`; AssertionError where it does not come"""
-    seen, end = "", time.monotonic() + seconds
-    while text not in seen:
-      assert select.select([self.master], [], [], max(0, end - time.monotonic()))[0], f"no {text!r} in {seen!r}"
-      try: piece = os.read(self.master, 1)
-      except OSError: piece = b""  # Linux's word for the end
-      assert piece, f"no {text!r} in {seen!r}"
-      seen += piece.decode("latin1")
-    return seen
-  def rest(self, seconds:float=60) -> str:
-    """What else is printed until the process ends"""
-    seen = b""
-    with contextlib.suppress(OSError):
-      while select.select([self.master], [], [], seconds)[0] and (piece := os.read(self.master, 4096)): seen += piece
-    self.process.wait(seconds)
-    return seen.decode("latin1")
-
 @pytest.fixture
 def terminal() -> Iterator:
   opened:list[Terminal] = []
-  yield lambda *args: opened.append(Terminal(*args)) or opened[-1]
-  for t in opened:
-    t.process.kill()
-    t.process.wait()
-    os.close(t.master)
+  yield lambda *args: opened.append(Terminal([*LLM, *map(str, args)])) or opened[-1]
+  for t in opened: t.close()
 
-def test_chat_on_a_terminal(small, terminal):
-  t = terminal("--model", small)
-  assert "Ctrl-D leaves" in t.until("\n> ")
-  t.type("\n")
-  t.until("> ")                                           # nothing was said: it asks again
+def test_chat_on_a_terminal(small, terminal, tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+  t = terminal("--model", small, "--stats")
+  assert "GLM-4.7-Flash-random on " in plain(t.until(">"))
   for question in ("a", "b"):
-    t.type(question + "\n")
-    t.until(question + "\r\n")
-    while not t.until(" ").strip(" >"): pass               # the answer has begun; whole, it takes a thousand tokens and more
-    t.type("\x03")
-    t.until(" [stopped]\r\n> ")
-  time.sleep(.3)                                          # a signal between the prompt and the read waits for the next key
-  t.type("\x03")
-  t.until("\n> ")                                         # with no answer to stop, Ctrl-C asks again
-  t.type("\x04")
+    t.type(question + "\r")
+    t.until("[thinking]\r\n")                             # the answer has begun; whole, it takes a thousand tokens and more
+    t.type(CTRL_C)
+    said = plain(t.until(">"))
+    assert "[stopped]" in said and "tok/s" in said and "greedy" in said and "not kept" in said
+  t.type(CTRL_D)
   assert "Traceback" not in t.rest() and t.process.returncode == 0
+
+def test_a_stopped_prompt(small, terminal):
+  t = terminal("--model", small, "--prompt", "x")
+  t.until("[thinking]\r\n")
+  t.type(CTRL_C)
+  assert "[stopped]" in t.rest() and t.process.returncode == 130
 
 def test_ctrl_c_while_loading(terminal):
   t = terminal()
   t.until("tiny-glm-Q4_0.gguf:")                          # the progress bar
-  t.type("\x03")
+  t.type(CTRL_C)
   assert "Traceback" not in t.rest() and t.process.returncode == 130
-
-def answer_to(monkeypatch, *questions:str) -> None:
-  asked = iter(questions)
-  def ask(_:str) -> str:
-    if (text := next(asked, None)) is None: raise EOFError
-    return text
-  monkeypatch.setattr("builtins.input", ask)
-
-def test_a_turn_sees_the_turns_before(monkeypatch, capsys):
-  class Echo:
-    seen:list = []
-    generator = type("", (), {"full": False})
-    def chat(self, messages, *_):
-      self.seen.append([m["content"] for m in messages])
-      yield from ("heard ", messages[-1]["content"])
-      if messages[-1]["content"] == "two": raise KeyboardInterrupt
-  answer_to(monkeypatch, "one", " ", "two", "three")
-  converse(Echo(), None, Sampling(), ())
-  assert Echo.seen == [["one"], ["one", "heard one", "two"], ["one", "heard one", "two", "heard two", "three"]]
-  assert "heard two [stopped]\n" in capsys.readouterr().out
-
-def test_a_conversation_that_fills_the_context(model, monkeypatch, capsys):
-  answer_to(monkeypatch, "a", "b" * 99, "b" * 99)
-  converse(model, None, Sampling(), ())
-  out = capsys.readouterr().out
-  assert "[the context of 64 tokens is full]" in out and out.count("raise --max_context") == 2
 
 # ---- from Python ----
 

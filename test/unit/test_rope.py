@@ -51,11 +51,20 @@ def test_yarn_of_deepseek_v2_lite():
   assert DEEPSEEK.mscale == pytest.approx(1.2608, abs=5e-5)
   x = np.random.default_rng(2).standard_normal((6, 64)).astype(np.float32)
   got = Rope(rope_table(64, 1e4, 9000, DEEPSEEK), 8990, 0, 0).rotate(Tensor(x)).numpy()
-  assert np.allclose(got, rotated(x, 1e4, 8990, plain * ratio), atol=1e-6, rtol=0)   # lengths stay: cos and sin are not scaled
+  assert np.allclose(got, rotated(x, 1e4, 8990, plain * ratio), atol=1e-6, rtol=0)   # lengths stay: its multiplier leaves cos and sin alone
 
 def test_yarn_that_changes_nothing():
-  for yarn in (Yarn(1.0, 4096, .0707), Yarn(40.0, 1 << 40, 0.0)):  # no stretching; a context so long that every pair turns often
-    assert np.allclose(inverse_frequencies(64, 1e4, yarn), 1e4 ** (-np.arange(32) / 32), rtol=1e-12) and yarn.mscale == 1
+  for yarn in (Yarn(1.0, 4096, .0707), Yarn(1.0, 4096, 0.0), Yarn(40.0, 1 << 40, .0707)):  # no stretching; so long that every pair turns often
+    assert np.allclose(inverse_frequencies(64, 1e4, yarn), 1e4 ** (-np.arange(32) / 32), rtol=1e-12)
+    assert (yarn.mscale == 1) == (yarn.factor == 1) and yarn.magnitude == 1
+
+def test_yarn_without_the_multiplier():
+  """The paper's factor on cos and sin, and on the scores' two sides once more"""
+  yarn, paper = Yarn(40.0, 4096, 0.0), 1 + .1 * math.log(40)
+  assert yarn.mscale == yarn.magnitude == pytest.approx(paper, rel=1e-15)
+  table, plain = rope_table(64, 1e4, 300, yarn).numpy(), rope_table(64, 1e4, 300, DEEPSEEK).numpy()
+  assert np.allclose(table, plain * paper, atol=2e-7) and np.allclose(np.hypot(*np.moveaxis(table, -1, 0)), paper, rtol=1e-6)
+  assert config(DS2LITE, yarn).score_scale == pytest.approx(paper ** 2 / math.sqrt(192), rel=1e-15)
 
 def config(s: Spec, yarn: Yarn | None = None) -> Config:
   return Config(s.blocks, s.dense, s.dim, s.ff, s.vocab, s.ctx, s.heads, s.q_lora, s.kv_lora, s.nope, s.rope, s.v, s.eps, s.theta, yarn)

@@ -44,10 +44,17 @@ HF_SPLITS = {
             r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
             r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
             r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"],
+  "deepseek-v3": [r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
+                  "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|"
+                  "\\s*[\r\n]+|\\s+(?!\\S)|\\s+"],
+  "kimi-k2": [r"[\p{Han}]+|"  # Moonshot's tokenizer is tiktoken's: this is its pattern
+              r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+              r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+              r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"],
   "deepseek-llm": ["[\r\n]", f"\\s?[{LETTERS}]+", "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", "\\s+$", "[一-龥ࠀ-一가-\ud7ff]+"],  # then digits one by one
 }
-IGNORE_MERGES = {"glm4", "llama-bpe", "tekken", "youtu"}  # the flag in those models' tokenizer.json
-PRES = ["glm4", "deepseek-llm", "youtu", "llama-bpe", "qwen2", "gpt-2", "tekken"]
+IGNORE_MERGES = {"glm4", "llama-bpe", "tekken", "youtu", "kimi-k2"}  # the flag in those models' tokenizer.json
+PRES = ["glm4", "deepseek-llm", "youtu", "deepseek-v3", "kimi-k2", "llama-bpe", "qwen2", "gpt-2", "tekken"]
 UNMADE = ["zyx", "Ġzyx"]                                  # tokens that no merge makes
 NO_UTF8 = set("ÀÁõö÷øùúûüýþÿ")                            # the letters of the bytes that occur in no UTF-8: DeepSeek's alphabet lacks them
 
@@ -179,6 +186,13 @@ def test_ids_of_the_keys(load):
   assert t.stop_ids == {at("<|endoftext|>"), at("<|user|>"), at("<|observation|>"), at("<|user|>!")}
   assert load(bos_token_id=None).bos_id is None and load(add_bos_token=True).add_bos
   assert load("llama-bpe").add_bos and not load("llama-bpe", add_bos_token=False).add_bos
+
+@pytest.mark.parametrize("pre,names", [("deepseek-v3", ["<｜end▁of▁sentence｜>"]), ("kimi-k2", ["<|im_end|>", "[EOS]", "[EOT]"])])
+def test_ends_of_a_turn(pre, names, load):
+  tokens, kinds, *_ = vocabulary(pre)
+  t = load(pre, tokens=[*tokens, *names, "<|eot_id|>"], token_type=[*kinds, *[3] * len(names), 4])  # the last is markup here, no control token
+  ends = {len(tokens) + i for i in range(len(names))}
+  assert t.stop_ids == ends | {t.eos_id, tokens.index("<|user|>"), tokens.index("<|observation|>")} and not t.add_bos
 
 def test_stream_never_emits_half_a_character(load):
   t, tokens = load(), vocabulary("glm4")[0]

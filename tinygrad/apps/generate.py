@@ -1,16 +1,15 @@
-"""Prefill, decode and what stays between turns: the owner of the JITs and of the cache's length."""
+"""Prefill, decode and what stays between turns: the owner of the steps and of the cache's length."""
 from __future__ import annotations
 import functools, operator, os, sys, threading
 from typing import Iterable, Iterator
 import numpy as np
-from tinygrad import Device, Tensor, TinyJit, UOp, Variable, dtypes
+from tinygrad import Device, Tensor, UOp, Variable, dtypes
+from tinygrad.apps.capture import Step, to_device, write
 from tinygrad.apps.mla import CHUNK, Transformer
-from tinygrad.apps.quantized import capturing_jit
 from tinygrad.apps.sampling import Features, Sampling, sample
 from tinygrad.nn.embedding import advance
 from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import target
-from tinygrad.uop.ops import Ops
 
 _one_at_a_time = threading.RLock()  # not a generator's own: what a JIT captures, and the CPU's threads, are the process's
 def _forked() -> None:
@@ -35,6 +34,16 @@ class ContextFull(Exception):
 class Superseded(RuntimeError):
   """A later call took the generator over, whose one sequence an older iterator went on with. str(e) is one line."""
 
+def choose(logits:Tensor, features:Features, values:Tensor, key:Tensor, seen:Tensor, token:Tensor, pos:UOp|Tensor) -> tuple[Tensor, ...]:
+  """The end of a decode step: logits, float32 (1, vocab), become the next token, and a position on the device moves on"""
+  counter, noted = key, None
+  if features.draw:  # a token's draw is numbered by its position
+    number = (pos if isinstance(pos, Tensor) else Tensor(pos)).cast(dtypes.uint32).reshape(1)
+    counter = number.cat(Tensor.zeros(1, dtype=dtypes.uint32))
+  if features.penalty: noted = seen.assign(Tensor.arange(seen.shape[0]).eq(token).cast(dtypes.uint8).maximum(seen))
+  chosen = token.assign(sample(logits.reshape(-1), features, values, key, counter, noted))
+  return chosen, *([advance(pos, chosen)] if isinstance(pos, Tensor) else [])
+
 class Generator:
   """Runs one sequence. The token to feed next lives on the device: a decode step reads it, and writes the one it chose.
   A call takes over from the one before it, whose iterator then raises Superseded; threads take turns."""
@@ -47,54 +56,70 @@ class Generator:
     self.next_position: int|None = 0                  # what device_position holds; None while a step is under way, or where one failed
     vocab = model.config.vocab_size
     # where kernels read the position from the device, a step moves it on itself, and nothing in its graph changes from token to token
-    self.device_position = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize() if model.kernels_fit else None
+    self.device_position = to_device(np.zeros(1, np.int32)) if model.kernels_fit else None
     if self.device_position is None:
       why = "no kernels for this device" if target() is None and cpu.device() is None else "a dimension of this model is not one that the kernels take"
       _say_once(f"{Device.DEFAULT}: {why}: decoding by plain ops, slowly")
-    self.token = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize()
-    self.values = Tensor.zeros(5, dtype=dtypes.float).contiguous().realize()
-    self.key = Tensor.zeros(2, dtype=dtypes.uint32).contiguous().realize()
-    self.seen = Tensor.zeros(vocab, dtype=dtypes.uint8).contiguous().realize()
-    self.decode_jits: dict[Features, TinyJit] = {}
-    self.prefill_jits, self.logits_jit = {size: capturing_jit(self._prefill) for size in {self.chunk, self.many}}, capturing_jit(self._logits)
+    self.start = to_device(np.zeros(1, np.int32)) if model.prefill_kernels_fit else None
+    self.token = to_device(np.zeros(1, np.int32))
+    self.values = to_device(np.zeros(5, np.float32))
+    self.key = to_device(np.zeros(2, np.uint32))
+    self.seen = to_device(np.zeros(vocab, np.uint8))
+    self.decode_steps: dict[Features, Step] = {}
+    self.ids = {size: to_device(np.zeros(size, np.int32)) for size in {self.chunk, self.many}}  # what a step of a prompt reads
+    self.prefill_steps: dict[int, Step] = {}
 
-  # ---- graphs ----
-  def _decode(self, features:Features, pos:UOp|Tensor) -> Tensor:
-    counter = self.key
-    if features.draw:  # a token's draw is numbered by its position
-      number = (pos if isinstance(pos, Tensor) else Tensor(pos)).cast(dtypes.uint32).reshape(1)
-      counter = number.cat(Tensor.zeros(1, dtype=dtypes.uint32))
-    logits, seen = self.model.logits(self.token, pos).reshape(-1), None
-    if features.penalty:
-      seen = self.seen.assign(Tensor.arange(self.seen.shape[0]).eq(self.token).cast(dtypes.uint8).maximum(self.seen))
-    token = self.token.assign(sample(logits, features, self.values, self.key, counter, seen))
-    return token.realize(*([advance(pos, token)] if isinstance(pos, Tensor) else []))
-  def _prefill(self, ids:Tensor, pos:UOp|int) -> Tensor: return self.model.hidden(ids, pos)[1].realize()
-  def _logits(self, ids:Tensor, pos:UOp|int) -> Tensor: return self.model.logits(ids, pos).realize()
+  # ---- steps ----
+  def build_decode(self, features:Features, compiled:bool=True) -> Step:
+    """Reads the token and, where kernels read it there, its position on the device, and writes the next of both"""
+    step, pos = Step(compiled), self.position.bind(0) if self.device_position is None else self.device_position
+    logits = self.model.logits(self.token, pos, step.run)
+    step.run(choose, logits, features, self.values, self.key, self.seen, self.token, pos)
+    return step
+  def build_prefill(self, size:int, compiled:bool=True) -> Step:
+    """Reads the first `size` of ids[size] and writes their rows"""
+    step = Step(compiled)
+    self.model.prefill(self.ids[size], self._start(size), step.run)
+    return step
+  @functools.cached_property
+  def logits_step(self) -> tuple[Step, Tensor]:
+    """As a step of prefill of `chunk` tokens, and the float32 (chunk, vocab) that it writes"""
+    step = Step()
+    return step, self.model.logits(self.ids[self.chunk], self._start(self.chunk), step.run)
+  def _start(self, size:int) -> UOp|Tensor:
+    """Where a step of `size` tokens finds the position of the first"""
+    return Variable(f"chunk_{size}", 0, self.max_context - 1).bind(0) if self.start is None else self.start
+  def _run_at(self, step:Step, size:int, at:int) -> None:
+    if self.start is None: return step(**{f"chunk_{size}": at})
+    write(self.start, np.array([at], np.int32))
+    step()
 
   def decode(self, features:Features, pos:int) -> Tensor:
     """Feeds the token on the device at position `pos` and returns the device's token buffer, int32 (1,), now holding the next one"""
-    if self.device_position is None:
-      if features not in self.decode_jits: self.decode_jits[features] = capturing_jit(lambda pos: self._decode(features, pos))
-      return self.decode_jits[features](self.position.bind(pos))
-    if features not in self.decode_jits: self.decode_jits[features] = capturing_jit(lambda: self._decode(features, self.device_position))
-    known, self.next_position = self.next_position, None
-    if pos != known: self._set(self.device_position, [pos])
-    token = self.decode_jits[features]()
-    self.next_position = pos + 1
-    return token
+    if features not in self.decode_steps: self.decode_steps[features] = self.build_decode(features)
+    if self.device_position is None: self.decode_steps[features](**{self.position.expr: pos})
+    else:
+      known, self.next_position = self.next_position, None
+      if pos != known: write(self.device_position, np.array([pos], np.int32))
+      self.decode_steps[features]()
+      self.next_position = pos + 1
+    return self.token
 
-  def _chunks(self, ids:list[int], start:int, many:int) -> Iterator[tuple[int, Tensor]]:
+  def prefill_step(self, size:int, at:int) -> None:
+    """Writes the rows of the tokens in ids[size], the first of them at position `at`"""
+    if size not in self.prefill_steps: self.prefill_steps[size] = self.build_prefill(size)
+    self._run_at(self.prefill_steps[size], size, at)
+
+  def _chunks(self, ids:list[int], start:int, many:int) -> Iterator[tuple[int, int]]:
     """Steps of `chunk` or `many` tokens that cover ids[start:] and write no row before. The last one is padded: rows past the sequence's end are
     written again before they are read, and the cache has room for them past the context's end."""
     at = start
     while at < len(ids):
       size = many if len(ids) - at > many // 4 else self.chunk
       part = ids[at:at + size]
-      yield at, Tensor(part + [0] * (size - len(part)), dtype=dtypes.int32).realize()
+      write(self.ids[size], np.array(part + [0] * (size - len(part)), np.int32))
+      yield at, size
       at += size
-  def prefill_step(self, ids:Tensor, pos:UOp|int) -> None: self.prefill_jits[ids.shape[0]](ids, pos)
-  def _bind(self, at:int, size:int) -> UOp: return Variable(f"chunk_{size}", 0, self.max_context - 1).bind(at)
 
   # ---- use ----
   def prefill(self, ids:Iterable[int], sampling:Sampling=Sampling()) -> None:
@@ -109,14 +134,16 @@ class Generator:
       start = next((i for i, (a, b) in enumerate(zip(self.cached, ids[:todo])) if a != b), min(len(self.cached), todo))
       self.cached = self.cached[:start]
       if todo - start > self.chunk // 4:
-        for at, chunk in self._chunks(ids[:todo], start, self.many): self.prefill_step(chunk, self._bind(at, chunk.shape[0]))
+        for at, size in self._chunks(ids[:todo], start, self.many): self.prefill_step(size, at)
       else:
-        for at in range(start, todo): self._set(self.token, [ids[at]]); self.decode(Features(), at)  # a few tokens cost less than a chunk
+        for at in range(start, todo):  # a few tokens cost less than a chunk, and the step is the answer's
+          write(self.token, np.array([ids[at]], np.int32))
+          self.decode(sampling.features, at)
       self.cached = ids[:todo]
-      self._set(self.token, ids[-1:])
-      self._set(self.values, sampling.values())
-      self._set(self.key, [sampling.seed, 0])
-      if sampling.features.penalty: self._set(self.seen, np.isin(np.arange(self.seen.shape[0]), ids))
+      write(self.token, np.array(ids[-1:], np.int32))
+      write(self.values, np.array(sampling.values(), np.float32))
+      write(self.key, np.array([sampling.seed, 0], np.uint32))
+      if sampling.features.penalty: write(self.seen, np.isin(np.arange(self.seen.shape[0]), ids).astype(np.uint8))
 
   def generate(self, ids:Iterable[int], count:int|None=None, sampling:Sampling=Sampling(), stop:frozenset[int]=frozenset()) -> Iterator[int]:
     """Continues ids: yields each new token, a stop token last. Ends after `count` tokens or when the context is full.
@@ -143,9 +170,10 @@ class Generator:
     out = np.empty((len(ids), self.model.config.vocab_size), np.float32)
     with _one_at_a_time:
       self.forget()
-      for at, chunk in self._chunks(ids, 0, self.chunk):
-        rows = min(self.chunk, len(ids) - at)
-        out[at:at + rows] = self.logits_jit(chunk, self._bind(at, self.chunk)).numpy()[:rows]
+      step, logits = self.logits_step
+      for at, size in self._chunks(ids, 0, self.chunk):
+        self._run_at(step, size, at)
+        out[at:at + size] = logits.numpy()[:len(ids) - at]
       self.cached = ids
     return out
 
@@ -158,17 +186,17 @@ class Generator:
     return len(self.cached) >= self.max_context - 1
   @property
   def kernels_a_token(self) -> int:
-    """Kernels in the newest decode graph; 0 before the first token"""
-    calls = self.decode_jits[next(reversed(self.decode_jits))].captured.linear.src if self.decode_jits else ()
-    return sum(len(c.src[0].src[0].src) if c.src[0].op is Ops.CUSTOM_FUNCTION else 1 for c in calls)
+    """Launches of the newest decode step; 0 before the first token"""
+    return len(self.decode_steps[next(reversed(self.decode_steps))].calls) if self.decode_steps else 0
 
   # ---- helpers ----
   def _tokens(self, ids:Iterable[int]) -> list[int]:
     vocab = self.model.config.vocab_size
-    if not isinstance(ids, Iterable): raise ValueError(f"tokens: expected a list of numbers, found {ids!r}")
+    shape = getattr(ids, "shape", None)
+    if not isinstance(ids, Iterable) or isinstance(ids, (str, bytes)) or (shape is not None and len(shape) != 1):
+      raise ValueError(f"tokens: expected a list of numbers, found {type(ids).__name__}{'' if shape is None else f' of shape {shape}'}")
     tokens = [_whole("token", i) for i in ids]
     if not tokens: raise ValueError("no tokens: give at least one")
-    if (wrong := next((i for i in tokens if not 0 <= i < vocab), None)) is not None: raise ValueError(f"token {wrong}: expected 0 to {vocab - 1}")
+    if (wrong := next((i for i in tokens if not 0 <= i < vocab), None)) is not None:
+      raise ValueError(f"token {str(wrong)[:40]}: expected 0 to {vocab - 1}")
     return tokens
-  @staticmethod
-  def _set(buffer:Tensor, values) -> None: buffer.assign(Tensor(np.asarray(values), dtype=buffer.dtype)).realize()

@@ -5,10 +5,15 @@
   from tinygrad.apps.llm import load
 """
 from __future__ import annotations
-import sys
+import os, signal, sys
 from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
+  # Ctrl-C while modules are loaded; a background job has it ignored
+  if signal.getsignal(signal.SIGINT) != signal.SIG_IGN: signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+  for fd in range(3):
+    try: os.fstat(fd)
+    except OSError: os.open(os.devnull, os.O_RDWR)  # else the next file that is opened would stand in for a closed stream
   # as a script, Python puts this folder first on sys.path; imports start from the clone's root
   sys.path[0] = str(ROOT)
   try: import tinygrad
@@ -16,104 +21,191 @@ if __name__ == "__main__":
   if not hasattr(tinygrad, "OVERLAY"):
     sys.exit(f"this is the fork's command line, but `import tinygrad` found {tinygrad.__file__}: expected {ROOT / 'tinygrad'}")
 
-import argparse, itertools, json, os, time
+import argparse, dataclasses, json, time
 from typing import Any, Callable
 from tinygrad import Device
 from tinygrad.apps.generate import ContextFull
 from tinygrad.apps.gguf import GGUFError
-from tinygrad.apps.measure import benchmark, perplexity
-from tinygrad.apps.models import ALIASES, BUILT_IN, DEFAULT_CONTEXT, MODELS, Model, UserError, load
+from tinygrad.apps.models import ALIASES, BUILT_IN, DEFAULT_CONTEXT, MODELS, Answer, Model, UserError, load, local_file
 from tinygrad.apps.sampling import Sampling
-from tinygrad.apps.terminal import converse, say
+from tinygrad.apps.screen import doing, lossy, note, safe_line
+from tinygrad.apps.terminal import Options, chosen_seed, converse, read_text, say
+from tinygrad.helpers import NUM_CPU_THREADS
 
 __all__ = ["Model", "UserError", "load", "main"]
 
-class Parser(argparse.ArgumentParser):
-  def error(self, message:str) -> Any: self.exit(2, f"{self.prog}: {message} (see --help)\n")
+MAX_TEXT = 1 << 26  # bytes that --perplexity reads
+DEMO = "tiny-glm, a tiny demonstration that has read Python's own manual and knows nothing else (--list-models names real models)"
 
-def whole(low:int) -> Callable[[str], int]:
-  """The type of an option that takes a whole number of at least `low`"""
+class Parser(argparse.ArgumentParser):
+  def error(self, message:str) -> Any: self.exit(2, f"{self.prog}: {safe_line(message)} (see --help)\n")
+
+def whole(low:int, *others:int) -> Callable[[str], int]:
+  """The type of an option that takes a whole number of at least `low`, or one of the `others`"""
   def number(text:str) -> int:
-    if (value := int(text)) < low: raise ValueError
-    return value
-  number.__name__ = f"whole number of at least {low}"
+    try:
+      if (value := int(text)) >= low or value in others: return value
+    except ValueError: pass
+    raise argparse.ArgumentTypeError(f"expected a whole number of at least {low}{''.join(f', or {o}' for o in others)}, found {text[:40]!r}")
   return number
 
-def parser() -> Parser:
+# flags that --benchmark alone takes; any of them makes it a table, but --depth with one number, and -o json beside --benchmark N
+TABLE = ("n_prompt", "n_gen", "depth", "repetitions", "output", "plot")
+
+def benchmark_flags(p:Parser, bench:bool) -> None:
+  """What --benchmark takes; bench: as for parser"""
+  def add(name:str, short:str="", **kw) -> None:
+    p.add_argument(*([short] if short and bench else []), *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **kw)
+  add("benchmark", nargs="?", type=whole(1), const=0, metavar="N", help="time the decoding of N tokens, a line each (default 20); with any of the "
+      "next four, -o or --plot: a table as llama-bench prints it. -p, -n, -d and -r are then short for the four")
+  add("n_prompt", "-p", metavar="LIST", help="a table's prefills: tokens of each (default 512; 0: none)")
+  add("n_gen", "-n", metavar="LIST", help="a table's decodings: tokens of each (default 128; 0: none)")
+  add("depth", "-d", metavar="LIST", help="tokens in the cache before a benchmark's first (default 0); several: a table")
+  add("repetitions", "-r", type=whole(1), metavar="R", help="runs of each row of a table, beside one to warm up (default 5)")
+  p.add_argument("-o", "--output", choices=("md", "csv", "json"), help="a table's form (default md); json ends --benchmark N with a JSON line")
+  add("plot", metavar="FILE", help="draw a table's tok/s over depth, with the ceiling, as .png or .svg (needs matplotlib)")
+
+def parser(bench:bool=False) -> Parser:
+  """bench: whether --benchmark is among the arguments: -p, -n, -d and -r are then its lists, as llama-bench has them; else what llama-cli has."""
   p = Parser(prog="llm.py", description="Run MLA and mixture-of-experts models from a GGUF file.", allow_abbrev=False)
-  def add(name:str, **kw) -> None: p.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), **kw)
-  add("model", default=str(BUILT_IN), metavar="NAME|PATH", help="a name of --list-models or a GGUF file (default: the built-in tiny model)")
-  add("list_models", action="store_true", help="list the models known by name")
-  add("max_context", type=whole(2), metavar="N", help=f"tokens the cache holds (default {DEFAULT_CONTEXT}, or what --benchmark needs)")
-  add("prompt", metavar="TEXT", help="answer TEXT and leave")
-  add("raw_prompt", nargs="?", const=True, metavar="TEXT", help="continue TEXT (or --prompt's) as it is, without the chat template")
-  add("count", type=whole(1), metavar="N", help="at most N new tokens (default: until the model stops or the context is full)")
-  defaults = Sampling()
-  for name, kind, text in (("temperature", float, "0 is greedy"), ("top_k", int, "keep the k likeliest tokens, 0 all"),
-                           ("top_p", float, "keep the likeliest tokens up to this probability"),
-                           ("min_p", float, "keep tokens this likely, relative to the likeliest"),
-                           ("repeat_penalty", float, "make tokens of the context less likely"), ("seed", int, "of the draws")):
-    add(name, type=kind, default=getattr(defaults, name), metavar="X", help=f"{text} (default {getattr(defaults, name)})")
-  add("stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; may be given more than once")
-  add("benchmark", nargs="?", type=whole(1), const=20, metavar="N", help="time the decoding of N tokens (default 20)")
-  add("depth", type=whole(0), default=0, metavar="D", help="tokens in the cache before a benchmark's first")
+  def add(name:str, *short:str, **kw) -> None:
+    p.add_argument(*(s for s in short if not (bench and s in ("-p", "-n", "-d", "-r"))),
+                   *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **kw)
+  add("model", "-m", default=str(BUILT_IN), metavar="NAME|PATH", help="a name of --list-models or a GGUF file (default: the built-in tiny model)")
+  add("list_models", action="store_true", help="list the models known by name, their sizes, and which are on this machine")
+  add("max_context", "-c", type=whole(2, 0), metavar="N",
+      help=f"tokens the cache holds (default {DEFAULT_CONTEXT}, or what --benchmark needs; 0: all that the model can)")
+  add("prompt", "-p", metavar="TEXT", help="answer TEXT and leave")
+  add("file", "-f", metavar="FILE", help="answer the text of FILE and leave; - is stdin")
+  add("raw_prompt", nargs="?", const=True, metavar="TEXT", help="continue TEXT (or --prompt's, or --file's) as it is, without the chat template")
+  add("special", "-sp", action="store_true", help="names of special tokens in a raw prompt stand for the tokens")
+  add("system", "-sys", default="", metavar="TEXT", help="the system's message")
+  add("no_think", action="store_true", help="ask the model to answer without reasoning first")
+  add("hide_think", action="store_true", help="do not print the reasoning")
+  add("count", "-n", type=whole(1, -1), metavar="N", help="at most N new tokens (default, and -1: until the model stops or the context is full)")
+  for name, short, kind, text in (("temperature", "--temp", float, "0 is greedy"), ("top_k", None, int, "keep the k likeliest tokens, 0 all"),
+                                  ("top_p", None, float, "keep the likeliest tokens up to this probability"),
+                                  ("min_p", None, float, "keep tokens this likely, relative to the likeliest"),
+                                  ("repeat_penalty", None, float, "make tokens of the context less likely")):
+    add(name, *([short] if short else []), type=kind, metavar="X", help=f"{text} (default: what the model's makers advise)")
+  add("seed", "-s", type=int, metavar="N", help="of the draws (default, and -1: a random one, which --stats shows)")
+  add("stop", "-r", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; may be given more than once")
+  add("stats", action="store_true", default=None, help="figures after each answer, and how it was drawn (on a terminal figures alone are shown)")
+  benchmark_flags(p, bench)
+  add("threads", "-t", type=whole(1), metavar="N", help="threads of the CPU (default: its cores)")
   add("json", nargs="?", const="-", metavar="FILE", help="end with a JSON line of a benchmark's or a perplexity's figures, and keep it in FILE")
   add("perplexity", metavar="FILE", help="the perplexity of a text file")
   return p
 
-def main(argv:list[str]|None=None) -> None:
-  args = parser().parse_args(argv)
-  if args.list_models:
-    for name, (repo, file) in MODELS.items():
-      print(f"{name:32s} {repo}/{file}{''.join(f'  = {a}' for a, target in ALIASES.items() if target == name)}")
-    return
-  sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repeat_penalty, args.seed)
-  prompt, raw = (args.raw_prompt, True) if isinstance(args.raw_prompt, str) else (args.prompt, bool(args.raw_prompt))
-  if raw and prompt is None: raise UserError("--raw_prompt: expected a text, here or in --prompt")
-  if args.benchmark and args.perplexity is not None: raise UserError("expected --benchmark or --perplexity, found both")
-  if args.depth and not args.benchmark: raise UserError("--depth: expected --benchmark beside it")
+def list_models() -> None:
+  for name, (repo, file, gb) in MODELS.items():
+    path, aliases = local_file(name), "".join(f"  = {a}" for a, target in ALIASES.items() if target == name)
+    size, where = (path.stat().st_size / 1e9, safe_line(str(path))) if path else (gb, "not here")
+    print(f"{name:30s} {size:5.1f} GB  {repo}/{file}  {where}{aliases}")
+  print(f"{'(none given)':30s} {BUILT_IN.stat().st_size / 1e9:5.3f} GB  {DEMO.partition(',')[0]}  {BUILT_IN}")
+
+def prompt_of(args:argparse.Namespace) -> tuple[str|None, bool]:
+  """What is to be answered (None: a conversation), and whether as it is. Raises UserError."""
+  raw, texts = args.raw_prompt is not None, {"--prompt": args.prompt, "--file": args.file}
+  if isinstance(args.raw_prompt, str): texts["--raw_prompt"] = args.raw_prompt
+  given = [name for name, text in texts.items() if text is not None]
+  if len(given) > 1: raise UserError(f"expected one prompt, found {' and '.join(given)}")
+  if raw and not given: raise UserError("--raw_prompt: expected a text, here or in --prompt or --file")
+  if args.special and not raw: raise UserError("--special: expected --raw_prompt beside it")
+  if raw and args.system: raise UserError("--system: expected no --raw_prompt beside it")
+  # an editor ends a file with a line feed that nobody means
+  if args.file is not None: return read_text("--file", args.file).removesuffix("\n"), raw
+  return (texts[given[0]] if given else None), raw
+
+def main(argv:list[str]|None=None) -> int|None:
+  """The exit code, where it is not 0"""
+  argv = sys.argv[1:] if argv is None else argv
+  args = parser(any(a.split("=")[0] == "--benchmark" for a in argv)).parse_args(argv)
+  if args.list_models: return list_models()
+  given = {f.name: v for f in dataclasses.fields(Sampling) if f.name != "seed" and (v := getattr(args, f.name)) is not None}
+  Sampling(**given)  # wrong values are found before a model is loaded
+  given["seed"] = chosen_seed(args.seed)
+  if "" in args.stop: raise UserError("--stop: expected a text, found none")
+  if args.threads: NUM_CPU_THREADS.value = args.threads
+  benched, of_table, sweep = args.benchmark is not None, [name for name in TABLE if getattr(args, name) is not None], None
+  if benched and args.perplexity is not None: raise UserError("expected --benchmark or --perplexity, found both")
+  if of_table and not benched: raise UserError(f"--{of_table[0]}: expected --benchmark beside it")
+  if benched:
+    from tinygrad.apps.measure import sweep_of
+    sweep = sweep_of(args, of_table)
   text, keep = None, None if args.json in (None, "-") else Path(args.json)
-  if args.json and not args.benchmark and args.perplexity is None: raise UserError("--json: expected --benchmark or --perplexity beside it")
+  if args.json and not benched and args.perplexity is None: raise UserError("--json: expected --benchmark or --perplexity beside it")
   if keep:
     try: keep.open("a").close()  # better before the work than after it
     except OSError as e: raise UserError(f"--json {keep}: {e.strerror}") from None
-  if args.perplexity is not None:
-    try: text = Path(args.perplexity).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e: raise UserError(f"--perplexity {args.perplexity}: {getattr(e, 'strerror', None) or e}") from None
-  context = args.max_context or max(DEFAULT_CONTEXT, args.depth + (args.benchmark or 0) + 2)
+  if args.perplexity is not None: text = read_text("--perplexity", args.perplexity, MAX_TEXT, regular=True)
+  prompt, raw = prompt_of(args)
+  if (talk := prompt is None and not benched and text is None) and sys.stdin is None:
+    raise UserError("stdin is closed: expected a conversation on it, or --prompt or --file")
+  tokens, depth = args.benchmark or 20, int(args.depth or 0) if sweep is None else 0
+  context = sys.maxsize if args.max_context == 0 else args.max_context or max(DEFAULT_CONTEXT, sweep.room if sweep else depth + tokens + 2)
   start = time.perf_counter()
+  doing(f"opening {args.model}")
   model = load(args.model, context, progress=sys.stderr.isatty())
   if args.max_context and args.max_context > model.generator.max_context:
-    print(f"--max_context {args.max_context} is more than the model's own context: using {model.generator.max_context}", file=sys.stderr)
+    note(f"--max_context {args.max_context} is more than the model's own context: using {model.generator.max_context}")
   Device[Device.DEFAULT].synchronize()
   load_seconds, result = time.perf_counter() - start, None
-  if raw:
+  options = Options(dataclasses.replace(model.sampling, **given), None if args.count == -1 else args.count, tuple(args.stop),
+                    False if args.no_think else None, args.hide_think, args.stats)
+  demo = DEMO if args.model == str(BUILT_IN) else ""
+  if prompt is not None:
+    if demo and sys.stderr.isatty(): note(f"[{demo}]")
     tok = model.tokenizer
-    ids = ([tok.bos_id] if tok.add_bos and tok.bos_id is not None else []) + tok.encode(prompt)
-    pieces = model.complete(ids, args.count, sampling, tuple(args.stop))
-    say(model, itertools.chain([prompt + next(pieces, "")], pieces))  # a prompt that does not fit is not printed
-  elif prompt is not None: say(model, model.chat([{"role": "user", "content": prompt}], args.count, sampling, tuple(args.stop)))
-  if args.benchmark: result = benchmark(model, args.model, args.benchmark, args.depth, load_seconds)
+    if raw:
+      ids = tok.encode(prompt, special=args.special)
+      if tok.add_bos and tok.bos_id is not None and ids[:1] != [tok.bos_id]: ids.insert(0, tok.bos_id)
+    else:
+      system = [{"role": "system", "content": args.system}] if args.system else []
+      ids = model.render([*system, {"role": "user", "content": prompt}], **options.template)
+    said = say(Answer(model, ids, options.count, options.sampling, options.stops), options, prompt if raw else None)
+    if said.stopped: return 130
+  if sweep:
+    from tinygrad.apps.measure import table
+    result = table(model, args.model, sweep, args.output or "md", Path(args.plot) if args.plot else None)
+  elif benched:
+    from tinygrad.apps.measure import benchmark
+    result = benchmark(model, args.model, tokens, depth, load_seconds)
   elif text is not None:
+    from tinygrad.apps.measure import perplexity
     result = perplexity(model, text)
     print(f"perplexity {result['perplexity']:.4f} over {result['tokens']} tokens in {result['windows']} windows")
-  elif prompt is None: converse(model, args.count, sampling, tuple(args.stop))
+  if talk: converse(model, options, args.system, demo)
   if result is not None:
-    print(line := json.dumps(result))
+    line = json.dumps(result)
+    if args.output == "json" or (args.json and args.output != "csv"): print(line)
     if keep: keep.write_text(line + "\n")
 
 def leave(message:str, code:int) -> None:
-  print(message, file=sys.stderr)
-  sys.exit(code)
+  try: doing("")
+  finally:
+    if message: print(safe_line(message), file=sys.stderr)
+    sys.exit(code)
 
-if __name__ == "__main__":
+def run() -> None:
+  """main as a process: every failure is one line"""
+  if signal.getsignal(signal.SIGINT) != signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
+  if sys.stderr is None: sys.stderr = open(os.devnull, "w")
+  if sys.stdout is None: leave("error: stdout is closed: there is nowhere to write an answer", 2)
+  lossy(sys.stdout)
+  if sys.stdin is not None: sys.stdin.reconfigure(errors="surrogateescape")  # the vocabulary has a token for every byte
   try:
-    main()
+    code = main()
     sys.stdout.flush()
-  except BrokenPipeError:  # the reader has left, as head does; what Python still flushes at exit goes nowhere
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(1)
+    sys.exit(code)
   except GGUFError as e: leave(f"GGUFError: {e}", 2)
   except MemoryError as e: leave(f"error: out of memory{f': {e}' if str(e) else ''}; a smaller --max_context needs less", 2)
   except (UserError, ContextFull, ValueError) as e: leave(f"error: {e}", 2)
-  except KeyboardInterrupt: sys.exit(130)
+  except KeyboardInterrupt: leave("", 130)
+  except OSError as e:
+    if e.filename is not None: leave(f"error: {e.filename}: {e.strerror}", 2)
+    # what has no name is stdout, full or without a reader (as head leaves): what Python still flushes at exit goes nowhere
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    leave("" if isinstance(e, BrokenPipeError) else f"error: stdout: {e.strerror or e}", 1)
+
+if __name__ == "__main__": run()

@@ -1,6 +1,6 @@
-"""How fast this machine's memory can be read: the ceiling of decoding."""
+"""How fast this machine's memory can be read, the ceiling of decoding; its name, and whether others use it."""
 from __future__ import annotations
-import concurrent.futures, ctypes, subprocess, time
+import concurrent.futures, ctypes, math, os, platform, subprocess, time
 import numpy as np
 from tinygrad import Device
 from tinygrad.helpers import NUM_CPU_THREADS
@@ -18,13 +18,17 @@ def _cuda() -> tuple[float, str]:
   clock_khz, bus_bits = attribute(cuda.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE), attribute(cuda.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)
   return clock_khz * 1e3 * 2 * bus_bits / 8, f"memory clock {clock_khz // 1000} MHz x 2 x {bus_bits} bits"
 
+def _chip() -> str: return subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True).stdout.strip()
+
 def _metal() -> tuple[float, str]|None:
-  chip = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True).stdout.strip().removeprefix("Apple ")
+  chip = _chip().removeprefix("Apple ")
   return (APPLE[chip] * 1e9, f"Apple's figure for {chip}") if chip in APPLE else None
+
+def cpu_threads() -> int: return max(NUM_CPU_THREADS.value, 1)
 
 def _measured() -> tuple[float, str]:
   """The best of five plain reads of 512 MB by all threads"""
-  threads = max(NUM_CPU_THREADS.value, 1)
+  threads = cpu_threads()
   parts = [np.ones(1 << 26 if threads == 1 else (1 << 26) // threads, np.uint64) for _ in range(threads)]
   best = float("inf")
   with concurrent.futures.ThreadPoolExecutor(threads) as pool:
@@ -38,3 +42,60 @@ def peak_bandwidth() -> tuple[float, str]|None:
   """(bytes a second, where the figure comes from) of the default device's memory; None where it is not known"""
   kind = Device.DEFAULT.split(":")[0]
   return {"CUDA": _cuda, "METAL": _metal, "CPU": _measured}.get(kind, lambda: None)()
+
+def device_name() -> str:
+  """The default device as a person knows it: CUDA (NVIDIA H200), CPU (AMD EPYC, 2 threads)"""
+  kind, what = Device.DEFAULT.split(":")[0], []
+  if kind == "CUDA":
+    from tinygrad.runtime.autogen import cuda
+    cuda.cuDeviceGetName(name := ctypes.create_string_buffer(256), len(name), Device[Device.DEFAULT].cu_device)
+    what = [name.value.decode(errors="replace")]
+  elif kind in ("CPU", "METAL") and platform.system() == "Darwin": what = [_chip()]
+  elif kind == "CPU":
+    try: what = [next(line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))]
+    except (OSError, StopIteration): what = [platform.machine()]  # no Linux, or a processor that gives no name
+  if kind == "CPU": what.append(f"{(n := cpu_threads())} thread{'s' * (n > 1)}")
+  return f"{Device.DEFAULT} ({', '.join(what)})" if what else Device.DEFAULT
+
+# ---- other processes ----
+
+BEGUN = time.perf_counter()
+LEAST_SECONDS, TOLERATED = 0.25, 0.15  # of watching, before it says anything (the kernel counts in hundredths); cores, of other processes
+
+def cores() -> int:
+  """The cores that this process may run on"""
+  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+def _own_seconds() -> float: return sum(os.times()[:4])
+
+def _busy_seconds() -> float|None:
+  """What all processes together have taken of these cores since the machine's start; None where no kernel says"""
+  try: lines = open("/proc/stat").read().splitlines()
+  except OSError: return None
+  mine, ticks = {f"cpu{i}" for i in os.sched_getaffinity(0)}, 0
+  for name, *fields in (line.split() for line in lines if line.startswith("cpu")):
+    if name in mine: ticks += sum(map(int, fields[:8])) - sum(map(int, fields[3:5]))  # guests' time is in user's; without idle and waiting for disks
+  return ticks / os.sysconf("SC_CLK_TCK")
+
+class Others:
+  """The cores that other processes take while this is entered, which may be often: their number in `cores`"""
+  def __init__(self, wall:float=0.0, seconds:float=0.0): self.wall, self.seconds = wall, seconds  # of this watch; of the cores, by others
+  def __enter__(self) -> Others:
+    self.start = time.perf_counter(), _busy_seconds(), _own_seconds()
+    return self
+  def __exit__(self, *_:object) -> None:
+    start, busy, own = self.start
+    wall, now = time.perf_counter() - start, _busy_seconds()
+    self.wall += wall
+    if busy is not None and now is not None: self.seconds += now - busy - (_own_seconds() - own)
+    elif hasattr(os, "getloadavg"):  # a mean over the last minute, of which this process made its part
+      lived = time.perf_counter() - BEGUN
+      self.seconds += (os.getloadavg()[0] - _own_seconds() / lived * (1 - math.exp(-lived / 60))) * wall
+  @property
+  def cores(self) -> float|None:
+    """None where the watch was too short to say"""
+    return max(self.seconds / self.wall, 0.0) if self.wall >= LEAST_SECONDS else None
+  @property
+  def in_the_way(self) -> bool:
+    """Whether there are too few cores for them and the threads of the default device"""
+    return Device.DEFAULT.split(":")[0] == "CPU" and (taken := self.cores) is not None and taken > max(cores() - cpu_threads(), 0) + TOLERATED

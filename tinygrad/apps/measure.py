@@ -1,14 +1,84 @@
-"""What a model's speed and its words' likelihood are measured by: the command line's --benchmark and --perplexity."""
+"""What a model's speed and its words' likelihood are measured by: the command line's --benchmark and --perplexity.
+
+--benchmark N decodes N tokens, a line each. With lists it is a table: rows of prefill (pp) and of decoding (tg) at depths, each several times,
+named and averaged as llama-bench does. A row's first run, which compiles, is not counted.
+"""
 from __future__ import annotations
-import math, statistics, sys, time
-from typing import Any
+import argparse, contextlib, csv, importlib.util, json, math, statistics, sys, time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Iterator
 import numpy as np
 from tqdm import tqdm
 from tinygrad import Device, GlobalCounters
-from tinygrad.apps.machine import peak_bandwidth
+from tinygrad.apps.generate import Generator
+from tinygrad.apps.machine import Others, cores, device_name, peak_bandwidth
 from tinygrad.apps.models import Model, UserError
 
 PERPLEXITY_WINDOW = 512
+PLOTS = (".png", ".svg")
+
+def numbers(flag:str, text:str, low:int) -> list[int]:
+  """The whole numbers of a list as "0,4096", each once. Raises UserError."""
+  try: found = [int(part) for part in text.split(",")]
+  except ValueError: found = []
+  if not found or min(found) < low: raise UserError(f"{flag}: expected whole numbers of at least {low} with commas between them, found {text[:40]!r}")
+  return list(dict.fromkeys(found))
+
+def counts(flag:str, text:str) -> list[int]:
+  """… of at least 1, or none of them: a lone 0 leaves a kind of row out, as llama-bench has it"""
+  return [] if text.strip() == "0" else numbers(flag, text, 1)
+
+def check_plot(path:Path) -> None:
+  """Raises UserError where no plot could be drawn to this file: better before the work than after it."""
+  if path.suffix.lower() not in PLOTS: raise UserError(f"--plot {path}: expected a name that ends in {' or '.join(PLOTS)}")
+  if importlib.util.find_spec("matplotlib") is None:
+    raise UserError(f"--plot {path}: needs matplotlib, which is not installed: {sys.executable} -m pip install matplotlib")
+  try: path.open("a").close()
+  except OSError as e: raise UserError(f"--plot {path}: {e.strerror}") from None
+
+@dataclass(frozen=True)
+class Sweep:
+  """What a table has rows of: at each depth a prefill of each of `prompts` tokens, and a decoding of each of `gens`"""
+  prompts:list[int]
+  gens:list[int]
+  depths:list[int]
+  repetitions:int
+  def __post_init__(self) -> None:
+    if not self.prompts and not self.gens: raise UserError("-p 0 and -n 0: expected a count of tokens for one of them")
+  @property
+  def deepest(self) -> int: return max(self.depths)
+  @property
+  def most(self) -> int: return max(self.prompts + self.gens)
+  @property
+  def room(self) -> int:
+    """Tokens that the cache must hold: one is left for an answer, one is decoded before the others"""
+    return self.deepest + self.most + 2
+
+def sweep_of(args:argparse.Namespace, given:list[str]) -> Sweep|None:
+  """The table that --benchmark is to print, if it is one. given: the flags of llm.TABLE that are there. Raises UserError."""
+  if args.output == "csv" and args.json == "-": raise UserError("--json: expected a FILE beside --output csv")
+  depths = numbers("--depth", "0" if args.depth is None else args.depth, 0)
+  plain = ["depth"] * (len(depths) == 1) + ["output"] * (args.output == "json" and args.benchmark > 0)
+  if not (more := [name for name in given if name not in plain]): return None
+  if args.benchmark: raise UserError(f"--benchmark {args.benchmark}: expected no number beside --{more[0]}: --n_gen has a table's")
+  if args.plot is not None: check_plot(Path(args.plot))
+  prompts, gens = ("512" if args.n_prompt is None else args.n_prompt), ("128" if args.n_gen is None else args.n_gen)
+  return Sweep(counts("--n_prompt", prompts), counts("--n_gen", gens), depths, args.repetitions or 5)
+
+def ceiling(peak:tuple[float, str]|None, nbytes:float) -> float|None:
+  """tok/s, were nothing but memory in the way of a token that reads so many bytes"""
+  return peak[0] / nbytes if peak else None
+
+def measured_peak() -> tuple[float, str]|None:
+  """peak_bandwidth, and a word on stderr where other processes were beside it"""
+  with Others() as others: peak = peak_bandwidth()
+  say_loaded(others, "while the ceiling was measured")
+  return peak
+
+def say_loaded(others:Others, when:str) -> None:
+  if others.in_the_way: print(f"this machine is loaded: other processes took {others.cores:.1f} of its {cores()} cores {when}; "
+                              "alone it is faster", file=sys.stderr)
 
 def benchmark(model:Model, name:str, count:int, depth:int, load_seconds:float) -> dict[str, Any]:
   """Prints the ceiling, then decodes `count` tokens after `depth` others. Returns what the JSON line holds."""
@@ -16,11 +86,10 @@ def benchmark(model:Model, name:str, count:int, depth:int, load_seconds:float) -
   if depth + 2 + count > t.max_context:
     raise UserError(f"--depth {depth} and --benchmark {count}: expected at most {t.max_context - 2} tokens together, found {depth + count}: "
                     f"the cache holds {t.max_context} (the model's own context is {t.config.context_length})")
-  weights, cache, peak = t.weight_bytes_a_token, t.cache_bytes(depth), peak_bandwidth()
+  weights, cache, peak = t.weight_bytes_a_token, t.cache_bytes(depth), measured_peak()
   print(f"device    {Device.DEFAULT}")
   print(f"a token   reads {weights / 1e6:.1f} MB of weights and {cache / 1e6:.1f} MB of cache at depth {depth}")
-  ceiling = (weights + cache) / peak[0] if peak else None
-  if peak and ceiling: print(f"ceiling   {peak[0] / 1e9:.0f} GB/s ({peak[1]}): {ceiling * 1e3:.3f} ms a token, {1 / ceiling:.0f} tok/s")
+  if most := ceiling(peak, weights + cache): print(f"ceiling   {peak[0] / 1e9:.0f} GB/s ({peak[1]}): {1e3 / most:.3f} ms a token, {most:.0f} tok/s")
   else: print("ceiling   unknown: no figure for this device's memory")
   ids = np.random.default_rng(0).integers(0, min(t.config.vocab_size, 256), depth + 1).tolist()
   start = time.perf_counter()
@@ -41,18 +110,170 @@ def benchmark(model:Model, name:str, count:int, depth:int, load_seconds:float) -
     next(tokens)
   print(f"kernels   {gen.kernels_a_token} a token")
   times:list[float] = []
-  for i in range(count):
-    start = time.perf_counter()
-    next(tokens)
-    times.append(time.perf_counter() - start)
-    print(f"{i + 1:5d}  {times[-1] * 1e3:9.3f} ms  {1 / times[-1]:9.1f} tok/s  {(weights + cache) / times[-1] / 1e9:8.1f} GB/s", flush=True)
+  with Others() as others:
+    for i in range(count):
+      start = time.perf_counter()
+      next(tokens)
+      times.append(time.perf_counter() - start)
+      print(f"{i + 1:5d}  {times[-1] * 1e3:9.3f} ms  {1 / times[-1]:9.1f} tok/s  {(weights + cache) / times[-1] / 1e9:8.1f} GB/s", flush=True)
   (p10, p90), median = (float(np.percentile(times, p)) for p in (10, 90)), statistics.median(times)
-  percent = f", {100 * ceiling / median:.1f} % of the ceiling" if ceiling else ""
-  print(f"median    {median * 1e3:.3f} ms, {1 / median:.1f} tok/s (p10 {p10 * 1e3:.3f} ms, p90 {p90 * 1e3:.3f} ms){percent}")
+  percent = 100 / median / most if most else None
+  print(f"median    {median * 1e3:.3f} ms, {1 / median:.1f} tok/s (p10 {p10 * 1e3:.3f} ms, p90 {p90 * 1e3:.3f} ms)"
+        f"{f', {percent:.1f} % of the ceiling' if percent else ''}")
+  say_loaded(others, "meanwhile")
   return {"model": name, "device": Device.DEFAULT, "depth": depth, "tokens": count, "median_ms": median * 1e3, "p10_ms": p10 * 1e3,
           "p90_ms": p90 * 1e3, "tok_s": 1 / median, "weight_bytes": weights, "cache_bytes": cache, "peak_gb_s": peak[0] / 1e9 if peak else None,
-          "ceiling_percent": 100 * ceiling / median if ceiling else None, "kernels": gen.kernels_a_token, "load_s": load_seconds,
-          "first_token_s": first, "prefill_tok_s": prefill, "device_bytes": GlobalCounters.mem_used}
+          "ceiling_percent": percent, "kernels": gen.kernels_a_token, "load_s": load_seconds,
+          "first_token_s": first, "prefill_tok_s": prefill, "device_bytes": GlobalCounters.mem_used, "other_cores": others.cores}
+
+# ---- tables ----
+
+@dataclass
+class Row:
+  """Runs of one kind: n_prompt tokens prefilled, or n_gen decoded, after n_depth"""
+  n_prompt:int
+  n_gen:int
+  n_depth:int
+  nbytes:float             # that a token reads, on the average of these; 0 for a prefill, which shares them
+  ceiling:float|None       # tok/s
+  seconds:list[float] = field(default_factory=list)
+  others:Others = field(default_factory=Others)
+
+  @property
+  def test(self) -> str:
+    return f"{f'pp{self.n_prompt}' if self.n_prompt else f'tg{self.n_gen}'}{f' @ d{self.n_depth}' if self.n_depth else ''}"
+  @property
+  def rates(self) -> list[float]: return [(self.n_prompt or self.n_gen) / s for s in self.seconds]
+  @property
+  def mean(self) -> float: return statistics.mean(self.rates)
+  @property
+  def deviation(self) -> float: return deviation(self.rates)
+  @property
+  def median(self) -> float: return statistics.median(self.rates)
+  @property
+  def gb_s(self) -> float|None: return self.median * self.nbytes / 1e9 or None
+  @property
+  def percent(self) -> float|None: return 100 * self.median / self.ceiling if self.ceiling else None
+  def figures(self) -> dict[str, Any]:
+    """By llama-bench's names where it has them"""
+    ns = [round(s * 1e9) for s in self.seconds]
+    return {"test": self.test, "n_prompt": self.n_prompt, "n_gen": self.n_gen, "n_depth": self.n_depth, "avg_ns": round(statistics.mean(ns)),
+            "stddev_ns": round(deviation(ns)), "avg_ts": self.mean, "stddev_ts": self.deviation, "median_ts": self.median,
+            "bytes_a_token": self.nbytes or None, "gb_s": self.gb_s, "ceiling_ts": self.ceiling,
+            "ceiling_percent": self.percent, "other_cores": self.others.cores, "samples_ns": ns, "samples_ts": self.rates}
+
+def deviation(values:list[float]|list[int]) -> float: return statistics.stdev(values) if len(values) > 1 else 0.0
+
+def prefill_seconds(gen:Generator, ids:list[int], depth:int, others:Others) -> float:
+  """Of all of `ids` but the last, when the cache holds the first `depth` of them"""
+  gen.prefill(ids[:depth + 1])
+  Device[Device.DEFAULT].synchronize()
+  with others:
+    start = time.perf_counter()
+    gen.prefill(ids)
+    Device[Device.DEFAULT].synchronize()
+    return time.perf_counter() - start
+
+def decode_seconds(gen:Generator, ids:list[int], count:int, others:Others) -> float:
+  """Of `count` tokens, when the cache holds `ids`: the token before them is not counted, which sets the sampling's values too"""
+  with contextlib.closing(gen.generate(ids, count + 1)) as tokens:
+    next(tokens)
+    with others:
+      start = time.perf_counter()
+      for _ in range(count): next(tokens)
+      return time.perf_counter() - start
+
+def measure(model:Model, sweep:Sweep, rows:list[Row]) -> Iterator[Row]:
+  """Fills the rows in their order. All of them read one text, so that the cache keeps what it has of it from run to run and depth to depth."""
+  gen = model.generator
+  text = np.random.default_rng(0).integers(0, model.transformer.config.vocab_size, sweep.deepest + sweep.most + 1).tolist()
+  with tqdm(total=len(rows) * (sweep.repetitions + 1), desc="benchmark", leave=False, disable=not sys.stderr.isatty()) as bar:
+    for row in rows:
+      for run in range(sweep.repetitions + 1):
+        bar.set_postfix_str(row.test)
+        others = row.others if run else Others()
+        if row.n_prompt: seconds = prefill_seconds(gen, text[:row.n_depth + row.n_prompt + 1], row.n_depth, others)
+        else: seconds = decode_seconds(gen, text[:max(row.n_depth, 1)], row.n_gen, others)
+        if run: row.seconds.append(seconds)
+        bar.update()
+      bar.clear()
+      yield row
+
+COLUMNS = (("test", 18), ("tok/s", 20), ("median", 10), ("GB/s", 8), ("% of ceiling", 12))
+
+def markdown(first:list[str], widths:list[int], cells:list[str]) -> str:
+  return "| " + " | ".join([f"{c:<{w}}" for c, w in zip(first, widths)] + [f"{c:>{w}}" for c, (_, w) in zip(cells, COLUMNS)]) + " |"
+
+def table(model:Model, name:str, sweep:Sweep, output:str, plot:Path|None) -> list[dict[str, Any]]:
+  """Prints the ceiling, then a table of the sweep's rows as each is done (JSON: all of them in one line). Returns what they hold."""
+  t = model.transformer
+  if sweep.room > t.max_context:
+    raise UserError(f"--depth {sweep.deepest} and {sweep.most} tokens: expected at most {t.max_context - 2} together, found "
+                    f"{sweep.deepest + sweep.most}: the cache holds {t.max_context} (the model's own context is {t.config.context_length})")
+  weights, a_row, peak, short = t.weight_bytes_a_token, t.cache_bytes(1), measured_peak(), Path(name).stem if name.endswith(".gguf") else name
+  # what a program is to read has stdout for itself
+  head = sys.stdout if output == "md" else sys.stderr
+  print(f"device    {device_name()}", file=head)
+  print(f"ceiling   {f'{peak[0] / 1e9:.0f} GB/s ({peak[1]})' if peak else 'unknown: no figure for this memory'}", file=head)
+  def bytes_at(depth:float) -> float: return weights + a_row * depth
+  for depth in sweep.depths:
+    nbytes = bytes_at(depth)
+    print(f"          a token at depth {depth} reads {nbytes / 1e6:.1f} MB{f': {ceiling(peak, nbytes):.0f} tok/s' if peak else ''}", file=head)
+  print(file=head, flush=True)
+  def row(prompt:int, gen:int, depth:int) -> Row:
+    nbytes = bytes_at(max(depth, 1) + (gen + 1) / 2) if gen else 0.0
+    return Row(prompt, gen, depth, nbytes, ceiling(peak, nbytes) if gen else None)
+  rows = [row(*r, depth) for depth in sweep.depths for r in [*((p, 0) for p in sweep.prompts), *((0, n) for n in sweep.gens)]]
+  result:list[dict[str, Any]] = []
+  common = {"model": short, "device": Device.DEFAULT, "device_name": device_name(), "peak_gb_s": peak[0] / 1e9 if peak else None}
+  first = [short, Device.DEFAULT]
+  widths = [max(len(a), len(b)) for a, b in zip(first, ("model", "device"))]
+  if output == "md":
+    print(markdown(["model", "device"], widths, [c for c, _ in COLUMNS]))
+    print("| " + " | ".join(["-" * w for w in widths] + ["-" * (w - 1) + ":" for _, w in COLUMNS]) + " |", flush=True)
+  for done in measure(model, sweep, rows):
+    result.append(common | done.figures())
+    if output == "md":
+      shares = [f"{share:.1f}" if share else "" for share in (done.gb_s, done.percent)]
+      print(markdown(first, widths, [done.test, f"{done.mean:.2f} ± {done.deviation:.2f}", f"{done.median:.2f}", *shares]), flush=True)
+    elif output == "csv":
+      cells = {k: v for k, v in result[-1].items() if not k.startswith("samples")}
+      writer = csv.DictWriter(sys.stdout, cells, lineterminator="\n")
+      if len(result) == 1: writer.writeheader()
+      writer.writerow(cells)
+      sys.stdout.flush()
+  every = Others(sum(r.others.wall for r in rows), sum(r.others.seconds for r in rows))
+  say_loaded(max((every, *(r.others for r in rows)), key=lambda o: o.cores or 0), "meanwhile")
+  if plot: draw(rows, f"{short} on {device_name()}", peak, bytes_at, plot)
+  return result
+
+def draw(rows:list[Row], title:str, peak:tuple[float, str]|None, bytes_at:Callable[[float], float], path:Path) -> None:
+  """tok/s over depth: decoding beneath its ceiling, prefill beside it. bytes_at: what a token at a depth reads"""
+  import matplotlib
+  with matplotlib.rc_context({"svg.hashsalt": "benchmark", "font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
+    from matplotlib.figure import Figure  # pyplot would look for a screen
+    from matplotlib.ticker import MultipleLocator
+    kinds = [kind for kind in ("n_gen", "n_prompt") if any(getattr(r, kind) for r in rows)]
+    figure, deepest = Figure((5.5 * len(kinds) + 0.5, 4.4), layout="constrained"), max(r.n_depth for r in rows)
+    figure.get_layout_engine().set(w_pad=0.12)
+    figure.suptitle(title)
+    for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds):
+      if kind == "n_gen" and peak:
+        depths = np.linspace(0, max(deepest, 1), 100)
+        axes.plot(depths, [peak[0] / bytes_at(d) for d in depths], "--", color="0.4", label=f"ceiling: the memory's {peak[0] / 1e9:.0f} GB/s")
+      for i, count in enumerate(dict.fromkeys(getattr(r, kind) for r in rows if getattr(r, kind))):
+        line = sorted((r for r in rows if getattr(r, kind) == count), key=lambda r: r.n_depth)
+        axes.errorbar([r.n_depth for r in line], [r.mean for r in line], [r.deviation for r in line], color=f"C{i}", marker="o", capsize=4,
+                      label=f"{'decoding' if kind == 'n_gen' else 'prefill of'} {count} tokens")
+        for r in line: axes.annotate(f"{r.mean:.0f}", (r.n_depth, r.mean), (5, 5), textcoords="offset points", size=10)
+      axes.set(xlabel="depth (tokens in the cache)", ylabel=f"{'decoding' if kind == 'n_gen' else 'prefill'}, tokens a second")
+      axes.xaxis.set_major_locator(MultipleLocator(2 ** max(round(math.log2(max(deepest, 1) / 4)), 0)))
+      axes.set_ylim(0, axes.get_ylim()[1] * 1.25)  # room for the legend
+      axes.margins(x=0.08)
+      axes.grid(color="0.9")
+      axes.legend(frameon=False, loc="upper right")
+    try: figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+    except OSError as e: raise UserError(f"--plot {path}: {e.strerror}") from None
 
 def perplexity(model:Model, text:str) -> dict[str, Any]:
   """exp of the mean negative log-likelihood, over windows of at most 512 tokens of which the second half is scored (the whole of a text that is

@@ -5,21 +5,24 @@ cache, L latent (kv_lora_rank), R rope dimensions. The batch is one sequence. Wh
 `from_gguf`; the forward pass knows one form, and no block format.
 """
 from __future__ import annotations
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import enum, math
-from typing import Callable, Iterable
+from typing import Any, Callable, Iterable
 import numpy as np
 from gguf import GGMLQuantizationType as GGMLType
 from gguf.quants import dequantize
 from tinygrad import Tensor, UOp, dtypes
+from tinygrad.apps.capture import Step, to_device
 from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor
-from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, fetch
+from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, prepare
 from tinygrad.apps.rope import Rope, Yarn, rope_table
+from tinygrad.dtype import DType
 from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import target
 from tinygrad.nn.matmat import HIDDEN, heads_linear, mats_target
 from tinygrad.nn.matvec import UNIT
 from tinygrad.nn.mla_attention import fits as attention_fits, mla_attention
+from tinygrad.nn.mla_prefill import fits as mla_prefill_fits
 from tinygrad.nn.moe import Choice, expert_down, expert_gate_up, gate_up, moe_mats
 from tinygrad.nn.norm_linear import latent_query, norm_linear
 
@@ -36,7 +39,7 @@ class Config:
   n_dense: int             # leading blocks with a dense feed-forward
   dim: int
   hidden_dim: int          # of a dense feed-forward
-  vocab_size: int
+  vocab_size: int          # tokens, each with a row of the embedding
   context_length: int      # tokens the model was trained for
   n_heads: int
   q_lora_rank: int         # 0: queries come from one matrix
@@ -85,22 +88,29 @@ class Config:
                   for n in ("key", "value"))
     if rope % 2: raise bad("rope.dimension_count", "an even number", rope)
     if key <= rope: raise bad("attention.key_length_mla", f"more than rope.dimension_count {rope}", key)
-    vocab = f.tensor("token_embd.weight").shape[0]
+    rows = f.tensor("token_embd.weight").shape[0]  # at least one a token: some files pad
+    vocab = len(f.key("tokenizer.ggml.tokens", list, [])) or rows
+    if vocab > rows:
+      raise GGUFError(f"{f.path}: tensor token_embd.weight: expected a row for each of the {vocab} tokenizer.ggml.tokens, found {rows}")
     experts = integer("expert_count", 0, low=0, high=1 << 16)
-    yarn, scaling = None, f.key(f"{arch}.rope.scaling.type", str, "none")
+    context, yarn = integer("context_length"), None
+    # a factor alone is of files from before the type, which knew linear scaling only
+    scaling = f.key(f"{arch}.rope.scaling.type", str, "linear" if f.key(f"{arch}.rope.scaling.factor", float, 0.0) else "none")
     if scaling == "yarn":
-      yarn = Yarn(real("rope.scaling.factor"), integer("rope.scaling.original_context_length"),
+      yarn = Yarn(real("rope.scaling.factor"), integer("rope.scaling.original_context_length", context),
                   real("rope.scaling.yarn_log_multiplier", 0.0, low=-1.0),
                   real("rope.scaling.yarn_beta_fast", 32.0), real("rope.scaling.yarn_beta_slow", 1.0))
-    elif scaling != "none": raise bad("rope.scaling.type", "none or yarn", repr(scaling))
+    elif scaling != "none":
+      alone = "" if f"{arch}.rope.scaling.type" in f.kv else " (what rope.scaling.factor alone stands for)"
+      raise bad("rope.scaling.type", "none or yarn", repr(scaling) + alone)
     config = dict(
       n_blocks=n_blocks, n_dense=n_blocks, dim=integer("embedding_length"), hidden_dim=integer("feed_forward_length"), vocab_size=vocab,
-      context_length=integer("context_length"), n_heads=heads, q_lora_rank=integer("attention.q_lora_rank", 0, low=0),
+      context_length=context, n_heads=heads, q_lora_rank=integer("attention.q_lora_rank", 0, low=0),
       kv_lora_rank=integer("attention.kv_lora_rank"), nope_dim=key - rope, rope_dim=rope, v_dim=value,
       norm_eps=real("attention.layer_norm_rms_epsilon"), rope_base=real("rope.freq_base", 10000.0, low=1.0), yarn=yarn)
     if not experts: return Config(**config)
     # a file without the key is GLM-4.7-Flash, which gates by sigmoid, or older than the key, which was softmax
-    guess = Gating.SIGMOID if n_blocks + mtp in (47, 48) and vocab == 154880 else Gating.SOFTMAX
+    guess = Gating.SIGMOID if n_blocks + mtp in (47, 48) and rows == 154880 else Gating.SOFTMAX
     gating = f.key(f"{arch}.expert_gating_func", int, int(guess)) or int(guess)
     if gating not in iter(Gating): raise bad("expert_gating_func", "1 (softmax), 2 (sigmoid) or 3 (softmax of the chosen)", gating)
     for name in ("expert_group_count", "expert_group_used_count"):
@@ -170,6 +180,15 @@ class Block:
   def __call__(self, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
     x, cache = self.attn(x, cache, rope)
     return self.ffn(x), cache
+  def remember(self, x:Tensor, cache:Tensor, rope:Rope) -> Tensor:
+    """The cache alone, with T more rows: all that a prompt needs of the last block"""
+    return self.attn(x, cache, rope)[1]
+
+def _zeros(shape:tuple[int, ...], dtype:DType) -> Tensor: return Tensor.zeros(*shape, dtype=dtype).contiguous()
+
+Run = Callable[..., Any]
+def apply(fxn:Callable, *args:Any) -> Any: return fxn(*args)
+def head(x:Tensor, norm:RMSNorm, output:QuantizedLinear) -> Tensor: return norm_linear(x, norm, [output])[0]
 
 class Transformer:
   """The model and its cache of one sequence: a vector of kv_lora_rank + rope_dim halves a block and token."""
@@ -181,26 +200,45 @@ class Transformer:
     self.rope = rope_table(config.rope_dim, config.rope_base, rows, config.yarn)
     # half precision where memory is what decoding waits for
     kept = dtypes.float if target() is None else dtypes.half
-    self.cache = [Tensor.zeros(rows, config.cache_dim, dtype=kept).contiguous().realize() for _ in blocks]
+    empty = Step()
+    self.cache = [empty.run(_zeros, (rows, config.cache_dim), kept) for _ in blocks]
+    empty()
 
-  def hidden(self, ids:Tensor, pos:UOp|int|Tensor) -> tuple[Tensor, Tensor]:
-    """ids: int32 (T,), the first at position `pos`, which may be int32 (1,) on the device where kernels_fit and T is 1
-    -> float32 (T, D) before the last norm, and the last block's cache, whose realization writes every block's rows"""
+  # Each takes ids, int32 (T,), the first at position `pos`: a number or Variable, or int32 (1,) on the device where kernels_fit (T is 1) or
+  # prefill_kernels_fit. `run` is what a function and its arguments are given to, part by part: applied here, or recorded (apps/capture.py).
+  def _before(self, n:int, ids:Tensor, pos:UOp|int|Tensor, run:Run) -> tuple[Tensor, Rope]:
+    """float32 (T, D) in front of block n, and the tokens' rotation"""
     c = self.config
-    x, rope = self.token_embd(ids), Rope(self.rope, pos, c.nope_dim + c.rope_dim, c.nope_dim)
-    for block, cache in zip(self.blk, self.cache): x, cache = block(x, cache, rope)
-    return x, cache
-  def logits(self, ids:Tensor, pos:UOp|int|Tensor) -> Tensor:
-    """int32 (T,) -> float32 (T, vocab)"""
-    return norm_linear(self.hidden(ids, pos)[0], self.output_norm, [self.output])[0]
+    x, rope = run(QuantizedEmbedding.__call__, self.token_embd, ids), Rope(self.rope, pos, c.nope_dim + c.rope_dim, c.nope_dim)
+    for block, cache in zip(self.blk[:n], self.cache): x, _ = run(Block.__call__, block, x, cache, rope)
+    return x, rope
+  def hidden(self, ids:Tensor, pos:UOp|int|Tensor, run:Run=apply) -> Tensor:
+    """-> float32 (T, D) before the last norm; every block's rows are written"""
+    return self._before(len(self.blk), ids, pos, run)[0]
+  def prefill(self, ids:Tensor, pos:UOp|int|Tensor, run:Run=apply) -> Tensor:
+    """-> the last block's cache, whose realization writes every block's rows"""
+    x, rope = self._before(len(self.blk) - 1, ids, pos, run)
+    return run(Block.remember, self.blk[-1], x, self.cache[-1], rope)
+  def logits(self, ids:Tensor, pos:UOp|int|Tensor, run:Run=apply) -> Tensor:
+    """-> float32 (T, vocab)"""
+    return run(head, self.hidden(ids, pos, run), self.output_norm, self.output)
 
+  @property
+  def _widths(self) -> list[int]:
+    """Of all vectors that a block multiplies"""
+    c = self.config
+    return [w for w in (c.dim, c.nope_dim, c.kv_lora_rank, c.n_heads * c.v_dim, c.hidden_dim, c.q_lora_rank, c.expert_dim) if w]
+  @property
+  def prefill_kernels_fit(self) -> bool:
+    """Whether every step of many tokens has a kernel that reads their position on the device"""
+    c, t = self.config, target()
+    fit = t is not None and t.mma is not None and all(w % UNIT == 0 and w > UNIT for w in self._widths)
+    return fit and mla_prefill_fits(t, c.kv_lora_rank, c.cache_dim)
   @property
   def kernels_fit(self) -> bool:
     """Whether every step of decoding one token has a kernel on this device, so that its position may live there"""
     c, t = self.config, target()
-    widths = [c.dim, c.nope_dim, c.kv_lora_rank, c.n_heads * c.v_dim, c.hidden_dim] + [c.q_lora_rank] * (c.q_lora_rank > 0)
-    if c.n_experts: widths.append(c.expert_dim)
-    fit = all(w % UNIT == 0 for w in widths)
+    fit = all(w % UNIT == 0 for w in self._widths)
     if cpu.device(): return fit and c.rope_dim % cpu.ROWS == 0
     return fit and t is not None and attention_fits(t, c.n_heads, c.kv_lora_rank, c.rope_dim)
 
@@ -222,11 +260,11 @@ class Transformer:
     max_context: tokens, the model's own context by default. progress wraps the list of tensors to load, as tqdm does.
     Raises GGUFError for a missing key or tensor and for a wrong shape."""
     c = Config.from_gguf(f)
+    f = _unpadded(f, c)
     spec = _checked_tensors(f, c)
-    w, tensors = {}, [f.tensors[name] for name in spec]
-    for t, following in zip(progress(tensors), [*tensors[1:], None]):
-      if following is not None: fetch(following.data)
-      w[t.name] = _load(spec[t.name], t)
+    tensors = [f.tensors[name] for name in spec]
+    prepare((t.type, t.shape) for t in tensors if isinstance(spec[t.name], type))
+    w = {t.name: _load(spec[t.name], t) for t in progress(tensors)}
     def norm(name:str) -> RMSNorm: return RMSNorm(w[name + ".weight"], c.norm_eps)
     def block(i:int) -> Block:
       b, attn = f"blk.{i}.", Attention(c)
@@ -245,6 +283,14 @@ class Transformer:
     return Transformer(c, embd, [block(i) for i in range(c.n_blocks)], norm("output_norm"), output, max_context or c.context_length)
 
 # ---- checkpoint surgery ----
+
+def _unpadded(f:GGUFFile, c:Config) -> GGUFFile:
+  """Rows of the embedding and the head past the vocabulary are no token's: they stay in the file, and so none of them can be chosen"""
+  rows, ends = f.tensor("token_embd.weight").shape[0], ("token_embd.weight", "output.weight")
+  if rows == c.vocab_size: return f
+  cut = {name: t._replace(shape=(c.vocab_size, *t.shape[1:]), data=t.data[:t.data.nbytes // rows * c.vocab_size])
+         for name in ends if (t := f.tensors.get(name)) is not None and t.shape[0] == rows}
+  return replace(f, tensors=f.tensors | cut)
 
 def _checked_tensors(f:GGUFFile, c:Config) -> dict[str, type|Callable]:
   """{tensor name: how to load it} for all that decoding reads, in the file's terms, every shape checked"""
@@ -284,7 +330,7 @@ def _checked_tensors(f:GGUFFile, c:Config) -> dict[str, type|Callable]:
 
 def _load(how:type|Callable, t:GGUFTensor): return how.load(t.type, t.shape, t.data) if isinstance(how, type) else how(t)
 
-def _float(t:GGUFTensor) -> Tensor: return Tensor(np.asarray(dequantize(t.data, t.type), np.float32).reshape(t.shape)).realize()
+def _float(t:GGUFTensor) -> Tensor: return to_device(np.asarray(dequantize(t.data, t.type), np.float32).reshape(t.shape))
 
 def _split_kv_b(t:GGUFTensor, c:Config) -> tuple[QuantizedLinear, QuantizedLinear]:
   """Older files keep k_b and v_b in one matrix, a head's rows [nope | v]. v_b's rows stay as they are; k_b is wanted transposed, across the

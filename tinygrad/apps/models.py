@@ -1,33 +1,34 @@
 """Models by name: where their files are, and `load` for Python: a GGUF file becomes a model that answers."""
 from __future__ import annotations
-import os, shutil, socket
+import ctypes, difflib, os, shutil, time
 from pathlib import Path
-from typing import Any, Iterator
-from urllib.parse import urlsplit
-from urllib.request import getproxies
+from typing import Any, Iterable, Iterator
 import numpy as np
-from tqdm import tqdm
 from tinygrad import Device
 from tinygrad.apps.chat import Chat
 from tinygrad.apps.generate import Generator
-from tinygrad.apps.gguf import GGUFError, GGUFTensor, read_gguf
+from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor, read_gguf
 from tinygrad.apps.mla import Config, Transformer
+from tinygrad.apps.reasoning import ANSWER, Piece, Reasoning, beginning
 from tinygrad.apps.sampling import Sampling
+from tinygrad.apps.screen import doing, safe_line
 from tinygrad.apps.tokenizer import Tokenizer
-from tinygrad.helpers import getenv
+from tinygrad.device import ALL_DEVICES
+from tinygrad.helpers import Context, DEV, OSX, getenv
+from tinygrad.runtime.support import disk_cache
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 ROOT = Path(__file__).resolve().parents[2]
-# name: (Hugging Face repository, file)
+# name: (Hugging Face repository, file, its size in GB)
 MODELS = {
-  "glm-4.7:flash-unsloth-Q4_0": ("unsloth/GLM-4.7-Flash-GGUF", "GLM-4.7-Flash-Q4_0.gguf"),
-  "glm-4.7:flash-unsloth-Q4_K_M": ("unsloth/GLM-4.7-Flash-GGUF", "GLM-4.7-Flash-Q4_K_M.gguf"),
-  "glm-4.7:flash-unsloth-Q6_K": ("unsloth/GLM-4.7-Flash-GGUF", "GLM-4.7-Flash-Q6_K.gguf"),
-  "glm-4.7:flash-bartowski-Q4_0": ("bartowski/zai-org_GLM-4.7-Flash-GGUF", "zai-org_GLM-4.7-Flash-Q4_0.gguf"),
-  "deepseek-v2-lite-Q4_0": ("zhentaoyu/DeepSeek-V2-Lite-Chat-Q4_0-GGUF", "deepseek-v2-lite-chat-q4_0.gguf"),
-  "deepseek-v2-lite-Q4_K_M": ("mradermacher/DeepSeek-V2-Lite-GGUF", "DeepSeek-V2-Lite.Q4_K_M.gguf"),
-  "youtu-llm:2b-Q4_0": ("AaryanK/Youtu-LLM-2B-GGUF", "Youtu-LLM-2B.q4_0.gguf"),
-  "youtu-llm:2b-Q4_K_M": ("AaryanK/Youtu-LLM-2B-GGUF", "Youtu-LLM-2B.q4_k_m.gguf"),
+  "glm-4.7:flash-unsloth-Q4_0": ("unsloth/GLM-4.7-Flash-GGUF", "GLM-4.7-Flash-Q4_0.gguf", 17.2),
+  "glm-4.7:flash-unsloth-Q4_K_M": ("unsloth/GLM-4.7-Flash-GGUF", "GLM-4.7-Flash-Q4_K_M.gguf", 18.3),
+  "glm-4.7:flash-unsloth-Q6_K": ("unsloth/GLM-4.7-Flash-GGUF", "GLM-4.7-Flash-Q6_K.gguf", 24.6),
+  "glm-4.7:flash-bartowski-Q4_0": ("bartowski/zai-org_GLM-4.7-Flash-GGUF", "zai-org_GLM-4.7-Flash-Q4_0.gguf", 17.2),
+  "deepseek-v2-lite-Q4_0": ("zhentaoyu/DeepSeek-V2-Lite-Chat-Q4_0-GGUF", "deepseek-v2-lite-chat-q4_0.gguf", 9.0),
+  "deepseek-v2-lite-Q4_K_M": ("mradermacher/DeepSeek-V2-Lite-GGUF", "DeepSeek-V2-Lite.Q4_K_M.gguf", 10.4),
+  "youtu-llm:2b-Q4_0": ("AaryanK/Youtu-LLM-2B-GGUF", "Youtu-LLM-2B.q4_0.gguf", 1.2),
+  "youtu-llm:2b-Q4_K_M": ("AaryanK/Youtu-LLM-2B-GGUF", "Youtu-LLM-2B.q4_k_m.gguf", 1.2),
 }
 ALIASES = {
   "glm-4.7:flash": "glm-4.7:flash-unsloth-Q4_0", "glm-4.7:flash-Q4_0": "glm-4.7:flash-unsloth-Q4_0",
@@ -36,23 +37,42 @@ ALIASES = {
 }
 BUILT_IN = ROOT / "models" / "tiny-glm-Q4_0.gguf"
 DEFAULT_CONTEXT = 4096
+# what the makers advise, by (tokenizer.ggml.pre, tokens of the vocabulary): a pre alone is shared by models of any size, the built-in one too
+ADVISED: dict[tuple[str, int], dict[str, Any]] = {
+  ("glm4", 154880): dict(temperature=1.0, top_p=.95),
+  ("deepseek-llm", 102400): dict(temperature=.3, top_p=.95),
+  ("youtu", 128256): dict(temperature=1.0, top_k=20, top_p=.95, repeat_penalty=1.05),
+}
+# Sampling's field: the last part of the file's key
+SAMPLING_KEYS = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repeat_penalty": "penalty_repeat"}
 
 class UserError(Exception):
   """What the user can put right. str(e) is one line."""
 
+def local_file(name:str) -> Path|None:
+  """The file of a name of MODELS where it is on this machine: models/<file> of this folder or the clone, or in Hugging Face's cache"""
+  repo, file, _ = MODELS[name]
+  for folder in (Path("models"), ROOT / "models"):
+    if (path := folder / file).is_file(): return path
+  from huggingface_hub import try_to_load_from_cache
+  return Path(cached) if isinstance(cached := try_to_load_from_cache(repo, file), str) else None
+
 def find_model(name:str) -> Path:
-  """The file of a model by name, alias or path: a path, models/<file> of this folder or the clone, Hugging Face's cache, or a download.
-  Raises UserError where there is none to be had."""
+  """The file of a model by name, alias or path: a path, a local file, or a download. Raises UserError where there is none to be had."""
   name = ALIASES.get(name, name)
   if name not in MODELS:
     path = Path(os.path.expanduser(name))
     if path.suffix == ".gguf" or os.path.exists(path): return path
-    raise UserError(f"--model {name}: neither a file nor a name that --list-models shows")
-  repo, file = MODELS[name]
-  for folder in (Path("models"), ROOT / "models"):
-    if (path := folder / file).is_file(): return path
-  from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache, utils
-  if isinstance(cached := try_to_load_from_cache(repo, file), str): return Path(cached)
+    known = {n.casefold(): n for n in (*MODELS, *ALIASES)}
+    near = difflib.get_close_matches(name.casefold(), known, 3)
+    raise UserError(f"--model {name}: neither a file nor a name that --list-models shows"
+                    + (f"; did you mean {' or '.join(known[n] for n in near)}?" if near else ""))
+  if (path := local_file(name)) is not None: return path
+  import socket
+  from urllib.parse import urlsplit
+  from urllib.request import getproxies
+  from huggingface_hub import constants, hf_hub_download, utils
+  repo, file, _ = MODELS[name]
   utils.logging.set_verbosity_error()
   try:
     # without a network the hub's client would retry for half a minute; a proxy may reach what we cannot
@@ -64,22 +84,118 @@ def find_model(name:str) -> Path:
     raise UserError(f"--model {name}: could not download it ({type(e).__name__}); fetch https://huggingface.co/{repo}/resolve/main/{file} "
                     f"and put it at {ROOT / 'models' / file}") from None
 
+# devices with kernels of ours, those that tinygrad's plain ops run on, and those that run nothing
+DEVICES = ("CPU", "CUDA", "METAL")
+OTHERS, NO_DEVICES = tuple(sorted(d for d in ALL_DEVICES if d not in DEVICES)), ("DISK", "NPY", "NULL", "RDMA", "TINYFS")
+
+def _why_not(device:str, e:Exception) -> str:
+  """Why a device could not be opened, in words of the one who named it"""
+  while isinstance(e, ExceptionGroup): e = e.exceptions[0]            # of several renderers, the first is the one that was wanted
+  kind, text = device.split(":")[0], " ".join(str(e).split())
+  if isinstance(e, ModuleNotFoundError) and e.name == f"tinygrad.runtime.ops_{kind.lower()}":
+    near = difflib.get_close_matches(kind, (*DEVICES, *OTHERS), 1)
+    return "there is none of that name" + (f", did you mean {near[0]}?" if near else "")
+  if kind == "METAL" and not OSX: return "it is there on a Mac alone (MOCKMETAL=1 runs a mock of it)"
+  if "failed to load library cuda" in text: return "found no NVIDIA driver (libcuda)"
+  if "failed to load library nvrtc" in text: return "found no NVRTC (libnvrtc, of the CUDA toolkit or pip's nvidia-cuda-nvrtc)"
+  if "has no renderer" in text:
+    with Context(DEV=kind): return f"{text.split(', did you mean')[0]}, but {', '.join(map(Device[kind]._renderer_name, Device[kind].renderers))}"
+  return text or type(e).__name__
+
+def choose_device() -> None:
+  """Where DEV names no device: the Mac's, a card whose driver is here, else the CPU. tinygrad by itself would open eight kinds in turn, for a second."""
+  if DEV.device: return
+  if OSX: found = "METAL"
+  else:
+    try: found = "CUDA" if ctypes.CDLL("libcuda.so.1").cuInit(0) == 0 else "CPU"
+    except OSError: found = "CPU"
+  DEV.value = os.environ["DEV"] = found  # workers that compile read the latter
+
 def check_device() -> None:
-  """Raises UserError where the default device cannot be opened or lacks its compiler."""
-  try: compiler = Device[Device.DEFAULT].compiler
+  """Raises UserError, which says why and what there is, where the default device cannot be opened, runs nothing or lacks its compiler. A cache of kernels
+  that cannot be written is said once, and done without."""
+  choose_device()
+  names = f"DEV is one of {', '.join(DEVICES)}; by plain ops, slowly, {', '.join(OTHERS)}"
+  device = DEV.device
+  if device in NO_DEVICES: raise UserError(f"the device {device} runs no kernels; {names}")
+  try: compiler = Device[device := Device.DEFAULT].compiler
   except Exception as e:  # each device fails in its own way
-    raise UserError(f"cannot open the device: {' '.join(str(e).split())}; the variable DEV names another, as in DEV=CPU") from None
+    raise UserError(f"cannot open the device {device}: {_why_not(device, e)}; {names}") from None
   if isinstance(compiler, ClangCompiler) and shutil.which(cc := getenv("CC", "clang")) is None:
     raise UserError(f"the device {Device.DEFAULT} needs a C compiler: expected {cc!r} on the PATH, found none; "
                     "`make setup` installs one or says how")
+  disk_cache.probe()
+
+def advised_sampling(f:GGUFFile, tokenizer:Tokenizer) -> Sampling:
+  """How the model's makers would draw: the file's general.sampling.*, else by its family; greedy for a model that nobody knows. Raises GGUFError."""
+  values = dict(ADVISED.get((tokenizer.pre, tokenizer.n_vocab), {}))
+  for field, last in SAMPLING_KEYS.items():
+    if (value := f.key(key := f"general.sampling.{last}", int if field == "top_k" else float, default=None)) is None: continue
+    if field == "top_k": value = max(value, 0)  # -1 is another way to say all
+    try: values |= {field: getattr(Sampling(**{field: value}), field)}
+    except ValueError as e: raise GGUFError(f"{f.path}: key {key}: {str(e).partition(': ')[2]}") from None
+  return Sampling(**values)
 
 # ---- from Python ----
 
+class Until:
+  """Text as it comes, up to the first of the `stops` strings: what may be the beginning of one waits for more"""
+  def __init__(self, stops:tuple[str, ...]):
+    if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
+      raise ValueError(f"stops: expected a list of texts of one character or more, found {stops!r}")
+    self.stops, self.held, self.found = stops, "", False
+  def push(self, text:str, last:bool=False) -> str:
+    text = self.held + text
+    at = min((text.find(s) for s in self.stops if s in text), default=-1)
+    self.found |= at >= 0
+    keep = at if at >= 0 else len(text) - (0 if last else beginning(text, self.stops))
+    self.held = "" if self.found else text[keep:]
+    return text[:keep]
+
+class Answer:
+  """A continuation of `ids` on its way: iterate, once, for its pieces. It ends before the first of the `stops` in what is answered, not in what is
+  thought. tokens: how many have come; began, first, last: when, by time.perf_counter; done: whether the model ended it itself, or a stop did."""
+  def __init__(self, model:Model, ids:list[int], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=()):
+    self.model, self.ids, self.count, self.sampling, self.until = model, list(ids), count, sampling, Until(stops)
+    self.tokens, self.done, self.began, self.first, self.last = 0, False, 0.0, 0.0, 0.0
+
+  def __iter__(self) -> Iterator[Piece]:
+    tokenizer, self.began = self.model.tokenizer, time.perf_counter()
+    tokens, parts = self.model.generator.generate(self.ids, self.count, self.sampling, tokenizer.stop_ids), None
+    try:
+      for token in tokens:
+        self.last = time.perf_counter()
+        self.first = self.first or self.last
+        if token in tokenizer.stop_ids:
+          self.done = True
+          break
+        self.tokens += 1
+        parts = parts or Reasoning(tokenizer, self.ids)  # only now it is known that the ids are tokens
+        yield from self._cut(parts.push(token))
+        if self.until.found: break
+      if parts is not None and not self.until.found: yield from self._cut(parts.flush())
+      if text := self.until.push("", last=True): yield Piece(ANSWER, text)
+      self.done |= self.until.found
+    finally: tokens.close()
+
+  def _cut(self, pieces:Iterable[Piece]) -> Iterator[Piece]:
+    for kind, text in pieces:
+      if kind != ANSWER and (held := self.until.push("", last=True)): yield Piece(ANSWER, held)
+      if kind == ANSWER: text = self.until.push(text)
+      if text: yield Piece(kind, text)
+      if self.until.found: return
+
+  @property
+  def seconds_to_first(self) -> float: return self.first - self.began
+  @property
+  def tokens_a_second(self) -> float|None: return (self.tokens - 1) / (self.last - self.first) if self.tokens > 1 else None
+
 class Model:
-  """A loaded model. tokenizer: encode and decode; generator: the cache and the JITs, for one sequence at a time."""
-  def __init__(self, transformer:Transformer, tokenizer:Tokenizer, chat:Chat|None, chat_error:str=""):
+  """A loaded model. tokenizer: encode and decode; generator: the cache and the JITs, for one sequence at a time; name: the file's own; sampling:
+  what its makers advise (greedy is what the methods do by themselves)."""
+  def __init__(self, transformer:Transformer, tokenizer:Tokenizer, chat:Chat|None, chat_error:str="", name:str="", sampling:Sampling=Sampling()):
     self.transformer, self.tokenizer, self.generator = transformer, tokenizer, Generator(transformer)
-    self._chat, self._chat_error = chat, chat_error
+    self.name, self.sampling, self._chat, self._chat_error = name, sampling, chat, chat_error
 
   def logits(self, ids:list[int]|np.ndarray) -> np.ndarray:
     """ids: (T,) tokens -> float32 (T, vocab), the logits after each. Raises ValueError, ContextFull."""
@@ -92,44 +208,41 @@ class Model:
     for token in self.generator.generate(ids, count, sampling, ends):
       if token not in ends: yield token
 
+  def render(self, messages:list[dict[str, Any]], **template) -> list[int]:
+    """The prompt that asks for an answer to [{"role": "user", "content": …}, …] in the model's own form; `template` goes to it, as in
+    enable_thinking=False. Raises GGUFError where the file has no usable template."""
+    if self._chat is None: raise GGUFError(self._chat_error)
+    return self._chat.render(messages, **template)
+
   def complete(self, ids:list[int], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=()) -> Iterator[str]:
     """The continuation as text, whole characters at a time; it ends before the first of the `stops` strings."""
-    if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
-      raise ValueError(f"stops: expected a list of texts of one character or more, found {stops!r}")
-    stream, held = self.tokenizer.stream(), ""
-    for token in self.generate(ids, count, sampling):
-      held += stream.push(token)
-      if (at := min((held.find(s) for s in stops if s in held), default=-1)) >= 0:
-        yield held[:at]
-        return
-      # what may be the beginning of a stop string waits for the next token
-      wait = max((n for s in stops for n in range(1, min(len(s), len(held) + 1)) if held.endswith(s[:n])), default=0)
-      if len(held) > wait: yield held[:len(held) - wait]
-      held = held[len(held) - wait:]
-    held += stream.flush()
-    at = min((held.find(s) for s in stops if s in held), default=len(held))
-    if held[:at]: yield held[:at]
+    for piece in Answer(self, ids, count, sampling, stops): yield piece.text
 
   def chat(self, messages:list[dict[str, Any]], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=(),
            **template) -> Iterator[str]:
-    """Answers [{"role": "user", "content": …}, …] in the model's own form, as pieces of text. Raises GGUFError where the file has no usable
-    template, ContextFull."""
-    if self._chat is None: raise GGUFError(self._chat_error)
-    return self.complete(self._chat.render(messages, **template), count, sampling, stops)
+    """Answers [{"role": "user", "content": …}, …] in the model's own form, as pieces of text, reasoning and its marks included (Answer tells them
+    apart). Raises GGUFError where the file has no usable template, MessageError (a ValueError) for messages that are none, ContextFull."""
+    return self.complete(self.render(messages, **template), count, sampling, stops)
 
 def load(path:str|Path, max_context:int|None=None, progress:bool=False) -> Model:
   """A model from a GGUF file (any part of one) or a name of --list-models, on the default device (DEV). max_context: tokens the cache holds,
-  clamped to the model's own context; 4096 by default. Raises GGUFError, UserError; ValueError for a max_context below 2."""
-  if max_context is not None and max_context < 2: raise ValueError(f"max_context: expected 2 or more, found {max_context}")
+  clamped to the model's own context; 4096 by default. Raises GGUFError, UserError; ValueError for a max_context that is no number from 2 on."""
+  if max_context is not None and (isinstance(max_context, bool) or not hasattr(max_context, "__index__") or max_context < 2):
+    raise ValueError(f"max_context: expected a whole number of 2 or more, found {max_context!r}")
   f = read_gguf(find_model(str(path)))
+  config = Config.from_gguf(f)  # another architecture is refused before anything else of it is looked at
+  if progress: doing(f"{f.path.name}: reading the vocabulary")
   check_device()
   def bar(tensors:list[GGUFTensor]) -> Iterator[GGUFTensor]:
-    with tqdm(total=sum(t.data.nbytes for t in tensors), unit="B", unit_scale=True, desc=f.path.name, disable=not progress, leave=False) as t:
+    from tqdm import tqdm
+    doing("")
+    with tqdm(total=sum(t.data.nbytes for t in tensors), unit="B", unit_scale=True, desc=safe_line(f.path.name), leave=False) as t:
       for tensor in tensors:
         yield tensor
         t.update(tensor.data.nbytes)
   tokenizer, chat, chat_error = Tokenizer.from_gguf(f), None, ""
   try: chat = Chat.from_gguf(f, tokenizer)
   except GGUFError as e: chat_error = str(e)
-  context = min(max_context or DEFAULT_CONTEXT, Config.from_gguf(f).context_length)
-  return Model(Transformer.from_gguf(f, context, bar), tokenizer, chat, chat_error)
+  sampling, context = advised_sampling(f, tokenizer), min(max_context or DEFAULT_CONTEXT, config.context_length)
+  name = f.key("general.name", str, default=None) or f.path.stem
+  return Model(Transformer.from_gguf(f, context, *([bar] if progress else [])), tokenizer, chat, chat_error, name, sampling)

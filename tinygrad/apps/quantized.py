@@ -13,17 +13,17 @@ bit 8·byte + width·k, so shifting by width·k and masking yields four codes at
 Wider codes are split over two planes (6 bits: 4 + 2). Floats are kept as they are, 16-bit ones as uint16.
 """
 from __future__ import annotations
-import functools, mmap, os
-from concurrent.futures import Future, ThreadPoolExecutor
+import functools
 from dataclasses import dataclass
-from typing import Any, Callable, Self
+from typing import Any, Callable, Iterable, Self
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as GGMLType
-from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
+from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad.apps.capture import Step, to_device
 from tinygrad.device import Buffer, LRUAllocator
-from tinygrad.dtype import DType
+from tinygrad.dtype import DType, _from_np_dtype, _to_np_dtype
 from tinygrad.helpers import Context, prod
-from tinygrad.nn import cpu
+from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.embedding import embedding
 from tinygrad.nn.intrinsics import target
 from tinygrad.nn.matvec import UNIT, Late, Matrix, Unit, launch, matvec, row_pairs
@@ -32,35 +32,49 @@ from tinygrad.nn.norm_linear import quad, rows_of
 
 # ---- bytes -> codes: the file's order of bits, one function a family. raw: (n, bytes a block) uint32, returns (n, elements) uint32 ----
 
-def _steps(n:int, step:int=1) -> Tensor:
-  """The shifts 0, step, 2·step, …: arithmetic on an index, no buffer"""
-  return Tensor.arange(n, dtype=dtypes.uint32) * step
-def _nibbles(b:Tensor, run:int) -> Tensor:
+class Numbers(np.ndarray):
+  """numpy that answers to Tensor's names, for what follows"""
+  @staticmethod
+  def arange(n:int, dtype:DType) -> Numbers: return np.arange(n, dtype=_to_np_dtype(dtype)).view(Numbers)
+  def cast(self, dtype:DType) -> Numbers: return self.astype(_to_np_dtype(dtype))
+  def bitcast(self, dtype:DType) -> Numbers: return self.view(_to_np_dtype(dtype))
+  def unsqueeze(self, dim:int) -> Numbers: return np.expand_dims(self, dim)
+  def cat(self, other:Numbers, dim:int) -> Numbers: return np.concatenate([self, other], dim).view(Numbers)
+  def sum(self, dims:int|tuple[int, ...], keepdim:bool=False, dtype:DType=dtypes.uint32) -> Numbers:
+    return np.add.reduce(self, dims, _to_np_dtype(dtype), keepdims=keepdim)
+
+Raw = Tensor|Numbers
+Planes = dict[str, Any]  # of either
+
+def _steps(like:Raw, n:int, step:int=1) -> Raw:
+  """The shifts 0, step, 2·step, …: of a tensor, arithmetic on an index, no buffer"""
+  return like.arange(n, dtype=dtypes.uint32) * step
+def _nibbles(b:Raw, run:int) -> Raw:
   """Runs of `run` bytes: first the low nibbles of a run, then its high ones. (n, bytes) -> (n, 2·bytes)"""
-  return ((b.reshape(b.shape[0], -1, 1, run) >> _steps(2, 4).reshape(2, 1)) & 15).reshape(b.shape[0], -1)
-def _bits(b:Tensor) -> Tensor: return ((b.unsqueeze(-1) >> _steps(8)) & 1).reshape(b.shape[0], -1)
-def _crumbs(b:Tensor) -> Tensor:
+  return ((b.reshape(b.shape[0], -1, 1, run) >> _steps(b, 2, 4).reshape(2, 1)) & 15).reshape(b.shape[0], -1)
+def _bits(b:Raw) -> Raw: return ((b.unsqueeze(-1) >> _steps(b, 8)) & 1).reshape(b.shape[0], -1)
+def _crumbs(b:Raw) -> Raw:
   """Runs of 32 bytes, each holding four groups of 32 two-bit codes. (n, 64) -> (n, 256)"""
-  return ((b.reshape(b.shape[0], 2, 1, 32) >> _steps(4, 2).reshape(4, 1)) & 3).reshape(b.shape[0], 256)
-def _bit_of_group(b:Tensor) -> Tensor:
+  return ((b.reshape(b.shape[0], 2, 1, 32) >> _steps(b, 4, 2).reshape(4, 1)) & 3).reshape(b.shape[0], 256)
+def _bit_of_group(b:Raw) -> Raw:
   """32 bytes whose bit g belongs to group g of 32 codes. (n, 32) -> (n, 256)"""
-  return ((b.reshape(b.shape[0], 1, 32) >> _steps(8).reshape(8, 1)) & 1).reshape(b.shape[0], 256)
+  return ((b.reshape(b.shape[0], 1, 32) >> _steps(b, 8).reshape(8, 1)) & 1).reshape(b.shape[0], 256)
 
 # ---- bytes -> scale planes ----
 
-def _half(b:Tensor) -> Tensor: return (b[:, 0:1] | (b[:, 1:2] << 8)).cast(dtypes.uint16).bitcast(dtypes.half)
-def _pairs(b:Tensor) -> Tensor: return (b[:, 0::2] | (b[:, 1::2] << 8)).cast(dtypes.uint16)
-def _six_bit_pairs(a:Tensor, b:Tensor) -> dict[str, Tensor]:
+def _half(b:Raw) -> Raw: return (b[:, 0:1] | (b[:, 1:2] << 8)).cast(dtypes.uint16).bitcast(dtypes.half)
+def _pairs(b:Raw) -> Raw: return (b[:, 0::2] | (b[:, 1::2] << 8)).cast(dtypes.uint16)
+def _six_bit_pairs(a:Raw, b:Raw) -> Planes:
   """Two 6-bit numbers a unit, (n, 8) each: their low nibbles in a byte a unit, their high bits in 4 bits of a word a block"""
   return {"s": ((a & 15) | ((b & 15) << 4)).cast(dtypes.uint8),
-          "t": (((a >> 4) | ((b >> 4) << 2)) << _steps(8, 4)).sum(-1, keepdim=True, dtype=dtypes.uint32)}
-def _k_scales(q:Tensor) -> dict[str, Tensor]:
+          "t": (((a >> 4) | ((b >> 4) << 2)) << _steps(a, 8, 4)).sum(-1, keepdim=True, dtype=dtypes.uint32)}
+def _k_scales(q:Raw) -> Planes:
   """The 12 bytes of Q4_K and Q5_K: eight 6-bit scales and eight 6-bit minimums"""
   lo, mid, hi = q[:, 0:4], q[:, 4:8], q[:, 8:12]
   return _six_bit_pairs((lo & 63).cat((hi & 15) | ((lo >> 6) << 4), dim=1), (mid & 63).cat((hi >> 4) | ((mid >> 6) << 4), dim=1))
-def _q3_scales(q:Tensor) -> dict[str, Tensor]:
+def _q3_scales(q:Raw) -> Planes:
   """The 12 bytes of Q3_K: sixteen 6-bit scales, two a unit"""
-  low, high = _nibbles(q[:, 0:8], 8), ((q[:, 8:12].unsqueeze(1) >> _steps(4, 2).reshape(4, 1)) & 3).reshape(-1, 16)
+  low, high = _nibbles(q[:, 0:8], 8), ((q[:, 8:12].unsqueeze(1) >> _steps(q, 4, 2).reshape(4, 1)) & 3).reshape(-1, 16)
   both = low | (high << 4)
   return _six_bit_pairs(both[:, 0::2], both[:, 1::2])
 
@@ -109,14 +123,13 @@ class Format:
   """One row of FORMATS. `codes` and `small` split raw blocks, uint32 (n, bytes a block), at load; `scales` reads the small planes back.
   value(code) is code - zero, or values[code] where there is a table."""
   widths: tuple[int, ...]                          # bits of each code plane, the low bits first
-  codes: Callable[[Tensor], Tensor]
-  small: Callable[[Tensor], Planes]
+  codes: Callable[[Raw], Raw]
+  small: Callable[[Raw], Planes]
   scales: Callable[[UnitView], Scales]
   zero: int = 0
   values: tuple[int, ...]|None = None
   unit_planes: tuple[str, ...] = ()                # the small planes with an entry a unit; the others have one a block
 
-Planes = dict[str, Tensor]
 def _small_d(at:int) -> Callable[[Tensor], Planes]: return lambda r: {"d": _half(r[:, at:])}
 def _small_d_m(at:int) -> Callable[[Tensor], Planes]: return lambda r: {"d": _half(r[:, at:]), "m": _half(r[:, at+2:])}
 
@@ -136,11 +149,12 @@ FORMATS: dict[GGMLType, Format] = {
                         lambda r: {"s": _pairs(r[:, 192:208]), **_small_d(208)(r)}, _q6k, zero=32, unit_planes=("s",)),
   GGMLType.IQ4_NL: Format((4,), lambda r: _nibbles(r[:, 2:18], 16), _small_d(0), _d, values=IQ4_VALUES),
   GGMLType.IQ4_XS: Format((4,), lambda r: _nibbles(r[:, 8:136], 16),
-                          lambda r: {"s": (r[:, 4:8] << _steps(4, 8)).sum(-1, keepdim=True, dtype=dtypes.uint32), "t": _pairs(r[:, 2:4]),
+                          lambda r: {"s": (r[:, 4:8] << _steps(r, 4, 8)).sum(-1, keepdim=True, dtype=dtypes.uint32), "t": _pairs(r[:, 2:4]),
                                      **_small_d(0)(r)}, _iq4xs, values=IQ4_VALUES),
   GGMLType.MXFP4: Format((4,), lambda r: _nibbles(r[:, 1:17], 16), lambda r: {"d": r[:, 0:1].cast(dtypes.uint8)}, _mxfp4, values=FP4_VALUES),
 }
 FLOATS: dict[GGMLType, DType] = {GGMLType.F32: dtypes.float32, GGMLType.F16: dtypes.half, GGMLType.BF16: dtypes.bfloat16}
+FLOAT_PLANES = FLOATS | {GGMLType.BF16: dtypes.uint16}
 
 # ---- planes at load, and back: the plain-ops reference ----
 
@@ -148,21 +162,21 @@ def block_size(kind:GGMLType) -> tuple[int, int]:
   """(weights a block, bytes a block)"""
   return GGML_QUANT_SIZES[kind]
 
-def _place(width:int) -> Tensor:
+def _place(like:Raw, width:int) -> Raw:
   """(8/width, 4): where the codes of a word lie in a plane of `width` bits"""
-  return _steps(8 // width, width).reshape(-1, 1) + _steps(4, 8)
+  return _steps(like, 8 // width, width).reshape(-1, 1) + _steps(like, 4, 8)
 
-def split_planes(kind:GGMLType, shape:tuple[int, ...], raw:Tensor) -> Planes:
+def split_planes(kind:GGMLType, shape:tuple[int, ...], raw:Raw) -> Planes:
   """The planes of a matrix, unrealized. raw: uint8, the tensor's bytes as in the file; shape: (…, out, in).
   Code planes are named q0, q1 and have shape (…, out, units, words a unit); the others (…, out, units or blocks). A float matrix is one
   plane w."""
-  if kind in FLOATS: return {"w": raw.bitcast(dtypes.uint16 if kind is GGMLType.BF16 else FLOATS[kind]).reshape(shape)}
+  if kind in FLOATS: return {"w": raw.bitcast(FLOAT_PLANES[kind]).reshape(shape)}
   fmt, (elements, nbytes), rows = FORMATS[kind], block_size(kind), shape[:-1]
   blocks = raw.reshape(-1, nbytes).cast(dtypes.uint32)
   codes, planes, low = fmt.codes(blocks).reshape(-1, UNIT), {}, 0
   for i, width in enumerate(fmt.widths):
     parts = ((codes >> low) & ((1 << width) - 1)).reshape(codes.shape[0], width, 8 // width, 4)
-    planes[f"q{i}"] = (parts << _place(width)).sum((-2, -1), dtype=dtypes.uint32).reshape(*rows, -1, width)
+    planes[f"q{i}"] = (parts << _place(raw, width)).sum((-2, -1), dtype=dtypes.uint32).reshape(*rows, -1, width)
     low += width
   for name, p in fmt.small(blocks).items(): planes[name] = p.reshape(*rows, -1)
   return planes
@@ -181,7 +195,7 @@ def dequantize(kind:GGMLType, planes:Planes) -> Tensor:
   *rows, units, _ = planes["q0"].shape
   code, low = None, 0
   for i, width in enumerate(fmt.widths):
-    part = ((planes[f"q{i}"].reshape(*rows, units, width, 1, 1) >> _place(width)) & ((1 << width) - 1)) << low
+    part = ((planes[f"q{i}"].reshape(*rows, units, width, 1, 1) >> _place(planes["q0"], width)) & ((1 << width) - 1)) << low
     part = part.reshape(*rows, units, UNIT)
     code, low = part if code is None else code | part, low + width
   assert code is not None
@@ -227,40 +241,25 @@ def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, un
 
 # ---- weights of a model ----
 
-BIG, PIECE = 1 << 24, 1 << 25  # bytes
+BIG = 1 << 24  # bytes
 
-def capturing_jit(fxn:Callable) -> TinyJit:
-  """A TinyJit that captures on its first call: what it reads is realized already, there is nothing to leave out of the graph"""
-  jit = TinyJit(fxn)
-  jit.cnt = 1
-  return jit
+def split(kind:GGMLType, shape:tuple[int, ...], raw:Tensor) -> tuple[Tensor, ...]: return tuple(split_planes(kind, shape, raw).values())
+
+def prepare(tensors:Iterable[tuple[GGMLType, tuple[int, ...]]]) -> None:
+  """Compiles what loading such weights launches, all beside each other"""
+  step = Step()
+  for kind, shape in sorted(set(tensors)):
+    if kind in FORMATS and not packed(shape): step.run(split, kind, shape, Tensor.empty(prod(shape) // block_size(kind)[0] * block_size(kind)[1], dtype=dtypes.uint8))
+  step.compile()
+
+def packed(shape:tuple[int, ...]) -> bool:
+  """Whether the CPU's kernels take such a matrix, as one interleaved stream"""
+  return cpu.device() == "CPU" and shape[-1] % UNIT == 0
 
 @functools.cache
-def _splitter(device:str, kind:GGMLType, shape:tuple[int, ...]) -> tuple[TinyJit, dict[str, tuple[tuple[int, ...], DType]]]:
-  """split_planes for every tensor of a type and shape: a graph (raw, *planes) that fills the planes, and their shapes and dtypes"""
+def plane_names(kind:GGMLType) -> tuple[str, ...]:
   elements, nbytes = block_size(kind)
-  some = split_planes(kind, shape, Tensor.empty(prod(shape) // elements * nbytes, dtype=dtypes.uint8))
-  layout = {name: (p.shape, p.dtype) for name, p in some.items()}
-  def split(raw:Tensor, *planes:Tensor) -> None:
-    Tensor.realize(*(plane.assign(p) for plane, p in zip(planes, split_planes(kind, shape, raw).values())))
-  return capturing_jit(split), layout
-
-@functools.cache
-def _readers() -> ThreadPoolExecutor: return ThreadPoolExecutor(4)
-os.register_at_fork(after_in_child=_readers.cache_clear)  # a child makes threads of its own
-
-def pieces(data:np.ndarray) -> list[np.ndarray]: return [data[at:at + PIECE] for at in range(0, data.size, PIECE)]
-def fetch(data:np.ndarray) -> list[Future]:
-  """Threads bring the pages of the file's bytes into memory, piece by piece"""
-  return [_readers().submit(lambda p: int(p[::mmap.PAGESIZE].sum()), p) for p in pieces(data)]
-
-def _copy_in(buffer:Buffer, data:np.ndarray) -> None:
-  """The file's bytes to the device, piece by piece: a piece's staging memory serves a later one"""
-  for i, (piece, fetched) in enumerate(zip(parts := pieces(data), fetch(data))):
-    fetched.result()
-    part = buffer if len(parts) == 1 else buffer.view(piece.size, dtypes.uint8, i * PIECE).ensure_allocated()
-    part.copy_from(Buffer("NPY", piece.size, dtypes.uint8, opaque=np.asarray(piece)))
-    if i % 2 or piece is parts[-1]: Device[Device.DEFAULT].synchronize()
+  return tuple(split_planes(kind, (1, elements), np.zeros(nbytes, np.uint8).view(Numbers)))
 
 def _give_back() -> None:
   """Device memory that only tinygrad's cache holds on to goes back, before the next tensor takes its own"""
@@ -274,15 +273,25 @@ def interleaved(kind:GGMLType) -> cpu.Layout:
   """The layout of the CPU's kernels"""
   elements, nbytes = block_size(kind)
   units = max(elements // UNIT, 1)
-  planes = split_planes(kind, (1, units * UNIT), Tensor.empty(units * UNIT // elements * nbytes, dtype=dtypes.uint8))
-  return cpu.Layout({name: (p.dtype, prod(p.shape)) for name, p in planes.items()}, units)
+  planes = split_planes(kind, (1, units * UNIT), np.zeros(units * UNIT // elements * nbytes, np.uint8).view(Numbers))
+  return cpu.Layout({name: (_from_np_dtype(p.dtype), p.size) for name, p in planes.items()}, units)
 
-def interleave(kind:GGMLType, shape:tuple[int, ...], planes:Planes) -> Planes:
-  """The planes of a matrix or a stack as one stream on the device"""
-  stream = interleaved(kind).interleave(shape, {name: p.numpy() for name, p in planes.items()})
-  on_device = Tensor.empty(*stream.shape, dtype=dtypes.uint32)
-  on_device.uop.buffer.ensure_allocated().copy_from(Buffer("NPY", stream.size, dtypes.uint32, opaque=stream))
-  return {"stream": on_device}
+@functools.cache
+def packer(kind:GGMLType) -> cpu.Packer:
+  """The CPU's way from a file's blocks to the layout. Planes hold the file's bits, rearranged: which bit goes where is seen in the planes of blocks
+  that hold the numbers of their bits, a binary digit a block"""
+  layout, (elements, nbytes) = interleaved(kind), block_size(kind)
+  nbytes *= layout.units * UNIT // elements
+  number = np.arange(1, nbytes * 8 + 1)
+  digits = [0 * number, *(number >> i & 1 for i in range(int(number[-1]).bit_length()))]     # the first block holds none: what is set there is inverted
+  planes = split_planes(kind, (len(digits), layout.units * UNIT), np.packbits(np.uint8(digits), axis=1, bitorder="little").reshape(-1).view(Numbers))
+  origins, inverted = {}, {}
+  for name, p in planes.items():
+    entries = np.ascontiguousarray(p).reshape(len(digits), -1)
+    bits = np.unpackbits(entries.view(np.uint8), axis=1, bitorder="little").reshape(len(digits), entries.shape[1], -1)
+    inverted[name] = bits[0]
+    origins[name] = ((bits[1:] ^ bits[0]).astype(np.uint32) << np.arange(len(digits) - 1, dtype=np.uint32).reshape(-1, 1, 1)).sum(0)
+  return cpu.Packer(layout, origins, inverted, nbytes)
 
 def deinterleave(layout:cpu.Layout, shape:tuple[int, ...], stream:Tensor) -> Planes:
   """The planes of a stream, unrealized"""
@@ -297,15 +306,12 @@ class QuantizedWeight:
   @classmethod
   def load(cls, kind:GGMLType, shape:tuple[int, ...], data:np.ndarray) -> Self:
     """data: uint8, the tensor's bytes as in the file. They are copied to the device once; the copy is freed when the planes stand."""
-    splitter, layout = _splitter(Device.DEFAULT, kind, shape)
-    planes = {name: Tensor.empty(*s, dtype=dtype) for name, (s, dtype) in layout.items()}
-    raw = Tensor.empty(data.size, dtype=dtypes.uint8)
-    for t in (raw, *planes.values()): t.uop.buffer.ensure_allocated()
-    _copy_in(raw.uop.buffer, data)
-    with Context(JIT=2): splitter(raw, *planes.values())  # kernels one by one: a graph would hold on to its first tensor's buffers
-    del raw
+    if packed(shape): return cls(kind, shape, {"stream": packer(kind)(shape, data)})
+    if kind in FLOATS: return cls(kind, shape, {"w": to_device(data.view(_to_np_dtype(FLOAT_PLANES[kind])).reshape(shape))})
+    step = Step()
+    planes = dict(zip(plane_names(kind), step.run(split, kind, shape, to_device(data))))
+    with Context(JIT=2): step()  # kernels one by one: a graph would be made anew for each tensor
     if data.size >= BIG: _give_back()
-    if cpu.device() and shape[-1] % UNIT == 0: planes = interleave(kind, shape, planes)
     return cls(kind, shape, planes)
   def __getitem__(self, index:Tensor) -> QuantizedWeight:
     """Rows, or matrices of a stack, by a tensor of indices; nothing is read until the result is"""
@@ -368,6 +374,7 @@ def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
   """y = W·x, for a matrix, a stack with one a head, or the matrices that ids name (clamped); shapes as in QuantizedLinear and
   QuantizedExpertWeights"""
   t, (*stack, rows, width) = target(), w.shape
+  if cpu.fits(w) and x.shape[0] > 1: return cpu_prefill.mul_mat(x, w) if ids is None else cpu_prefill.mul_mat_id(x, [w], ids)
   if cpu.fits(w): return cpu.mul_mat(x, w, ids, (*(x.shape[:-1] if ids is None else ids.shape), rows))
   if t is None or width % UNIT: return mul_mat_reference(x, w, ids)
   if ids is not None and x.shape[0] == 1 and serves(t, QL_MOE_MSL, [w]): return mul_mat_msl(x, w, ids)

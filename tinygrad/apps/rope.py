@@ -4,19 +4,24 @@ from dataclasses import dataclass
 import math
 import numpy as np
 from tinygrad import Tensor, UOp
+from tinygrad.apps.capture import to_device
 
 @dataclass(frozen=True)
 class Yarn:
   factor: float            # how many times longer than the context it was trained on
   original_context: int    # tokens
-  log_multiplier: float    # of ln(factor) in the attention's magnitude; 0 leaves it alone
+  log_multiplier: float    # of ln(factor) in the growth of the scores; 0: the file has none, and the paper's 0.1 stands in for it
   beta_fast: float = 32.0  # turns over the original context above which a pair keeps its frequency …
   beta_slow: float = 1.0   # … and below which it is slowed down by the whole factor
 
   @property
   def mscale(self) -> float:
-    """The attention's magnitude: scores are multiplied by its square; cos and sin stay as they are"""
-    return 1.0 + self.log_multiplier * math.log(self.factor)
+    """The growth of queries and keys: scores are multiplied by its square"""
+    return 1.0 + (self.log_multiplier or 0.1) * math.log(self.factor)
+  @property
+  def magnitude(self) -> float:
+    """What cos and sin are multiplied by. DeepSeek moved all of it to the scores; without its multiplier llama.cpp applies the paper's to both."""
+    return 1.0 if self.log_multiplier else self.mscale
 
 def inverse_frequencies(dim:int, base:float, yarn:Yarn|None=None) -> np.ndarray:
   """float64 (dim/2,): radians a token for each pair"""
@@ -30,9 +35,10 @@ def inverse_frequencies(dim:int, base:float, yarn:Yarn|None=None) -> np.ndarray:
   return freqs * (1.0 - slowed) + freqs / yarn.factor * slowed
 
 def rope_table(dim:int, base:float, positions:int, yarn:Yarn|None=None) -> Tensor:
-  """float32 (positions, dim/2, 2): cos and sin, computed in float64 and rounded once"""
+  """float32 (positions, dim/2, 2): cos and sin times YaRN's magnitude, computed in float64 and rounded once"""
   angles = np.arange(positions, dtype=np.float64)[:, None] * inverse_frequencies(dim, base, yarn)
-  return Tensor(np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)).realize()
+  table = np.stack([np.cos(angles), np.sin(angles)], axis=-1) * (yarn.magnitude if yarn else 1.0)
+  return to_device(table.astype(np.float32))
 
 @dataclass(frozen=True)
 class Rope:

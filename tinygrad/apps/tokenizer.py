@@ -16,8 +16,11 @@ from tinygrad.apps.gguf import GGUFError, GGUFFile
 SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n%s]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+NO_HAN = r"(?:(?!\p{Han})%s)"  # a class without what Kimi takes first
 WORDS = SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s" + REST % ""
-CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|\p{{N}}" + REST % "/"
+def _cased(upper: str, lower: str, suffix: str, digits: str, after: str) -> str:
+  before = r"[^\r\n\p{L}\p{N}]?"
+  return rf"{before}{upper}*{lower}+{suffix}|{before}{upper}+{lower}*{suffix}|\p{{N}}{digits}" + REST % after
 # DeepSeek's letters: those with case in Latin, Greek, Cyrillic and some smaller scripts, as an older Unicode knew them
 LETTERS = "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d" \
   "\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec" \
@@ -28,19 +31,23 @@ LETTERS = "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-Ρ�
   "\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 # (DeepSeek's own file has \s+$ where the lookbehind here keeps long runs of blanks linear)
 PATTERNS: dict[str, tuple[str, ...]] = {
-  "glm4": (WORDS % "{1,3}",), "llama-bpe": (WORDS % "{1,3}",), "qwen2": (WORDS % "",), "tekken": (CASED % ("", ""),),
+  "glm4": (WORDS % "{1,3}",), "llama-bpe": (WORDS % "{1,3}",), "qwen2": (WORDS % "",), "tekken": (_cased(UPPER, LOWER, "", "", "/"),),
   "gpt-2": (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",),
   "deepseek-llm": (r"[\r\n]", rf"\s?[{LETTERS}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", r"(?<!\s)\s++$",
                    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}"),
   "youtu": ("[\uac00-\ud7a3\u3131-\u318e]+|[！…“”‘’—：；，\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-            CASED % (SUFFIX + "?", SUFFIX + "?")),
+            _cased(UPPER, LOWER, SUFFIX + "?", "", "/")),
+  "deepseek-v3": (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+                  r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
+  "kimi-k2": (r"\p{Han}+|" + _cased(NO_HAN % UPPER, NO_HAN % LOWER, SUFFIX + "?", "{1,3}", ""),),
 }
 PATTERNS |= {alias: PATTERNS[pre] for alias, pre in {"chatglm-bpe": "glm4", "glm5": "glm4", "llama3": "llama-bpe", "llama-v3": "llama-bpe",
                                                      "deepseek-r1-qwen": "qwen2"}.items()}
-WHOLE = {"glm4", "glm5", "llama-bpe", "llama3", "llama-v3", "tekken", "youtu"}  # a piece that is a token is that token, though no merge make it
-ADD_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}                         # where the file does not say
+# a piece that is a token is that token, though no merge make it
+WHOLE = {"glm4", "glm5", "llama-bpe", "llama3", "llama-v3", "tekken", "youtu", "kimi-k2"}
+ADD_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # where the file does not say
 # control tokens that end a turn, whatever the keys say
-STOPS = ("<|user|>", "<|observation|>", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>")
+STOPS = ("<|user|>", "<|observation|>", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<｜end▁of▁sentence｜>", "[EOS]", "[EOT]")
 
 # GPT-2's way to write bytes as printable characters: those that print stand for themselves, the others for U+0100 and up
 _PRINTS = [*range(0x21, 0x7f), *range(0xa1, 0xad), *range(0xae, 0x100)]

@@ -140,8 +140,9 @@ def heads_linear(x:Tensor, w:Weight, factor:float=1.0) -> Tensor:
   if (t := mats_target(x, x.shape[2], w.shape[0] * w.shape[1])) is None: return w(x)
   return mul_mats(t, halves(x)[0], w, factor=factor, dtype=dtypes.half)
 
-def position(pos:UOp|int) -> Tensor:
+def position(pos:UOp|int|Tensor) -> Tensor:
   """int32 (1,) on the device, where kernels read it"""
+  if isinstance(pos, Tensor): return pos
   if isinstance(pos, UOp): return Tensor(pos, dtype=dtypes.int32).reshape(1).contiguous()
   def body(b:dict[str, UOp]) -> list[UOp]: return [b["pos"][UOp.special(1, "lidx0")].store(pos)]
   return launch("position", {"pos": Tensor.empty(1, dtype=dtypes.int32)}, {}, body)[0]

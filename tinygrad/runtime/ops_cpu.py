@@ -1,7 +1,7 @@
-"""Wraps the wheel's CPU device: a captured batch of kernels runs by one call, on all cores (runtime/graph/cpu.py); pip's ziglang
-compiles where there is no clang; a forked process goes on with memory of its own."""
+"""Wraps the wheel's CPU device: a captured batch of kernels runs by one call, on all cores (runtime/graph/cpu.py); pip's ziglang compiles where
+there is no clang; a forked process goes on with memory of its own, and large buffers lie in huge pages."""
 from __future__ import annotations
-import importlib.util, mmap, os, pathlib, shutil, sys
+import contextlib, importlib.util, mmap, os, pathlib, shutil, sys
 from dataclasses import replace
 from tinygrad import wheel_module
 from tinygrad.device import BufferSpec
@@ -21,15 +21,21 @@ def _find_compiler() -> None:
   getenv.cache_clear()  # the compiler reads CC by it, someone may have before
   print("no clang: compiling with pip's ziglang", file=sys.stderr)
 
+HUGE = 1 << 21  # bytes of a page
+
 class CPUAllocator(_wheel.CPUAllocator):
   def _alloc(self, size:int, options:BufferSpec) -> HCQBuffer:
-    """Private memory, of which a fork has its own copy; the wheel's would be one for both processes"""
+    """Private memory, of which a fork has its own copy (the wheel's would be one for both processes); a large buffer takes huge pages where the
+    system has them"""
     if WIN or options.external_ptr is not None: return super()._alloc(size, options)
-    kept = mmap.mmap(-1, size, mmap.MAP_ANON | mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    try: kept = mmap.mmap(-1, size, mmap.MAP_ANON | mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as e: raise MemoryError(e.strerror) from None  # as every other device calls it
+    if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+      with contextlib.suppress(OSError): kept.madvise(mmap.MADV_HUGEPAGE)  # a kernel built without them: small pages hold the same
     buffer = super()._alloc(size, replace(options, external_ptr=mv_address(kept)))
     buffer.meta = kept
     return buffer
-_wheel.CPUAllocator = CPUAllocator
+_wheel.CPUAllocator = CPUAllocator  # its CPUDevice makes one
 
 class CPUDevice(_wheel.CPUDevice):
   def __init__(self, device:str=""):

@@ -14,7 +14,7 @@ from tinygrad.codegen.simplify import pm_load_collapse, pm_reduce_simplify
 from tinygrad.device import Device
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import PCONTIG
-from tinygrad.uop.ops import AxisType, Ops, PatternMatcher, UOp, UPat, graph_rewrite, resolve, sint
+from tinygrad.uop.ops import AxisType, Ops, PatternMatcher, UOp, UPat, gate_kernel_sink, graph_rewrite, resolve, sint
 from tinygrad.uop.symbolic import symbolic
 
 _wheel = wheel_module(__name__)
@@ -90,12 +90,19 @@ def _rebuilt(value:UOp, new:dict[UOp, UOp]) -> UOp:
 def _leaves(value:UOp) -> dict[UOp, None]:
   return dict.fromkeys(s for u in value.toposort(gate=_inside) for s in u.src if s.op in {Ops.STAGE, Ops.AFTER, Ops.PARAM})
 
+def _roots(nodes:dict[UOp, None]) -> list[UOp]:
+  """What rangeify gave a kernel each, readers first: a STAGE, the END of a store, a store of one number, which has no ranges to end"""
+  ends = {u: u.src[0] for u in nodes if u.op is Ops.END and u.src[0].op is Ops.STORE}
+  ended = set(ends.values())
+  return [u for u in reversed(nodes) if _is_stage(u) or u in ends or (u.op is Ops.STORE and u not in ended and not u.src[0].is_variable)]
+
 class _Kernel:
-  """A kernel as rangeify left it: a STAGE or the END of a store; `value` is what it computes over `ranges`"""
+  """A kernel by its root; `value` is what it computes over `ranges`, `store` where it leaves that (None for a STAGE)"""
   def __init__(self, root:UOp):
-    self.root, self.ranges = root, root.src[1:]
-    self.removable = _is_stage(root) and root.arg.removable and root.src[0].op not in {Ops.CONTIGUOUS, Ops.NOOP, Ops.AFTER}
-    self._set(root.src[0] if _is_stage(root) else root.src[0].src[1])
+    self.root, self.ranges = root, () if root.op is Ops.STORE else root.src[1:]
+    self.store = None if _is_stage(root) else root if root.op is Ops.STORE else root.src[0]
+    self.removable = self.store is None and root.arg.removable and root.src[0].op not in {Ops.CONTIGUOUS, Ops.NOOP, Ops.AFTER}
+    self._set(root.src[0] if self.store is None else self.store.src[1])
   def _set(self, value:UOp) -> None:
     self.value, self.body = value, value.toposort(gate=_inside)
     self.reads = {u: u.src[0] for u in self.body if u.op is Ops.INDEX and _is_stage(u.src[0])}
@@ -103,8 +110,8 @@ class _Kernel:
     self.reduces = any(u.op is Ops.REDUCE for u in self.body)
     self.cheap = not self.reduces and len(self.leaves) <= CHEAP_BUFFERS
   def with_value(self, value:UOp) -> UOp:
-    store = self.root.src[0]
-    return self.root.replace(src=(value if _is_stage(self.root) else store.replace(src=(store.src[0], value)), *self.ranges))
+    if self.store is None: return self.root.replace(src=(value, *self.ranges))
+    return self.store.replace(src=(self.store.src[0], value)).end(*self.ranges)
   def without_counting(self, inlined:Callable[[UOp], UOp]) -> bool:
     """A gather arrives as a sum over every index that could be meant, in a kernel of its own: a copy of what is gathered. As the one load that it
     is, it fuses into what reads it. An arange, which is what it compares with, arrives as a sum too. Whether there was one."""
@@ -123,8 +130,8 @@ class _Kernel:
 
 def fuse(sink:UOp) -> UOp:
   """Makes gathers loads, and puts reductions into the kernel that reads them, where the two work by the same rows and `worth` says so"""
-  nodes = sink.toposort()
-  kernels = {u: _Kernel(u) for u in reversed(nodes) if _is_stage(u) or (u.op is Ops.END and u.src[0].op is Ops.STORE)}  # readers first
+  nodes = sink.toposort(gate_kernel_sink)                  # what is a kernel already stays as it is
+  kernels = {u: _Kernel(u) for u in _roots(nodes)}
   def inlined(value:UOp, stages:Callable[[UOp], bool]) -> UOp:
     at = {}
     for u in value.toposort(gate=_inside):
@@ -141,7 +148,7 @@ def fuse(sink:UOp) -> UOp:
     for s in u.src if u.op is not Ops.INDEX else (): readers.get(s, set()).add(u)
 
   def buffer(u:UOp) -> UOp: return u if u.op is Ops.PARAM or not u.src else buffer(u.src[0])
-  written = {buffer(root.src[0].src[0]) for root in kernels if not _is_stage(root)}
+  written = {buffer(k.store.src[0]) for k in kernels.values() if k.store is not None}
   gone:set[UOp] = set()
   for root, k in kernels.items():
     if root in gone or not isinstance(k.value.device, str): continue

@@ -41,13 +41,15 @@ class Share:
 
 def _largest_divisor(n:sint, most:int) -> int: return next(d for d in range(max(most, 1), 0, -1) if isinstance(n, int) and n % d == 0 or d == 1)
 
-def _rows(k:Scheduler) -> tuple[Rows, UOp]|None:
-  """What the kernel is by rows, and its one store's END"""
-  ends = [u for u in k.ast.src if u.op is Ops.END]
-  if len(k.ast.src) != 1 or len(ends) != 1 or (store := ends[0].src[0]).op is not Ops.STORE: return None
+def _rows(k:Scheduler) -> tuple[Rows, UOp, tuple[UOp, ...]]|None:
+  """What the kernel is by rows, its one store, and the ranges of that: none, and no END, where it stores one number"""
+  if len(k.ast.src) != 1: return None
+  end, = k.ast.src
+  store, *ranges = end.src if end.op is Ops.END else [end]
+  if store.op is not Ops.STORE: return None
   body = store.toposort()
   if any(u.op in {Ops.STAGE, Ops.STORE} for u in body if u is not store): return None
-  return (r, ends[0]) if (r := rows_of(store.src[1], ends[0].src[1:], body)) is not None and r.steps else None
+  return (r, store, tuple(ranges)) if (r := rows_of(store.src[1], tuple(ranges), body)) is not None and r.steps else None
 
 def share_rows(k:Scheduler) -> bool:
   """Lays the kernel out by rows, in place; False, and nothing is changed, where it is no such kernel"""
@@ -64,8 +66,8 @@ def share_rows(k:Scheduler) -> bool:
   if r.columns: axes.reverse()
   thread = UOp.range(team, axes[0], AxisType.LOCAL)
   if together > 1: k.shift_to(rows[-1], together, AxisType.LOCAL, input_new_rng=UOp.range(together, axes[1], AxisType.LOCAL))
-  r, end = _rows(k)
-  store, local = end.src[0], [u for u in r.rows if u.arg[-1] is AxisType.LOCAL]
+  r, store, ranges = _rows(k)
+  local = [u for u in r.rows if u.arg[-1] is AxisType.LOCAL]
   new:dict[UOp, UOp] = {}
   for x, n in zip(r.reduces, r.sizes):
     share = Share(k, x.src[1:], n, thread, team, AxisType.REDUCE)
@@ -76,7 +78,7 @@ def share_rows(k:Scheduler) -> bool:
     sums = mine.reduce(*share.loops, arg=x.arg).bufferize(*local, thread, arg=BufferizeOpts(None, AddrSpace.LOCAL))
     some = UOp.range(team // 8, next(k.opt_range), AxisType.REDUCE)
     new[x] = all_of([sums.index(*local, some * 8 + i) for i in range(8)]).reduce(some, arg=x.arg)
-  target, ranges = store.src[0], tuple(u for u in end.src[1:] if u not in r.inner)
+  target, ranges = store.src[0], tuple(u for u in ranges if u not in r.inner)
   if r.inner:
     # where more is stored of a row than is reduced, several teams take a part of it each, and each of them reduces all of it
     n = r.sizes[-1]

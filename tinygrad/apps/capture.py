@@ -1,0 +1,242 @@
+"""A step's launches, recorded a part at a time, and kept on disk.
+
+Decoding a token, or a chunk of a prompt, runs the same few parts over and over: a model's blocks differ in their weights, not in what is launched.
+A part is a function of tensors. It is scheduled, lowered and compiled once for all tensors of the same shapes, as launches over parameters, and then
+placed on the tensors of each block. A recording is kept in tinygrad's own cache under all that it depends on (what it was given, this code, the
+wheel, the device, every setting): a later process schedules nothing.
+
+  step = Step()
+  for block in blocks: x = step.run(Block.__call__, block, x)    # appends launches; x is a buffer that will hold the result
+  step()                                                         # launches them all
+"""
+from __future__ import annotations
+import contextlib, enum, functools, hashlib, itertools, os, platform, weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator
+import numpy as np
+from tinygrad import OVERLAY, WHEEL, Device, Tensor, UOp, dtypes
+from tinygrad.dtype import AddrSpace, DType, _from_np_dtype
+from tinygrad.engine.jit import graph_split_rewrite, jit_lower
+from tinygrad.engine.realize import capturing, compile_linear, run_linear
+from tinygrad.helpers import JIT, JIT_BATCH_SIZE, Context, ContextVar, disable_gc, diskcache_get, diskcache_put, prod
+from tinygrad.uop.ops import Ops, buffers
+
+TABLE = "recordings"  # of tinygrad's cache
+
+# ---- the host's numbers on the device ----
+
+PIECE = 1 << 24  # bytes that a thread copies at a time
+
+@functools.cache
+def _copiers() -> ThreadPoolExecutor: return ThreadPoolExecutor(4)
+os.register_at_fork(after_in_child=_copiers.cache_clear)  # the child has none of the threads
+
+def write(t:Tensor, values:np.ndarray) -> None:
+  """Puts values of the tensor's own dtype and size into its buffer, after all that the device was given before"""
+  source, buffer = np.ascontiguousarray(values).reshape(-1).view(np.uint8), t.uop.base.buffer.ensure_allocated()
+  if source.size != buffer.nbytes: raise ValueError(f"expected {buffer.nbytes} bytes, found {source.size}")
+  if not hasattr(buffer.allocator, "_as_buffer"): return buffer.allocator._copyin(buffer._buf, memoryview(source))
+  # memory that the host shares: pages of a mapped file are brought in, and copied, by several threads
+  dest = np.frombuffer(buffer.as_memoryview(force_zero_copy=True), np.uint8)
+  def copy(at:int) -> None: dest[at:at + PIECE] = source[at:at + PIECE]
+  for _ in (map if source.size <= PIECE else _copiers().map)(copy, range(0, source.size, PIECE)): pass
+
+def to_device(values:np.ndarray) -> Tensor:
+  """A tensor of the same shape and dtype on the default device; nothing is scheduled for it"""
+  buffer = UOp.new_buffer(Device.DEFAULT, values.size, _from_np_dtype(values.dtype))
+  write(t := Tensor(buffer.reshape(values.shape)), values)
+  return t
+
+# ---- what a recording depends on ----
+
+def describe(x:Any, tensors:list[Tensor]) -> Any:
+  """All of x that what is launched can depend on, as something whose repr tells it; its tensors, each buffer once, are appended to `tensors`.
+  Raises TypeError for what cannot be told, a function for example."""
+  if x is None or isinstance(x, (bool, int, float, str, enum.Enum, DType)): return x
+  if isinstance(x, Tensor):
+    if not x.uop.has_buffer_identity(): raise TypeError(f"a part of a step reads whole buffers, found {x}")
+    slot = next((i for i, t in enumerate(tensors) if t.uop.base is x.uop.base), len(tensors))
+    if slot == len(tensors): tensors.append(x)
+    return "tensor", slot, x.shape, x.dtype, x.device
+  if isinstance(x, UOp):
+    variable, _ = x.unbind()
+    return "variable", variable.expr, variable.vmin, variable.vmax
+  if isinstance(x, (list, tuple)): return [describe(y, tensors) for y in x]
+  if isinstance(x, dict): return [(k, describe(y, tensors)) for k, y in x.items()]
+  if isinstance(x, type) or hasattr(x, "__code__") or not hasattr(x, "__dict__"): raise TypeError(f"a part of a step cannot depend on {x!r}")
+  return type(x).__qualname__, [(k, describe(y, tensors)) for k, y in vars(x).items()]
+
+@functools.cache
+def code() -> str:
+  """A hash of the fork's files and of the wheel's list of files"""
+  digest = hashlib.sha256()
+  for path in sorted(OVERLAY.rglob("*.py")): digest.update(path.read_bytes())
+  for path in sorted(WHEEL.parent.glob("tinygrad-*.dist-info/RECORD")): digest.update(path.read_bytes())
+  return digest.hexdigest()
+
+@functools.cache
+def _processor() -> str:
+  """What the CPU's compiler makes code for: a cache may be shared by machines"""
+  with contextlib.suppress(OSError): return "".join(sorted({line for line in open("/proc/cpuinfo") if line.startswith(("model name", "flags"))}))
+  return platform.processor()
+
+def _environment() -> Any:
+  renderer = Device[Device.DEFAULT].renderer
+  settings = sorted((k, v.value) for k, v in ContextVar._cache.items() if k not in ("DEBUG", "VIZ", "PROFILE"))
+  return code(), _processor(), Device.DEFAULT, type(renderer).__name__, renderer.compiler.cachekey, renderer.target, settings, platform.python_version()
+
+# ---- recording ----
+
+@dataclass(frozen=True)
+class Recording:
+  """linear: calls over PARAMs, which stand for the function's tensors, then its new tensors, then scratch memory. results: what the function
+  returned, each one of its tensors by number or the shape and dtype of a new one. scratch: bytes."""
+  linear: UOp
+  results: tuple[int|tuple[tuple[int, ...], DType], ...]
+  scratch: tuple[int, ...] = ()
+
+def is_place(u:UOp) -> bool: return u.op is Ops.PARAM and u.addrspace is AddrSpace.GLOBAL
+
+class _Calls(list):
+  def add_linear(self, linear:UOp, var_vals:dict[str, int]) -> None: self.extend(linear.src)
+
+@contextlib.contextmanager
+def _collected() -> Iterator[_Calls]:
+  """Calls that are scheduled inside are collected, not run"""
+  outer = list(capturing)
+  capturing[:] = [calls := _Calls()]
+  try: yield calls
+  finally: capturing[:] = outer
+
+def _parameters(linear:UOp, held:list[UOp]) -> UOp:
+  return linear.substitute({u: UOp.param(i, u.dtype, u.shape, u.device) for i, u in enumerate(held)}, walk=True)
+
+def schedule(fxn:Callable, args:tuple, tensors:list[Tensor]) -> Recording:
+  """The launches of fxn(*args) as tinygrad schedules them, not lowered; their intermediate results are still buffers of their own"""
+  with _collected() as calls:
+    returned = fxn(*args)
+    returned = returned if isinstance(returned, tuple) else (returned,)
+    Tensor.realize(*returned)
+  held, results = [t.uop.base for t in tensors], []
+  for t in returned:
+    if (buffer := t.uop.base) in held: results.append(held.index(buffer))
+    else: held, results = [*held, buffer], [*results, (t.shape, t.dtype)]
+  linear = _parameters(UOp(Ops.LINEAR, src=tuple(calls)), held)
+  if hidden := next((u for u in linear.toposort() if u.op is Ops.BUFFER and u in buffers), None):
+    raise TypeError(f"{fxn.__qualname__} reads {hidden}, which it was not given")
+  return Recording(linear, tuple(results))
+
+def _without_source_graph(call:UOp) -> UOp:
+  """A compiled program is its text, its binary and its parameters; the graph that it was made from is not needed any more"""
+  program = call.src[0]
+  if program.op is not Ops.PROGRAM: return call
+  sink, linear, *compiled = program.src
+  kept = tuple(u for u in linear.src if u.op in (Ops.PARAM, Ops.BUFFER))
+  return call.replace(src=(program.replace(src=(UOp(Ops.SINK, arg=sink.arg), UOp(Ops.LINEAR, src=kept), *compiled)), *call.src[1:]))
+
+def lower(r:Recording, given:int) -> Recording:
+  """The same with compiled programs, its intermediate results in scratch memory. given: how many tensors the function has"""
+  with Context(JIT=2): linear = jit_lower(r.linear, set(), [])
+  linear = linear.replace(src=tuple(map(_without_source_graph, linear.src)))
+  arenas = [u for u in linear.toposort() if u.op is Ops.BUFFER and u.addrspace is AddrSpace.GLOBAL]
+  first = given + sum(not isinstance(x, int) for x in r.results)
+  linear = linear.substitute({u: UOp.param(first + i, u.dtype, u.shape, u.device) for i, u in enumerate(arenas)}, walk=True)
+  return Recording(linear, r.results, tuple(u.nbytes() for u in arenas))
+
+_scheduled: dict[str, Recording] = {}
+_compiled: dict[str, Recording] = {}
+
+@dataclass(frozen=True)
+class Part:
+  """A recording, and the buffers that it is to be placed on: the function's tensors', as many as `given`, and its results'"""
+  key: str
+  given: int
+  places: list[UOp]
+  @property
+  def recording(self) -> Recording: return _compiled.get(self.key) or _scheduled[self.key]
+
+@disable_gc()
+def find(fxn:Callable, args:tuple, environment:Any) -> tuple[Part, list[Tensor]]:
+  """fxn(*args) as an earlier call or process recorded it, else scheduled now; and the tensors among args"""
+  tensors:list[Tensor] = []
+  what = describe(args, tensors)
+  if fxn.__closure__: raise TypeError(f"{fxn.__qualname__} sees more than its arguments")
+  key = hashlib.sha256(repr((fxn.__module__, fxn.__qualname__, what, environment)).encode()).hexdigest()
+  if key not in _compiled and key not in _scheduled:
+    if (kept := diskcache_get(TABLE, key)) is not None: _compiled[key] = kept
+    else: _scheduled[key] = schedule(fxn, args, tensors)
+  return Part(key, len(tensors), [t.uop.base for t in tensors]), tensors
+
+@disable_gc()
+def compile_parts(parts:list[Part]) -> None:
+  """Compiles what is only scheduled, all kernels beside each other, and keeps it"""
+  todo = {p.key: p for p in parts if p.key not in _compiled}
+  if todo: compile_linear(UOp(Ops.LINEAR, src=tuple(call for p in todo.values() for call in p.recording.linear.src)))
+  for key, p in todo.items(): _compiled[key] = diskcache_put(TABLE, key, lower(_scheduled.pop(key), p.given))
+
+# ---- placing ----
+
+def placed(linear:UOp, places:list[UOp]) -> list[UOp]:
+  """The calls of a LINEAR over parameters, on buffers"""
+  known:dict[UOp, UOp] = {}
+  def at(u:UOp) -> UOp:
+    if u not in known:
+      known[u] = places[u.arg.slot] if is_place(u) else u.substitute({p: places[p.arg.slot] for p in u.toposort() if is_place(p)})
+    return known[u]
+  return [call.replace(src=(call.src[0], *map(at, call.src[1:]))) for call in linear.src]
+
+def batches(linear:UOp) -> list[list[UOp]]:
+  """The launches, a list a graph of the device; what is in no graph stands alone"""
+  return [list(c.src[0].src[0].src) if c.src[0].op is Ops.CUSTOM_FUNCTION and c.src[0].arg == "graph" else [c] for c in linear.src]
+
+class Step:
+  """Parts in the order in which `run` recorded them. compiled: whether they are to be run; else their programs stay as scheduled, to be counted."""
+  def __init__(self, compiled:bool=True):
+    self.compiled, self.environment = compiled, (compiled, _environment())
+    self.recorded:list[Part] = []
+    self.results:list[tuple[Callable[[], Tensor|None], UOp]] = []  # what parts gave, while somebody refers to it, and in which buffer
+
+  def run(self, fxn:Callable, *args:Any) -> Any:
+    """Appends fxn(*args). Returns what fxn does, tensors that hold the results once the step has run; a buffer whose tensor nobody refers to any more
+    serves a later part."""
+    part, tensors = find(fxn, args, self.environment)
+    results = part.recording.results
+    returned = [tensors[r] if isinstance(r, int) else self._result(*r) for r in results]
+    part.places.extend(t.uop.base for t, r in zip(returned, results) if not isinstance(r, int))
+    self.recorded.append(part)
+    return returned[0] if len(returned) == 1 else tuple(returned)
+
+  def _result(self, shape:tuple[int, ...], dtype:DType) -> Tensor:
+    size = prod(shape)
+    free = (i for i, (tensor, buffer) in enumerate(self.results) if tensor() is None and (buffer.dtype, buffer.max_numel()) == (dtype, size))
+    buffer = UOp.new_buffer(Device.DEFAULT, size, dtype) if (i := next(free, None)) is None else self.results.pop(i)[1]
+    self.results.append((weakref.ref(t := Tensor(buffer.reshape(shape))), buffer))
+    return t
+
+  def compile(self) -> None:
+    """What is not compiled yet, all kernels beside each other"""
+    compile_parts(self.recorded)
+
+  @functools.cached_property
+  def parts(self) -> list[list[UOp]]:
+    """The launches of each part on its buffers; nothing can be added any more"""
+    if self.compiled: self.compile()
+    # memory that parts have one after another
+    sizes = [max(s) for s in itertools.zip_longest(*(p.recording.scratch for p in self.recorded), fillvalue=0)]
+    scratch = [UOp.new_buffer(Device.DEFAULT, size, dtypes.int8) for size in sizes]
+    return [placed(p.recording.linear, p.places + scratch) for p in self.recorded]
+  @property
+  def calls(self) -> list[UOp]: return [call for part in self.parts for call in part]
+
+  @functools.cached_property
+  @disable_gc()
+  def linear(self) -> UOp:
+    """All launches, in the device's graphs where it has them; nothing can be added any more"""
+    linear = UOp(Ops.LINEAR, src=tuple(self.calls))
+    return graph_split_rewrite(linear, max_batch_size=JIT_BATCH_SIZE.value) if JIT < 2 else linear
+
+  def __call__(self, **variables:int) -> None: run_linear(self.linear, variables, jit=True)
+
+  @property
+  def batches(self) -> list[list[UOp]]: return batches(self.linear)
