@@ -102,14 +102,15 @@ def test_no_room_for_a_buffer(monkeypatch:pytest.MonkeyPatch):
   with full_device(monkeypatch), pytest.raises(MemoryError) as e:
     ops_cuda.CUDAAllocator(SimpleNamespace(device="CUDA", context=None)).alloc(2 << 30)
   line = str(e.value)
-  assert line.startswith("Allocation of 2.00 GB failed on CUDA. Used: ") and line.endswith("the CUDA device has no room left: 1.50 MB of 80.00 GB are free")
-  assert "\n" not in line
+  assert line.startswith("Allocation of 2.00 GB failed on CUDA. Used: ") and "\n" not in line
+  assert line.endswith("the CUDA device has no room left: 1.50 MB of 80.00 GB are free")
 
 def test_no_room_for_a_graph(monkeypatch:pytest.MonkeyPatch):
   with full_device(monkeypatch), pytest.raises(MemoryError, match="no room left: 1.50 MB of 80.00 GB are free"):
     graph._wheel.check(cuda.cuGraphInstantiate_v2())
 
 def test_other_failures_stay(monkeypatch:pytest.MonkeyPatch):
-  monkeypatch.setattr(cuda, "cuGetErrorString", lambda status, text: ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p)).__setitem__(0, b"launch failed"))
+  def say(status, text) -> None: ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p))[0] = b"launch failed"
+  monkeypatch.setattr(cuda, "cuGetErrorString", say)
   with pytest.raises(RuntimeError, match="CUDA Error 719, launch failed"): ops_cuda.check(719)
   assert ops_cuda.check(0) is None

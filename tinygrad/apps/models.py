@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 import numpy as np
 from tqdm import tqdm
-from tinygrad import Device
+from tinygrad import Device, disk_cache
 from tinygrad.apps.chat import Chat
 from tinygrad.apps.generate import Generator
 from tinygrad.apps.gguf import GGUFError, GGUFTensor, read_gguf
@@ -16,7 +16,6 @@ from tinygrad.apps.sampling import Sampling
 from tinygrad.apps.tokenizer import Tokenizer
 from tinygrad.device import ALL_DEVICES
 from tinygrad.helpers import Context, DEV, OSX, getenv
-from tinygrad.runtime.support import disk_cache
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,8 +84,8 @@ def _why_not(device:str, e:Exception) -> str:
   return text or type(e).__name__
 
 def check_device() -> None:
-  """Raises UserError, which says why and what there is, where the default device cannot be opened, runs nothing or lacks its compiler. A cache of kernels
-  that cannot be written is said once, and done without."""
+  """Raises UserError, which says why and what there is, where the default device cannot be opened, runs nothing or lacks its compiler.
+  A cache of kernels that cannot be written is said once, and done without."""
   names = f"DEV is one of {', '.join(DEVICES)}; by plain ops, slowly, {', '.join(OTHERS)}"
   device = DEV.device
   if device in NO_DEVICES: raise UserError(f"the device {device} runs no kernels; {names}")
