@@ -91,9 +91,9 @@ def test_new_nodes(monkeypatch:pytest.MonkeyPatch):
 def full_device(monkeypatch:pytest.MonkeyPatch, free:int=3 << 19) -> Iterator[None]:
   """The driver of a card with 80 GB that are taken"""
   def info(a, b) -> int:
-    ctypes.cast(a, ctypes.POINTER(ctypes.c_size_t))[0], ctypes.cast(b, ctypes.POINTER(ctypes.c_size_t))[0] = free, 80 << 30
+    for place, value in ((a, free), (b, 80 << 30)): ctypes.cast(place, ctypes.POINTER(ctypes.c_size_t))[0] = value
     return 0
-  for name in ("cuMemAlloc_v2", "cuGraphInstantiate_v2"): monkeypatch.setattr(cuda, name, lambda *args: cuda.CUDA_ERROR_OUT_OF_MEMORY)
+  for name in ("cuMemAlloc_v2", "cuGraphInstantiate_v2", "cuModuleLoadData"): monkeypatch.setattr(cuda, name, lambda *args: cuda.CUDA_ERROR_OUT_OF_MEMORY)
   monkeypatch.setattr(cuda, "cuCtxSetCurrent", lambda *args: 0)
   monkeypatch.setattr(cuda, "cuMemGetInfo_v2", info)
   yield
@@ -108,6 +108,11 @@ def test_no_room_for_a_buffer(monkeypatch:pytest.MonkeyPatch):
 def test_no_room_for_a_graph(monkeypatch:pytest.MonkeyPatch):
   with full_device(monkeypatch), pytest.raises(MemoryError, match="no room left: 1.50 MB of 80.00 GB are free"):
     graph._wheel.check(cuda.cuGraphInstantiate_v2())
+
+@pytest.mark.filterwarnings("error")
+def test_no_room_for_a_kernel(monkeypatch:pytest.MonkeyPatch):
+  with full_device(monkeypatch), pytest.raises(MemoryError, match="no room left: 1.50 MB of 80.00 GB are free"):
+    ops_cuda.CUDAProgram(SimpleNamespace(context=None), SimpleNamespace(name="k", lib=b"", signature=()))
 
 def test_other_failures_stay(monkeypatch:pytest.MonkeyPatch):
   def say(status, text) -> None: ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p))[0] = b"launch failed"

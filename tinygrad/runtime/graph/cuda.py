@@ -11,18 +11,18 @@ import ctypes, functools, sys
 from typing import Any, Callable, Iterable, Sequence
 import tinygrad.runtime.autogen.cuda as cuda
 from tinygrad import wheel_module
-from tinygrad.device import BufferSpec
+from tinygrad.device import BufferSpec, TinyELF
 from tinygrad.helpers import size_to_str
 from tinygrad.runtime import ops_cuda
 from tinygrad.runtime.support.c import init_c_var
 
 _wheel = wheel_module(__name__)
-_check, _Allocator = ops_cuda.check, ops_cuda.CUDAAllocator
+_check, _Allocator, _Program = ops_cuda.check, ops_cuda.CUDAAllocator, ops_cuda.CUDAProgram
 
 # ---- out of memory ----
 
 def check(status:int) -> None:
-  """Raises MemoryError for what found no room on the device: a buffer, a graph; RuntimeError for any other failure"""
+  """Raises MemoryError for what found no room on the device: a buffer, a graph, a kernel's code; RuntimeError for any other failure"""
   if status != cuda.CUDA_ERROR_OUT_OF_MEMORY: return _check(status)
   free, total = ctypes.c_size_t(), ctypes.c_size_t()
   known = cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
@@ -33,8 +33,17 @@ class CUDAAllocator(_Allocator):
     try: return super().alloc(size, options)
     except MemoryError as e: raise MemoryError(f"{e}; {e.__cause__}") from None  # the wheel says what was asked for, its cause what there is
 
+class CUDAProgram(_Program):
+  def __init__(self, dev:Any, obj:TinyELF, smem:int=0):
+    try: super().__init__(dev, obj, smem)
+    except RuntimeError as e:
+      if str(e).endswith("CUDA_ERROR_OUT_OF_MEMORY"): check(cuda.CUDA_ERROR_OUT_OF_MEMORY)
+      raise
+  def __del__(self) -> None:
+    if hasattr(self, "module"): super().__del__()          # one that was not loaded has nothing to give back
+
 ops_cuda.check = _wheel.check = check
-ops_cuda.CUDAAllocator = CUDAAllocator
+ops_cuda.CUDAAllocator, ops_cuda.CUDAProgram = CUDAAllocator, CUDAProgram
 
 # ---- edges ----
 
