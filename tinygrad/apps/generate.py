@@ -12,7 +12,7 @@ from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import target
 from tinygrad.uop.ops import Ops
 
-CHUNK, MANY = 32, 512  # prompt tokens a prefill step; where there are tensor cores, and more than a few tokens
+CHUNK, MANY = 32, 512  # prompt tokens a prefill step; where there are kernels for many, and more than a few tokens
 
 @functools.cache
 def _say_once(line:str) -> None: print(line, file=sys.stderr)
@@ -26,7 +26,9 @@ class Generator:
     self.model, self.max_context = model, model.max_context
     self.position = Variable("pos", 0, self.max_context - 1)
     self.chunk = min(CHUNK, self.max_context)
-    self.many = MANY if self.max_context >= MANY and (t := target()) is not None and t.mma is not None else self.chunk
+    for_many = cpu.device() is not None or (t := target()) is not None and t.mma is not None
+    self.many = MANY if self.max_context >= MANY and for_many else self.chunk
+    self.few = self.many // (2 if cpu.device() else 4)  # tokens that smaller steps take sooner: on a CPU, padding costs what tokens do
     self.cached: list[int] = []                       # the tokens whose rows the cache holds
     self.next_position = 0                            # what device_position holds
     vocab = model.config.vocab_size
@@ -71,7 +73,7 @@ class Generator:
     get the same values); only a sequence shorter than a step is padded."""
     at = start
     while at < len(ids):
-      size = many if len(ids) - at > many // 4 else self.chunk
+      size = many if len(ids) - at > self.few else self.chunk
       at = max(min(at, len(ids) - size), 0)
       part = ids[at:at + size]
       yield at, Tensor(part + [0] * (size - len(part)), dtype=dtypes.int32).realize()
