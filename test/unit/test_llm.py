@@ -158,8 +158,7 @@ def test_prompts(talker, capsys, tmp_path, monkeypatch):
                             "<|user|>from stdin<|assistant|></think>", "<think>q", "a\nb", "<think>q"]
   out = capsys.readouterr().out
   assert out.startswith("thought on and on </think>heard") and "<think>qheard 8 characters" in out and "a\nbheard 3 characters" in out
-  ids = [talker.tokenizer.encode("<think>", special=special) for special in (False, True)]
-  assert len(ids[0]) == 7 and len(ids[1]) == 1
+  assert talker.lengths[3:] == [8, 3, 2]  # the name of a special token is text, or the token
 
 def test_a_thought_that_is_hidden(talker, capsys):
   llm.main(["-p", "a", "--hide-think", "-s", "3"])
