@@ -1,10 +1,11 @@
 """What several tests share."""
 from __future__ import annotations
+import os, pickle, select, signal
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any, Callable, Iterable
 from unittest.mock import patch
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T, GGUFWriter
@@ -83,6 +84,26 @@ def write_with(path: Path, keys: dict[str, Any], *args: Any, **overrides: Any) -
 def write_with_tokens(path: Path, tokens: int, model: str, *args: Any, **overrides: Any) -> Path:
   """extra/mkgguf.py's file whose tokenizer knows another number of tokens than the embedding has rows"""
   plain = mkgguf.add_text
-  with patch.object(mkgguf, "add_text", lambda w, spec: plain(w, replace(spec, vocab=tokens))): return mkgguf.write_model(path, model, *args, **overrides)[0]
+  with patch.object(mkgguf, "add_text", lambda w, spec: plain(w, replace(spec, vocab=tokens))):
+    return mkgguf.write_model(path, model, *args, **overrides)[0]
 
 def generator(path: Path, max_context: int = 64) -> Generator: return Generator(Transformer.from_gguf(read_gguf(path), max_context))
+
+# ---- processes ----
+
+def in_child(fxn: Callable[[], Any], seconds: float = 60) -> Any:
+  """What fxn returns in a fork of this process, which is killed where it has nothing to say in time"""
+  out, into = os.pipe()
+  if not (pid := os.fork()):
+    try: said = fxn()
+    except BaseException as e: said = f"{type(e).__name__}: {e}"
+    os.write(into, pickle.dumps(said))
+    os._exit(0)
+  os.close(into)
+  try:
+    assert select.select([out], [], [], seconds)[0], f"the child said nothing in {seconds:.0f} s"
+    with os.fdopen(out, "rb", closefd=False) as f: return pickle.loads(f.read())
+  finally:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(out)

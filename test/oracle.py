@@ -83,38 +83,78 @@ def attention(w: Weights, c: SimpleNamespace, blk: str, x: np.ndarray, cos: np.n
   out = [softmax(np.where(future, -np.inf, q[:, h] @ k[:, h].T * scale)) @ v[:, h] for h in range(c.heads)]
   return np.concatenate(out, -1) @ w(blk + "attn_output.weight").T
 
-def route(logits: np.ndarray, bias: np.ndarray | None, c: SimpleNamespace) -> tuple[np.ndarray, np.ndarray]:
-  """(T, experts) logits -> the chosen experts and their weights, both (T, used). The bias only helps to choose; a tie goes to the lower index."""
+def route(logits: np.ndarray, bias: np.ndarray | None, c: SimpleNamespace, tie: float = 0.) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """(T, experts) logits -> the chosen experts and their weights, both (T, used), and the choice's margin, (T,): how far the last chosen stands above
+  the first left out. The bias only helps to choose; equals go to the lower index. Where the margin is below `tie` the first left out is taken."""
   scores = {1: softmax, 2: sigmoid, 3: lambda x: x}[c.gating](logits)
-  chosen = np.argsort(-(scores if bias is None else scores + bias), -1, kind="stable")[:, :c.used]
+  ranks = scores if bias is None else scores + bias
+  order = np.argsort(-ranks, -1, kind="stable")[:, :c.used + 1]
+  best = np.take_along_axis(ranks, order, -1)
+  margin = np.where(order.shape[1] > c.used, best[:, c.used - 1] - best[:, -1], np.inf)
+  chosen, near = order[:, :c.used].copy(), margin < tie
+  chosen[near, -1] = order[near, -1]
   weights = np.take_along_axis(scores, chosen, -1)
   if c.gating == 3: weights = softmax(weights)
   if c.norm: weights = weights / np.maximum(weights.sum(-1, keepdims=True), 2 ** -14)
-  return chosen, weights * c.scale
+  return chosen, weights * c.scale, margin
 
-def mixture(w: Weights, c: SimpleNamespace, blk: str, x: np.ndarray) -> np.ndarray:
+def mixture(w: Weights, c: SimpleNamespace, blk: str, x: np.ndarray, tie: float) -> tuple[np.ndarray, np.ndarray]:
   matrices = lambda kind, *index: [w(f"{blk}ffn_{n}_{kind}.weight", *index) for n in ("gate", "up", "down")]
-  chosen, weights = route(x @ w(blk + "ffn_gate_inp.weight").T, w(blk + "exp_probs_b.bias") if blk + "exp_probs_b.bias" in w else None, c)
+  bias = w(blk + "exp_probs_b.bias") if blk + "exp_probs_b.bias" in w else None
+  chosen, weights, margin = route(x @ w(blk + "ffn_gate_inp.weight").T, bias, c, tie)
   out = swiglu(x, *matrices("shexp")) if blk + "ffn_gate_shexp.weight" in w else np.zeros_like(x)
   for e in np.unique(chosen):
     t, slot = np.nonzero(chosen == e)
     out[t] += weights[t, slot, None] * swiglu(x[t], *matrices("exps", e))
-  return out
+  return out, margin
 
-def logits(path: Any, ids: Any, dtype: type = np.float32) -> np.ndarray:
-  """The logits after each of `ids` (T), as (T, vocabulary) of `dtype` (float32 or float64). `path` is a file, an open gguf.GGUFReader, anything with
-  a .path, or a list of these: a file's parts in order. Raises ValueError for what is not modelled."""
+def forward(path: Any, ids: Any, dtype: type = np.float32, tie: float = 0.) -> tuple[np.ndarray, np.ndarray]:
+  """What `logits` gives, and each position's smallest margin of a router's choice. tie: see `route`"""
   c = config(w := Weights(path, dtype))
   cos, sin, scale = rope_and_scale(c, len(ids))
-  x = w("token_embd.weight", np.asarray(ids))
+  x, margin = w("token_embd.weight", np.asarray(ids)), np.full(len(ids), np.inf)
   for i in range(c.blocks):
     blk = f"blk.{i}."
     x = x + attention(w, c, blk, rms_norm(x, w(blk + "attn_norm.weight"), c.eps), cos, sin, scale)
     h = rms_norm(x, w(blk + "ffn_norm.weight"), c.eps)
-    x = x + (swiglu(h, *[w(f"{blk}ffn_{n}.weight") for n in ("gate", "up", "down")]) if i < c.dense else mixture(w, c, blk, h))
+    if i < c.dense: x = x + swiglu(h, *[w(f"{blk}ffn_{n}.weight") for n in ("gate", "up", "down")])
+    else:
+      y, here = mixture(w, c, blk, h, tie)
+      x, margin = x + y, np.minimum(margin, here)
   x = rms_norm(x, w("output_norm.weight"), c.eps)
-  return np.concatenate([x @ rows.T for rows in w.slices("output.weight" if "output.weight" in w else "token_embd.weight")], -1)
+  return np.concatenate([x @ rows.T for rows in w.slices("output.weight" if "output.weight" in w else "token_embd.weight")], -1), margin
+
+def logits(path: Any, ids: Any, dtype: type = np.float32) -> np.ndarray:
+  """The logits after each of `ids` (T), as (T, vocabulary) of `dtype` (float32 or float64). `path` is a file, an open gguf.GGUFReader, anything with
+  a .path, or a list of these: a file's parts in order. Raises ValueError for what is not modelled."""
+  return forward(path, ids, dtype)[0]
+
+# ---- how far others are from it ----
+
+def errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+  """|got - want|² / |want|² of each slice over the last axis: a position's logits, a token's or a head's vector. A slice much smaller than the
+  others is held to a tenth of their mean, so that the rounding of what cancels out is no error, and a slice left out is one."""
+  assert got.shape == want.shape, f"expected shape {want.shape}, found {got.shape}"
+  difference, energy = (np.square(x, dtype=np.float64).sum(-1) for x in (got - want, want))
+  return difference / np.maximum(energy, energy.mean() / 10)
 
 def nmse(got: np.ndarray, want: np.ndarray) -> float:
-  """Median over positions of |got - want|² / |want|²."""
-  return float(np.median(((got - want) ** 2).sum(-1, dtype=np.float64) / (want ** 2).sum(-1, dtype=np.float64)))
+  """The worst slice's error: a mean or a median would hide a tile, a head or half of the positions"""
+  return float(errors(got, want).max())
+
+class Judge:
+  """Says whether a model's logits after each of `ids` are those of the file, at every position."""
+  def __init__(self, path: Any, ids: Any):
+    self.path, self.ids, (self.logits, self.margins) = path, ids, forward(path, ids)
+
+  def check(self, got: np.ndarray, limit: float) -> None:
+    """AssertionError if a position's error is not below the limit. got: the logits after all of ids or the first of them.
+    Activations that are off by √limit move a router's logits, which are about 1, by as much, the difference of two scores (whose slope is at most
+    1/4) by √2/4 of it; four times that is √(2·limit). Where the choice's margin is below, its other outcome is as right: the position is held to
+    the nearer of the two, and to nothing less."""
+    tie = (2 * limit) ** .5
+    error, near = errors(got, self.logits[:len(got)]), self.margins[:len(got)] < tie
+    if near.any(): error = np.where(near, np.minimum(error, errors(got, forward(self.path, self.ids, tie=tie)[0][:len(got)])), error)
+    wrong = np.flatnonzero(~(error < limit))  # nan too
+    assert not len(wrong), \
+      f"positions {wrong.tolist()} of {len(got)}: errors {error[wrong]}, limit {limit}; routers' margins {self.margins[wrong]}, near below {tie:.1e}"

@@ -48,7 +48,12 @@ def wheel_module(name:str) -> types.ModuleType:
 if str(OVERLAY.parent) not in sys.path: sys.path.insert(0, str(OVERLAY.parent))
 sys.meta_path.insert(0, _OverlayFinder)
 __path__ = [str(WHEEL), str(OVERLAY)]
-exec(compile((WHEEL / "__init__.py").read_text(), str(WHEEL / "__init__.py"), "exec"))
+try:
+  importlib.import_module("tinygrad.runtime.support.disk_cache")  # first: others take the functions it replaces by name
+  exec(compile((WHEEL / "__init__.py").read_text(), str(WHEEL / "__init__.py"), "exec"))
+except RuntimeError as e:  # the variable DEV is read as tinygrad is imported
+  if "target string" not in str(e): raise
+  raise ImportError(f"DEV={os.environ.get('DEV')}: {e}") from None
 
 if os.environ.get("MOCKMETAL"):  # a Metal for machines without one (test/mockmetal); here, so that spawned workers have it too
   sys.path.append(str(OVERLAY.parent / "test"))

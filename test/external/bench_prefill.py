@@ -28,10 +28,9 @@ def main() -> None:
   size = args.chunk or gen.many
   if size not in gen.ids: p.error(f"--chunk: expected one of {', '.join(map(str, sorted(gen.ids)))}, found {size}")
   start = time.perf_counter()
-  step = gen.build_prefill(size)
   write(gen.ids[size], np.random.default_rng(0).integers(0, whole.vocab_size, size).astype(np.int32))
   def run(depth:int) -> None:
-    step(**{f"chunk_{size}": depth})
+    gen.prefill_step(size, depth)
     Device[Device.DEFAULT].synchronize()
   run(0)
   print(f"{args.model} {args.quant}, blocks 0 to {args.blocks - 1} of {whole.n_blocks}, {size} tokens; first step {time.perf_counter() - start:.2f} s")
@@ -41,7 +40,7 @@ def main() -> None:
       start = time.perf_counter()
       run(depth)
       times.append(time.perf_counter() - start)
-    calls = step.calls
+    calls = gen.prefill_steps[size].calls
     print(f"depth {depth}: {(t := statistics.median(times[2:])) * 1e3:.3f} ms a step, {len(calls)} kernels")
     kernels = profile(calls, gen.model, depth + size - 1, {f"chunk_{size}": depth})
     print(f"  one by one {sum(k.total for k in kernels) * 1e3:.3f} ms")

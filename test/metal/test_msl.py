@@ -4,6 +4,7 @@ import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
 from helpers import random_weight
 from mockmetal import on_metal
+from oracle import nmse
 from tinygrad import Tensor
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import FORMATS, QuantizedExpertWeights, QuantizedLinear
@@ -19,8 +20,7 @@ def metal() -> Iterator[None]:
 def normal(*shape:int) -> np.ndarray: return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
 def on_device(*arrays:np.ndarray) -> list[Tensor]: return [Tensor(a).realize() for a in arrays]
 def check(y:Tensor, exact:np.ndarray) -> None:
-  got = y.numpy()
-  assert got.shape == exact.shape and ((got - exact) ** 2).sum() / (exact ** 2).sum() < LIMIT
+  assert nmse(y.numpy(), exact) < LIMIT
 def linear(kind:T, *shape:int) -> tuple[QuantizedLinear|QuantizedExpertWeights, np.ndarray]:
   data, want = random_weight(kind, shape)
   return (QuantizedExpertWeights if len(shape) == 3 else QuantizedLinear).load(kind, shape, data), want.astype(np.float64)

@@ -2,14 +2,14 @@
 
 For checking what kernels compute, on any machine. It shows wrong results, reads of shared memory that nobody wrote (NaN), accesses past a buffer's
 end, and threads that part before a barrier or a shuffle. It does not show races, nor anything about speed.
-  `with on_cuda(): …` makes it the default device; tensors of the CPU device stay there.
+  `with on_cuda(): …` makes it the default device; tensors of the CPU device stay there. `on_cuda("sm_75")` offers what that architecture has.
 """
 from __future__ import annotations
 import contextlib, ctypes, functools, hashlib, mmap, pathlib, platform, re, subprocess, sys, tempfile, types
 from typing import Any, Iterator
 from tinygrad.device import Allocator, BufferSpec, Compiled, Compiler, CompileError, Program, TinyELF
 from tinygrad.helpers import Context, Target, getenv, round_up
-from tinygrad.nn.intrinsics import TARGETS
+from tinygrad.nn.intrinsics import TARGETS, of_arch
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer
 
 HERE = pathlib.Path(__file__).parent
@@ -29,7 +29,7 @@ class MockCompiler(Compiler):
     super().__init__("mockcuda_" + hashlib.sha256(b"".join(f.read_bytes() for f in sorted(HERE.glob("*.*")))).hexdigest()[:16])
   def compile(self, src: str) -> bytes:
     src = re.sub(r'asm volatile\("griddepcontrol[^)]*\);', "", src)  # kernels run one after another here
-    src = re.sub(r'(__WMMA_8_16_16_half_float\([^)]*\)\{).*?return c;', r"\1 return mock_mma(a, b, c);", src, flags=re.S)
+    src = re.sub(r'(__WMMA_8_16_(8|16)_half_float\([^)]*\)\{).*?return c;', r"\1 return mock_mma<\2>(a, b, c);", src, flags=re.S)
     with tempfile.TemporaryDirectory() as folder:
       kernel, out = pathlib.Path(folder) / "kernel.cpp", pathlib.Path(folder) / "kernel.so"
       waits = any(word in src for word in ("__syncthreads", "__shfl", "mock_mma"))  # else its threads may run one after another
@@ -88,9 +88,9 @@ class MockCUDADevice(Compiled):
   def __init__(self, device: str): super().__init__(device, MockAllocator(self), [MockRenderer], MockProgram, arch=ARCH)
 
 @contextlib.contextmanager
-def on_cuda() -> Iterator[None]:
+def on_cuda(arch: str | None = None) -> Iterator[None]:
   # a name of its own: a real CUDA device, or the search for one, may have been met before in this process
   module = types.ModuleType("tinygrad.runtime.ops_mockcuda")
   module.MockCUDADevice = MockCUDADevice  # type: ignore[attr-defined]
-  sys.modules[module.__name__], TARGETS["MOCKCUDA"] = module, TARGETS["CUDA"]
+  sys.modules[module.__name__], TARGETS["MOCKCUDA"] = module, TARGETS["CUDA"] if arch is None else of_arch(arch)
   with Context(DEV="MOCKCUDA", PARALLEL=0): yield  # a spawned worker would not know the device

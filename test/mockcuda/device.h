@@ -20,14 +20,15 @@ template <class T> static inline T __shfl_sync(unsigned, T value, int lane) {
   return value;
 }
 template <class T> static inline T __shfl_xor_sync(unsigned all, T value, int lane_xor) { return __shfl_sync(all, value, mock_lane() ^ lane_xor); }
-// mma.sync.m16n8k16: lane 4r + q holds of a the rows r and r + 8, of b the column r, of c the columns 2q and 2q + 1
-template <class A, class B, class C> static inline C mock_mma(A a, B b, C c) {
+// mma.sync.m16n8kK: lane 4r + q holds of a the rows r and r + 8, of b the column r, of c the columns 2q and 2q + 1
+template <int K, class A, class B, class C> static inline C mock_mma(A a, B b, C c) {
+  static_assert(sizeof a == K && sizeof b == K / 2, "fragments of halves");
   struct { A a; B b; } mine = {a, b}, of[32];
   int lane = mock_lane();
   const char* first = mock_exchange(&mine, sizeof mine, 0);
   for (int i = 0; i < 32; i++) __builtin_memcpy(&of[i], first + i * mock_stride, sizeof mine);
   float* sum = (float*)&c;
-  for (int i = 0; i < 4; i++) for (int k = 0; k < 16; k++) {
+  for (int i = 0; i < 4; i++) for (int k = 0; k < K; k++) {
     int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
     auto* x = (decltype(a.x)*)&of[row % 8 * 4 + k % 8 / 2].a;
     auto* y = (decltype(b.x)*)&of[column * 4 + k % 8 / 2].b;

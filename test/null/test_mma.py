@@ -6,7 +6,9 @@ from tinygrad.nn.matvec import launch
 from mockcuda import on_cuda
 from mockmetal import on_metal
 
-@pytest.mark.parametrize("on", [on_cuda, on_metal])
+def on_turing(): return on_cuda("sm_75")
+
+@pytest.mark.parametrize("on", [on_cuda, on_turing, on_metal])
 def test_fragments(on):
   rng = np.random.default_rng(0)
   with on():

@@ -6,6 +6,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
 from helpers import HALVES, random_weight
 from mockcuda import on_cuda
 from mockmetal import on_metal
+from oracle import nmse
 from tinygrad import Device, Tensor
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear
 from tinygrad.engine.realize import lower_and_compile
@@ -27,11 +28,12 @@ def kernels(y: Tensor) -> list[str]:
   return [call.src[0].src[2].arg for call in linear.src if call.src[0].op is Ops.PROGRAM]
 
 def check(y: Tensor, exact: np.ndarray, integer: bool) -> None:
-  """Within what activations of 8 bits cost, or (no integer codes, or no product of bytes) the order of float32 sums"""
-  integer = integer and Device.DEFAULT != "METAL"
+  """Within what activations of 8 bits cost, or (no integer codes, or no product of bytes) the order of float32 sums. The largest of 32 numbers, about
+  2σ, has 127 steps, and rounding costs a twelfth of a step's square: the errors' variance is 2.5e-5 of the sums', and six deviations are too many."""
   got = y.numpy()
   assert got.shape == exact.shape and got.dtype == np.float32
-  assert ((got - exact) ** 2).sum() / (exact ** 2).sum() < (1e-4 if integer else 1e-11)
+  if integer and Device.DEFAULT != "METAL": assert np.square(got - exact).max() < 6 ** 2 * 2.5e-5 * np.square(exact).mean()
+  else: assert nmse(got, exact) < 1e-11
 
 def normal(*shape: int) -> np.ndarray: return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
 

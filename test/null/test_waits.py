@@ -1,6 +1,6 @@
 """Programmatic dependent launch is only right if a kernel touches nothing that another kernel of the token writes, or still reads, before it has
 waited. The order of loads in the rendered source is what decides; a race would show only now and then, so the source is what is checked."""
-import re
+import functools, re
 import pytest
 from extra.bench import no_device, stand_in
 from tinygrad.apps import quantized
@@ -24,6 +24,7 @@ def branches(source: str) -> list[str]:
   loops = [loop for loop in loops if WAIT in loop]
   return [first + loop for loop in loops] if loops and WAIT not in first else [source]
 
+@functools.cache
 def sources(model: str) -> dict[str, tuple[list[str], str]]:
   """{kernel: (its buffers' names, its source)} of a decode step on Hopper"""
   buffers = {}

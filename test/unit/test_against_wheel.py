@@ -1,4 +1,5 @@
-"""What the fork schedules and optimizes gives what the wheel's own functions give, in no more kernels: seeded random graphs, both in one process."""
+"""What the fork schedules and optimizes gives what the wheel's own functions give, in no more kernels: seeded random graphs, their gradients,
+convolutions with theirs, both in one process."""
 from __future__ import annotations
 import contextlib, inspect, math, random
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Callable, Iterator
 from unittest.mock import patch
 import numpy as np, pytest, tinygrad.codegen, tinygrad.schedule, tinygrad.schedule.rangeify
 from mockmetal import on_metal
+from scheduled import on
 from tinygrad import OVERLAY, WHEEL, Tensor, dtypes, wheel_module
 from tinygrad.codegen.opt import heuristic, postrange
 from tinygrad.engine.realize import run_linear
@@ -41,12 +43,13 @@ class Value:
   def shape(self) -> tuple[int, ...]: return tuple(map(int, self.t.shape))
 
 SIZES = (1, 1, 2, 3, 4, 5, 7, 8, 16, 33, 48)
+KINKS = ("relu", "abs", "maximum", "max", "min")           # whose gradient jumps where rounding may decide
 MOST, FAR = 4096, 64.                                      # numbers of a value; what a float may grow to
 
 class Graph:
-  """A random graph: the same one for the same seed. A value that was made may serve again in any later step."""
-  def __init__(self, seed:int, data:list[Tensor]|None=None):
-    self.random = random.Random(seed)
+  """A random graph: the same one for the same seed. A value that was made may serve again in any later step. `smooth`: no kink in what was rounded"""
+  def __init__(self, seed:int, data:list[Tensor]|None=None, smooth:bool=False):
+    self.random, self.smooth = random.Random(seed), smooth
     pick = self.random.choice
     shape = self.shape()
     if pick((0, 0, 0, 1)): shape = (*shape[:-1][:1], pick((129, 300, 512, 1031)))  # a row for a whole team of threads
@@ -62,6 +65,7 @@ class Graph:
     made = self.values[len(data):] or self.values
     self.outputs = list(dict.fromkeys([made[-1], *(pick(made) for _ in range(pick((0, 0, 1, 2))))]))
 
+  def kink(self, name:str, *of:Value) -> bool: return self.smooth and name in KINKS and not all(v.exact for v in of)
   def shape(self) -> tuple[int, ...]:
     while math.prod(s := tuple(self.random.choices(SIZES, k=self.random.choice((1, 2, 2, 2, 3, 3, 4))))) > MOST // 4: pass
     return s
@@ -80,25 +84,28 @@ class Graph:
 
 def as_float(t:Tensor) -> Tensor: return t if dtypes.is_float(t.dtype) else t.float()
 
-def unary(g:Graph, v:Value) -> Value:
+def unary(g:Graph, v:Value) -> Value|None:
   b = v.bound
   name, bound = g.random.choice((("sin", 1), ("sigmoid", 1), ("tanh", 1), ("relu", b), ("abs", b), ("square", b ** 2), ("neg", b)))
+  if g.kink(name, v): return None
   return Value(getattr(as_float(v.t), name)(), bound, v.exact and name in ("relu", "abs", "neg"))
 
 def binary(g:Graph, v:Value) -> Value|None:
   if (o := g.other(v)) is None: return None
   b, c = v.bound, o.bound
   name, bound = g.random.choice((("add", b + c), ("sub", b + c), ("mul", b * c), ("maximum", max(b, c))))
+  if g.kink(name, v, o): return None
   return Value(getattr(v.t, name)(o.t), bound, v.exact and o.exact and dtypes.is_int(v.t.dtype) and dtypes.is_int(o.t.dtype))
 
-def reduce(g:Graph, v:Value) -> Value:
+def reduce(g:Graph, v:Value) -> Value|None:
   axes = g.axes(v)
   n = math.prod(v.shape[a] for a in axes)
   name, bound = g.random.choice((("sum", v.bound * n), ("max", v.bound), ("mean", v.bound), ("min", v.bound)))
+  if g.kink(name, v): return None
   return Value(getattr(v.t, name)(axes, keepdim=g.random.random() < .7), bound,
                v.exact and (name in ("max", "min") or (name == "sum" and dtypes.is_int(v.t.dtype))))
 
-def back(g:Graph, v:Value) -> Value:
+def back(g:Graph, v:Value) -> Value|None:
   """A reduction, broadcast back over what was reduced"""
   t, axes = as_float(v.t), g.axes(v)
   form = g.random.randrange(6)
@@ -106,6 +113,7 @@ def back(g:Graph, v:Value) -> Value:
   if form == 1: return Value(t.softmax(axes[0] if axes else -1), 1, False)
   if form == 2: return Value((t - t.mean(axes, keepdim=True)) * (t.var(axes, keepdim=True, correction=0) + 1).rsqrt(), 2 * v.bound, False)
   if form == 3: return Value(t * t.sum(axes, keepdim=True), v.bound ** 2 * math.prod(v.shape[a] for a in axes), False)
+  if form == 4 and g.kink("max", v): return None
   if form == 4: return Value(v.t - v.t.max(axes, keepdim=True), 2 * v.bound, v.exact and dtypes.is_int(v.t.dtype))
   return Value(t.log_softmax(axes[0] if axes else -1), 2 * v.bound + 10, False)
 
@@ -170,6 +178,67 @@ def compare(seed:int) -> None:
     assert a.dtype == b.dtype and a.shape == b.shape
     if dtypes.is_int(o.t.dtype): np.testing.assert_array_equal(a, b, f"graph {seed}")
     else: np.testing.assert_allclose(a, b, 4e-3 if g.half else 1e-5, (4e-3 if g.half else 2e-6) * max(1, o.bound), err_msg=f"graph {seed}")
+
+def descend(loss:Tensor, leaves:list[Tensor]) -> list[Tensor]:
+  """The loss, and its gradients, a kernel's each at least"""
+  loss.backward()
+  return [loss, *(t.grad.contiguous() for t in leaves if t.grad is not None)]
+
+def gradients(seed:int) -> list[Tensor]:
+  g = Graph(seed, smooth=True)
+  return descend(sum((o.t.float() * (i + 1)).sum() for i, o in enumerate(g.outputs)), [t for t in g.data if dtypes.is_float(t.dtype)])
+
+def convolutions(seed:int) -> list[Tensor]:
+  """Some layers as of an image classifier, and their gradients"""
+  r, rng = random.Random(seed), np.random.default_rng(seed)
+  kind = r.choice((dtypes.float, dtypes.float, dtypes.half))
+  def data(*shape:int) -> Tensor: return Tensor(rng.uniform(-1, 1, shape).astype(np.float32)).cast(kind).realize()
+  leaves = [x := data(r.randint(1, 3), channels := r.choice((1, 2, 3)), r.randint(5, 9), r.randint(5, 9))]
+  for _ in range(r.choice((1, 1, 2))):
+    groups, size = r.choice((1, 1, 1, channels)), r.choice((1, 2, 3))
+    up = r.random() < .2
+    wide = groups * r.choice((1, 2, 3))
+    leaves.append(w := data(*((channels, wide // groups) if up else (wide, channels // groups)), size, r.choice((1, size))))
+    bias = leaves.append(data(wide)) or leaves[-1] if r.random() < .5 else None
+    x = (x.conv_transpose2d if up else x.conv2d)(w, bias, groups=groups, stride=r.choice((1, 1, 2)), padding=r.choice((0, 0, 1)),
+                                                 dilation=r.choice((1, 1, 2)) if min(x.shape[2:]) > 5 else 1)
+    channels = wide
+    for _ in range(r.randint(0, 2)):
+      form = r.randrange(6)
+      if form == 0: x = x.sigmoid()
+      if form == 1: x = x.silu()
+      if form == 2: x = x.avg_pool2d((2, 2)) if min(x.shape[2:]) > 3 else x
+      if form == 3: x = (x - x.mean((0, 2, 3), keepdim=True)) * (x.float().var((0, 2, 3), keepdim=True) + 1).rsqrt().cast(kind)  # over a batch
+      if form == 4: x = x.layernorm((1, 2, 3), 1)
+      if form == 5: x = x + x.mean((2, 3), keepdim=True)
+    if min(x.shape[2:]) < 5: break
+  x = x.float()
+  losses = (lambda: x.relu().mean(), lambda: x.square().mean(), lambda: x.flatten(1).log_softmax(-1)[:, 0].sum(), lambda: x.max((2, 3)).sum())
+  return descend(losses[r.randrange(3 if kind is dtypes.half else 4)](), leaves)  # halves tie for the largest, and rounding would choose
+
+def alike(seed:int, make:Callable[[int], list[Tensor]], values:bool) -> None:
+  """No more kernels than the wheel's, and the same numbers"""
+  found = []
+  for scheduled in (wheel, fresh):
+    with scheduled():
+      linear, var_vals = Tensor.linear_with_vars(*(outputs := make(seed)))
+      if values: run_linear(linear, var_vals)
+      found.append((len(linear.src), [o.float().numpy() for o in outputs] if values else []))
+  (theirs, want), (ours, got) = found
+  assert ours <= theirs, f"graph {seed}: {ours} kernels, more than the wheel's {theirs}"
+  for o, a, b in zip(outputs, got, want):
+    own, all_of = (2e-2, 1e-3) if dtypes.half in [o.dtype for o in outputs] else (1e-4, 1e-5)  # a gradient that is 0 but for rounding has the size of that
+    np.testing.assert_allclose(a, b, 0, max(own * np.abs(b).max(), all_of * max(np.abs(w).max() for w in want)), err_msg=f"graph {seed}")
+
+@pytest.mark.parametrize("make,graphs", ((gradients, 32), (convolutions, 12)))
+@pytest.mark.parametrize("target", ("CUDA", "CPU"))
+def test_backward_counts(target:str, make:Callable[[int], list[Tensor]], graphs:int):
+  with on(target):
+    for seed in range(graphs): alike(seed, make, values=False)
+
+@pytest.mark.parametrize("make,first,graphs", ((gradients, 100, 16), (convolutions, 100, 3), (convolutions, 103, 3), (convolutions, 106, 3)))
+def test_backward(make:Callable[[int], list[Tensor]], first:int, graphs:int):
+  for seed in range(first, first + graphs): alike(seed, make, values=True)
 
 @pytest.mark.parametrize("first", range(0, 500, 20))
 def test_cpu(first:int):

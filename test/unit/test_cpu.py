@@ -5,7 +5,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
 from helpers import HALVES, random_weight
 from tinygrad import Tensor, dtypes
 from tinygrad.apps.mla import RMSNorm
-from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear
+from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, interleaved, packer, split_planes
 from tinygrad.apps.rope import Rope, rope_table
 from tinygrad.nn import cpu, embedding, mla_attention, moe, norm_linear
 
@@ -15,8 +15,10 @@ KINDS = pytest.mark.parametrize("kind", HALVES, ids=lambda k: k.name)
 def normal(*shape: int) -> np.ndarray: return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
 def tensor(x: np.ndarray) -> Tensor: return Tensor(x).realize()
 def nmse(got: np.ndarray, want: np.ndarray) -> float:
+  """Of the worst row: a row that is wrong is not hidden by the others"""
   assert got.shape == want.shape
-  return float(((got - want) ** 2).sum() / (want.astype(np.float64) ** 2).sum())
+  error, power = ((x.astype(np.float64) ** 2).sum(-1) for x in (got - want, want))
+  return float((error / np.maximum(power, power.mean())).max())
 def same(got: Tensor, want: np.ndarray | Tensor, limit: float = 1e-11) -> None:
   assert nmse(got.numpy(), want.numpy() if isinstance(want, Tensor) else want) < limit
 def load(cls: type, kind: T, *shape: int):
@@ -39,7 +41,24 @@ def test_layout(kind: T, rows: int):
   np.testing.assert_array_equal(w[Tensor([1, 0, 1])].dequantize().numpy(), want[[1, 0, 1]])
 
 @KINDS
-@pytest.mark.parametrize("tokens,rows", [(1, 33), (5, 48), (11, 23)])
+def test_packer(kind: T):
+  """The compiled pass over the file's bytes makes what numpy makes of the planes, bit for bit"""
+  for shape in ((37, 3), (16, 1), (2, 33, 2), (3, 5, 4)):
+    shape = (*shape[:-1], shape[-1] * width(kind, 32))
+    data, _ = random_weight(kind, shape, extreme=True)
+    planes = {name: p.numpy() for name, p in split_planes(kind, shape, Tensor(data)).items()}
+    np.testing.assert_array_equal(packer(kind)(shape, data).numpy(), interleaved(kind).interleave(shape, planes))
+
+def test_packer_by_parts(monkeypatch):
+  """Threads share the groups of rows: each is made once, and in its place"""
+  shape = (3, 37, 64)
+  data, _ = random_weight(T.Q4_0, shape)
+  whole = packer(T.Q4_0)(shape, data).numpy()
+  monkeypatch.setattr(cpu, "PART", 1)
+  np.testing.assert_array_equal(packer(T.Q4_0)(shape, data).numpy(), whole)
+
+@KINDS
+@pytest.mark.parametrize("tokens,rows", [(1, 33), (5, 48), (29, 23)])
 def test_mul_mat(kind: T, tokens: int, rows: int):
   w, want = load(QuantizedLinear, kind, rows, width(kind))
   x = normal(tokens, w.shape[1])
@@ -75,6 +94,30 @@ def test_norm_linear():
     same(got, want)
   residual = tensor(normal(1, 21))
   same(norm_linear.norm_linear(x, None, [b], residual=residual)[0], norm_linear.norm_linear_ops(x, None, [b], residual=residual)[0])
+
+@pytest.mark.parametrize("tokens", [2, 12, 19])
+def test_norm_linear_of_many(tokens: int):
+  a, b = load(QuantizedLinear, T.Q4_K, 3 * 24, 256)[0], load(QuantizedLinear, T.Q8_0, 21, 256)[0]
+  x, n, table = tensor(normal(tokens, 256)), norm(256), rope_table(8, 10000.0, 32)
+  rope, residual = Rope(table, 5, 24, 16), tensor(normal(tokens, 72))
+  for got, want in zip(norm_linear.norm_linear(x, n, [a, b], rope), norm_linear.norm_linear_ops(x, n, [a, b], rope)): same(got, want)
+  same(norm_linear.norm_linear(x, None, [a], residual=residual)[0], norm_linear.norm_linear_ops(x, None, [a], residual=residual)[0])
+
+@pytest.mark.parametrize("kept", [dtypes.half, dtypes.float])
+@pytest.mark.parametrize("pos,tokens", [(0, 2), (0, 70), (61, 5), (64, 29), (130, 3)])
+def test_attention_of_many(pos: int, tokens: int, kept):
+  H, L, R, nope, C = 5, 64, 16, 32, 160
+  k_b, n, rope = load(QuantizedLinear, T.Q8_0, H, L, nope)[0], norm(L), Rope(rope_table(R, 10000.0, C), pos, nope + R, nope)
+  q, kv = tensor(normal(tokens, H * (nope + R))), tensor(normal(tokens, L + R))
+  a, b = (tensor(normal(C, L + R)).cast(kept).contiguous().realize() for _ in range(2))
+  got, cache = norm_linear.latent_query(q, kv, k_b, n, a, rope)
+  want, other = norm_linear.latent_query_ops(q, kv, k_b, n, b, rope)
+  Tensor.realize(got, cache, want, other)
+  same(got, want)
+  same(cache.cast(dtypes.float), other.cast(dtypes.float), 1e-7)
+  heads = q.reshape(tokens, H, -1)
+  # scores go up to hundreds: their rounding is in the weights
+  same(mla_attention.mla_attention(got, heads, cache, pos, 0.01), mla_attention.mla_attention_ops(got, heads, cache, pos, 0.01), 1e-9)
 
 @pytest.mark.parametrize("kept", [dtypes.half, dtypes.float])
 @pytest.mark.parametrize("pos", [0, 3, 15, 16, 40])
@@ -115,6 +158,26 @@ def test_feed_forward():
   aside = load(QuantizedLinear, T.Q6_K, 75, 256)[0]
   for shared in (None, (tensor(normal(1, 256)), aside)):
     for ids in (sel.numpy(), np.int32([[9, -4, 1]])):  # the second clamped
+      got = moe.expert_down(hidden, down, tensor(ids), residual, shared)
+      same(got, moe.expert_down_ops(hidden, down, tensor(ids.clip(0, E - 1)), residual, shared))
+  gate, up, router = (load(QuantizedLinear, k, 40, D)[0] for k in (T.Q8_0, T.F16, T.F32))
+  for got, want in zip(moe.gate_up(x, n, (gate, up), router), moe.gate_up_ops(x, n, (gate, up), router), strict=True): same(got, want)
+
+@pytest.mark.parametrize("tokens", [2, 27])
+def test_feed_forward_of_many(tokens: int):
+  D, F, E = 256, 32 * 3, 6
+  gate, up = load(QuantizedExpertWeights, T.Q4_0, E, F, D)[0], load(QuantizedExpertWeights, T.Q4_K, E, F, D)[0]
+  down = load(QuantizedExpertWeights, T.Q5_1, E, 75, F)[0]
+  x, n, residual = tensor(0.1 * normal(tokens, D)), norm(D), tensor(normal(tokens, 75))
+  logits, how = tensor(normal(tokens, E)), moe.Choice(3, 2, True, 1.8)
+  (hidden, sel), (want, sel_ops) = (f(x, n, (gate, up), logits, how) for f in (moe.expert_gate_up, moe.expert_gate_up_ops))
+  Tensor.realize(hidden, sel)
+  assert sel.tolist() == sel_ops.tolist()
+  same(hidden, want)
+  aside, beside = load(QuantizedLinear, T.Q6_K, 75, 256)[0], tensor(normal(tokens, 256))
+  everyone = np.tile(np.int32([9, -4, 1]), (tokens, 1))  # one expert for all, clamped
+  for shared in (None, (beside, aside)):
+    for ids in (sel.numpy(), everyone):
       got = moe.expert_down(hidden, down, tensor(ids), residual, shared)
       same(got, moe.expert_down_ops(hidden, down, tensor(ids.clip(0, E - 1)), residual, shared))
   gate, up, router = (load(QuantizedLinear, k, 40, D)[0] for k in (T.Q8_0, T.F16, T.F32))

@@ -1,7 +1,15 @@
 """A captured batch on the CPU's threads: what it computes is what the kernels compute one by one, time and again."""
 from __future__ import annotations
+import threading
+from pathlib import Path
 import numpy as np, pytest
+from gguf import GGMLQuantizationType as T
+from extra.mkgguf import write_model
+from helpers import SMALL, generator, in_child
 from tinygrad import Device, Tensor, TinyJit, Variable, dtypes
+from tinygrad.apps.generate import Generator
+from tinygrad.apps.quantized import QuantizedLinear
+from tinygrad.engine import worker
 from tinygrad.helpers import Context
 from tinygrad.nn import cpu
 
@@ -29,10 +37,78 @@ def test_threads(threads: int):
   """The same bytes whatever the number of threads, run after run"""
   rng = np.random.default_rng(0)
   x, w = (Tensor(rng.standard_normal(s).astype(np.float32)).realize() for s in ((1, 64), (203, 64)))
-  from gguf import GGMLQuantizationType as T
-  from tinygrad.apps.quantized import QuantizedLinear
   m = QuantizedLinear.load(T.F32, (203, 64), w.numpy().reshape(-1).view(np.uint8))
   want = m(x).numpy()
   with Context(NUM_CPU_THREADS=threads):
     jit = TinyJit(lambda x: [m(x).realize(), (x + 1).realize()])
     for _ in range(20): np.testing.assert_array_equal(jit(x)[0].numpy(), want)
+
+# ---- a fork ----
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+  return write_model(tmp_path_factory.mktemp("fork") / "m.gguf", "small-glm", "F16", seed=5, **SMALL | dict(q_lora=64))[0]
+@pytest.fixture(scope="module")
+def used(path: Path) -> Generator:
+  """Has read a file by threads, and decoded by others"""
+  g = generator(path)
+  list(g.generate([1, 2, 3], 2))
+  return g
+
+def test_a_child_decodes(used: Generator, path: Path):
+  want = list(used.generate([5, 6, 7], 6))
+  assert in_child(lambda: list(used.generate([5, 6, 7], 6))) == want
+  assert in_child(lambda: list(generator(path).generate([5, 6, 7], 6))) == want     # reads the file, too
+  used.forget()
+  assert in_child(lambda: in_child(lambda: list(used.generate([5, 6, 7], 6)))) == want
+  assert list(used.generate([5, 6, 7], 6)) == want
+
+def test_a_child_has_its_own_memory(used: Generator):
+  """An answer goes on in both processes; neither sees what the other writes"""
+  prompt, other = [5, 6, 7], [9, 8, 7, 6]
+  want, elsewhere = list(used.generate(prompt, 8)), list(used.generate(other, 8))
+  answer = used.generate(prompt, 8)
+  said = [next(answer), next(answer)]
+  assert in_child(lambda: said + list(answer)) == want
+  assert in_child(lambda: list(used.generate(other, 8))) == elsewhere
+  assert said + list(answer) == want
+
+def test_a_child_compiles():
+  """Several kernels at once, for which the parent has processes that do not answer a child"""
+  x = Tensor(np.arange(1000, dtype=np.float32)).realize()
+  def compute(k: int) -> list[np.ndarray]:
+    several = [(x.reshape(8, 125) * k).sum(1), (x + k).reshape(40, 25).max(0), x * k - 1]
+    Tensor.realize(*several)
+    return [t.numpy() for t in several]
+  try:
+    with Context(PARALLEL=1):
+      compute(2)
+      assert worker.worker_pool is not None
+      child = in_child(lambda: compute(3))
+      for got, want in zip(child, compute(3)): np.testing.assert_array_equal(got, want)
+  finally: worker.terminate_worker_pool()
+
+def test_a_child_of_a_thread_at_work(used: Generator, path: Path, monkeypatch):
+  """Forked while another thread is at the device, capturing a graph: that thread is not there to end it"""
+  want = list(used.generate([5, 6, 7], 6))
+  g, at_work, go_on = generator(path), threading.Event(), threading.Event()
+  logits = g.model.logits
+  def slow(*args):
+    at_work.set()
+    assert go_on.wait(100)
+    return logits(*args)
+  monkeypatch.setattr(g.model, "logits", slow)
+  said: list[int] = []
+  thread = threading.Thread(target=lambda: said.extend(g.generate([5, 6, 7], 6)))
+  thread.start()
+  try:
+    assert at_work.wait(100)
+    assert in_child(lambda: list(used.generate([5, 6, 7], 6))) == want
+    def anew() -> list[int]:
+      g.model.logits = logits
+      return list(g.generate([5, 6, 7], 6))
+    assert in_child(anew) == want
+  finally:
+    go_on.set()
+    thread.join()
+  assert said == want

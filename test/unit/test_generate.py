@@ -264,7 +264,7 @@ def test_a_step_that_fails(g: Generator, judge: Generator, monkeypatch, launched
     with pytest.raises(RuntimeError, match="planted"): next(answer)
   assert_greedy(judge, following, list(g.generate(following, 4)))
 
-@pytest.mark.parametrize("where", ["tinygrad.apps.capture.recording", "tinygrad.apps.capture.graph_split_rewrite", "tinygrad.engine.jit.get_runtime"])
+@pytest.mark.parametrize("where", ["tinygrad.apps.capture.find", "tinygrad.apps.capture.graph_split_rewrite", "tinygrad.engine.jit.get_runtime"])
 def test_a_first_step_that_fails(path: Path, judge: Generator, monkeypatch, where: str):
   """While it is recorded or first run: nothing of it is kept"""
   g, features = generator(path, CONTEXT), Features()

@@ -222,6 +222,18 @@ def test_a_prompt_that_does_not_fit(small, model):
   with pytest.raises(ContextFull): next(model.generate(list(range(65))))
   with pytest.raises(ValueError): load(small, max_context=1)
 
+@pytest.mark.parametrize("ids", [np.zeros((2, 3), np.int64), np.array(3), [[1, 2]], [], [1.5], np.array([1., 2.]), None, 5, "abc", b"ab", [10**400], [True]],
+                         ids=lambda ids: repr(ids)[:20])
+def test_what_is_no_row_of_tokens(model, ids):
+  for use in (model.logits, lambda ids: next(model.generate(ids)), lambda ids: next(model.complete(ids))):
+    with pytest.raises(ValueError, match="^(no )?tokens?\\b") as e: use(ids)
+    assert "\n" not in str(e.value) and len(str(e.value)) < 200
+
+@pytest.mark.parametrize("context", ["x", 100.5, True, 1, [4]], ids=repr)
+def test_what_is_no_context(small, context):
+  with pytest.raises(ValueError, match="^max_context: expected ") as e: load(small, max_context=context)
+  assert "\n" not in str(e.value)
+
 def test_benchmark_by_name(tmp_path):
   (tmp_path / "models").mkdir()
   write_small(tmp_path / "models/GLM-4.7-Flash-Q4_0.gguf")

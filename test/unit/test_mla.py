@@ -1,8 +1,11 @@
 """Logits against the naive numpy forward pass (oracle.py) and transformers' (goldens), for every block format, family and kind of file.
 
-The limit on a GPU is what its int8 activations and a cache of half floats may cost. Where there are no kernels all arithmetic is float32: about
-1e-12, and 1e-8 from an attn_kv_b, whose k_b is kept in half precision.
+Every position counts. Where there are no kernels all arithmetic is float32, whose roundings are 2^-24: a few hundred of them in a row stay below
+1e-10. An attn_kv_b's k_b is kept in half precision, which costs each number a 2^-24 part of its square. On a GPU activations are int8: a vector's
+largest of 32 numbers, about 2σ, has 127 steps, each rounding a twelfth of a step's square, 2e-5 a product; 17 products in two blocks come to 4e-4,
+and no position is more than 2.5 times as bad.
 """
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +15,7 @@ from gguf import GGMLQuantizationType as T, RopeScalingType
 from extra.mkgguf import write_model
 from goldens.make import HERE
 from helpers import SMALL, WIDE, generator, write_mixed, write_with, write_with_tokens
-from oracle import logits, nmse, route
+from oracle import Judge, errors, logits, nmse, route
 from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.apps.generate import CHUNK, Generator
 from tinygrad.apps.gguf import GGUFError, read_gguf
@@ -23,7 +26,7 @@ from tinygrad.apps.sampling import Sampling
 from tinygrad.nn.intrinsics import target
 from tinygrad.nn.moe import Choice, choose_experts
 
-LIMIT = 1e-7 if target() is None else 1e-3
+LIMIT, HALVES = (1e-10, 1e-7) if target() is None else (1e-3, 1e-3)
 TYPES = [*FORMATS, *FLOATS]
 FAMILIES: dict[str, dict[str, Any]] = {"small-glm": dict(q_lora=256), "small-ds": {}, "small-youtu": dict(q_lora=256, experts=0)}
 
@@ -35,7 +38,7 @@ def test_every_type(family: str, shift: int, tmp_path: Path):
   """All 16 in one file, turned so that each stands in several roles; one wrong matrix would show in every position"""
   path, ids = write_mixed(tmp_path / "m.gguf", family, TYPES[shift:] + TYPES[:shift], **WIDE | FAMILIES[family], seed=shift), tokens(CHUNK + 8)
   assert {t.type for t in read_gguf(path).tensors.values()} == set(TYPES)
-  assert nmse(generator(path).logits(ids), logits(path, ids)) < LIMIT
+  Judge(path, ids).check(generator(path).logits(ids), LIMIT)
 
 # what a file may be, each with an own way through from_gguf or the forward pass
 KINDS: dict[str, tuple] = {  # what write_model is given (model, type of the weights, overrides), and keys that differ
@@ -52,7 +55,7 @@ KINDS: dict[str, tuple] = {  # what write_model is given (model, type of the wei
 def test_kinds_of_files(kind: str, tmp_path: Path):
   model, quant, overrides, *keys = KINDS[kind]
   path, ids = write_with(tmp_path / "m.gguf", dict(*keys), model, quant, seed=3, **SMALL | overrides), tokens(CHUNK + 8)
-  assert nmse(generator(path).logits(ids), logits(path, ids)) < LIMIT
+  Judge(path, ids).check(generator(path).logits(ids), HALVES if "attn_kv_b" in kind else LIMIT)
 
 @pytest.mark.parametrize("scaling,found", [(None, "'linear' (what rope.scaling.factor alone stands for)"), (RopeScalingType.LINEAR, "'linear'")])
 def test_scaling_that_is_not_modelled(scaling: RopeScalingType | None, found: str, tmp_path: Path):
@@ -100,10 +103,11 @@ def test_many_chunks(yarn_model: tuple[Path, Generator]):
   """Each length of the last chunk's kind: shorter than a chunk, a whole one, one more, and the context to its last token"""
   path, g = yarn_model
   ids = tokens(4 * CHUNK)
-  want = logits(path, ids)
+  judge = Judge(path, ids)
   for n in (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 9, 4 * CHUNK):
     got = g.logits(ids[:n])
-    assert got.shape == (n, 320) and got.dtype == np.float32 and nmse(got, want[:n]) < LIMIT, n
+    assert got.shape == (n, 320) and got.dtype == np.float32
+    judge.check(got, LIMIT)
 
 def test_one_by_one(yarn_model: tuple[Path, Generator]):
   """Decoding a token at a time gives what a chunk gives, over the end of a chunk"""
@@ -111,7 +115,7 @@ def test_one_by_one(yarn_model: tuple[Path, Generator]):
   ids = tokens(CHUNK + 9)
   step = TinyJit(lambda token, pos: g.model.logits(token, pos).realize())
   got = np.concatenate([step(Tensor([t]).realize(), g.position.bind(i)).numpy() for i, t in enumerate(ids)])
-  assert nmse(got, logits(path, ids)) < LIMIT and nmse(got, g.logits(ids)) < LIMIT
+  Judge(path, ids).check(got, LIMIT)
   assert (got.argmax(-1) == g.logits(ids).argmax(-1)).all()
 
 def test_the_future_does_not_count(yarn_model: tuple[Path, Generator]):
@@ -119,7 +123,30 @@ def test_the_future_does_not_count(yarn_model: tuple[Path, Generator]):
   a, b = tokens(CHUNK + 20), tokens(CHUNK + 20)[:CHUNK] + tokens(20)
   assert a[:CHUNK] == b[:CHUNK] and a[CHUNK:] != b[CHUNK:]
   x, y = g.logits(a), g.logits(b)
-  assert nmse(x[:CHUNK], y[:CHUNK]) < 1e-12 and nmse(x[CHUNK:], y[CHUNK:]) > 1e-2
+  assert nmse(x[:CHUNK], y[:CHUNK]) < 1e-12 and errors(x[CHUNK:], y[CHUNK:]).min() > 1e-2
+
+# ---- the tests themselves: what is wrong at some positions only is noticed ----
+
+class Faulty:
+  """In a generator's place: says what the oracle does, but for some positions"""
+  def __init__(self, path: Path, place: slice, noise: float):
+    self.path, self.place, self.noise = path, place, noise
+  def logits(self, ids: list[int]) -> np.ndarray:
+    out = logits(self.path, ids)
+    out[self.place] = np.random.default_rng(0).standard_normal(out[self.place].shape) * self.noise
+    return out
+
+@pytest.mark.parametrize("place,complaint", [(slice(0, 0), ""), (slice(21, 40), r"positions \[21, 22, .*, 39\] of 40"),
+                                             (slice(39, 40), r"positions \[39\] of 40")], ids=["none", "half", "the last"])
+def test_zeros_at_some_positions(place: slice, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+  monkeypatch.setitem(globals(), "generator", lambda path: Faulty(path, place, 0.))
+  with pytest.raises(AssertionError, match=complaint) if complaint else nullcontext(): test_kinds_of_files("attn_kv_b", tmp_path)
+
+@pytest.mark.parametrize("place,complaint", [(slice(0, 0), ""), (slice(70, 128), r"positions \[70, 71, 72\] of 73"),
+                                             (slice(127, 128), r"positions \[127\] of 128")], ids=["none", "half", "the last"])
+def test_noise_at_some_positions(place: slice, complaint: str, tmp_path: Path):
+  path, = write_model(tmp_path / "m.gguf", "small-ds", "F16", seed=4, **SMALL)
+  with pytest.raises(AssertionError, match=complaint) if complaint else nullcontext(): test_many_chunks((path, Faulty(path, place, 1.)))
 
 # ---- the router ----
 
@@ -130,7 +157,7 @@ def test_router(gating: Gating, norm: bool, biased: bool):
   names = SimpleNamespace(gating=int(gating), used=6, norm=norm, scale=1.8)
   sel, weights = choose_experts(Tensor(x), Choice(6, int(gating), norm, 1.8, None if bias is None else Tensor(bias)))
   Tensor.realize(sel, weights)
-  chosen, want = route(x.astype(np.float64), bias, names)
+  chosen, want, _ = route(x.astype(np.float64), bias, names)
   assert sel.dtype == dtypes.int32 and np.array_equal(sel.numpy(), chosen) and np.allclose(weights.numpy(), want, rtol=1e-5)
   if biased: assert not np.array_equal(chosen, route(x.astype(np.float64), None, names)[0])  # a bias that decides
 

@@ -6,18 +6,14 @@ import numpy as np, pytest
 from gguf import GGMLQuantizationType as T, GGUFWriter
 from extra.mkgguf import write_model
 from goldens.make import CASES, HERE, POSITIONS, SMALL, write_case
-from oracle import Weights, config, logits, nmse, rope_and_scale, route
-
-def worst(got: np.ndarray, want: np.ndarray) -> float:
-  assert got.shape == want.shape and got.dtype == np.float32
-  return (((got - want) ** 2).sum(-1) / (want ** 2).sum(-1)).max()
+from oracle import Judge, Weights, config, errors, forward, logits, nmse, rope_and_scale, route
 
 @pytest.mark.parametrize("file", ["small-glm-F16", "small-ds2-F16", "small-youtu-F16", "../../models/tiny-glm-Q4_0"])
 def test_transformers(file: str):
   path = HERE / f"{file}.gguf"
   golden = np.load(HERE / f"{path.stem}.npz")
   got = logits(path, golden["ids"])
-  assert worst(got[golden["positions"]], golden["logits"]) < 1e-9
+  assert got.dtype == np.float32 and nmse(got[golden["positions"]], golden["logits"]) < 1e-9
   assert np.array_equal(got.argmax(-1), golden["top1"])
 
 @pytest.fixture(scope="module")
@@ -27,7 +23,7 @@ def llama_cpp() -> dict[str, np.ndarray]: return dict(np.load(HERE / "llama_cpp.
 def test_llama_cpp(case: str, llama_cpp: dict[str, np.ndarray], tmp_path: Path):
   path, digest = write_case(case, tmp_path)
   limit = {"F32": 1e-10, "F16": 1e-5, "BF16": 1e-4}.get(CASES[case][1], 2e-3)  # what the rounding of activations explains
-  assert worst(logits(path, llama_cpp[f"{case}/ids"])[POSITIONS], llama_cpp[f"{case}/logits"]) < limit, \
+  assert nmse(logits(path, llama_cpp[f"{case}/ids"])[POSITIONS], llama_cpp[f"{case}/logits"]) < limit, \
     "same file" if digest == llama_cpp[f"{case}/sha256"] else "extra/mkgguf.py writes another file now: run test/goldens/make.py"
 
 def test_golden_for_every_case(llama_cpp: dict[str, np.ndarray]): assert {k.rsplit("/", 1)[0] for k in llama_cpp} == set(CASES)
@@ -38,8 +34,26 @@ def test_precision_and_order(tmp_path: Path):
   single, double = logits(path, ids), logits(path, ids, np.float64)
   assert single.dtype == np.float32 and double.dtype == np.float64 and nmse(single, double) < 1e-10
   assert nmse(logits(path, ids[:25]), double[:25]) < 1e-10                 # what comes later does not count
-  assert nmse(logits(path, ids[::-1]), double) > .1                        # the order does
+  assert errors(logits(path, ids[::-1]), double).min() > .1                # the order does, everywhere
   assert nmse(logits(SimpleNamespace(path=path), ids), single) == 0
+
+def test_judge(tmp_path: Path):
+  """Where a router's choice is a near tie its other outcome is right too, and nothing else is; elsewhere it is not"""
+  path, = write_model(tmp_path / "m.gguf", "small-glm", "F32", seed=1, blocks=2, **SMALL | dict(q_lora=96))
+  ids = np.random.default_rng(1).integers(0, SMALL["vocab"], 24)
+  judge, other = Judge(path, ids), forward(path, ids, tie=np.inf)[0]       # the last block's routers: what they choose stays at its position
+  near, far = judge.margins.argmin(), judge.margins.argmax()
+  above, below = ((judge.margins[near] * x) ** 2 / 2 for x in (1.01, .99))  # limits that make it a near tie, and do not
+  def with_other(at: int) -> np.ndarray: return np.where(np.arange(24)[:, None] == at, other, judge.logits)
+  assert errors(other, judge.logits).min() > 1e-3
+  judge.check(judge.logits, 1e-12)
+  judge.check(judge.logits[:7], 1e-12)
+  judge.check(with_other(near), above)
+  noise = judge.logits * (1 + (np.arange(24)[:, None] == near))            # a near tie excuses nothing else
+  nan = np.where(np.arange(24)[:, None] == far, np.float32("nan"), judge.logits)
+  for got, limit, at in ((with_other(near), below, near), (with_other(far), above, far), (noise, above, near), (nan, 1., far)):
+    with pytest.raises(AssertionError, match=rf"^positions \[{at}\] of 24: errors .* limit .* margins"): judge.check(got, limit)
+  with pytest.raises(AssertionError, match="expected shape"): judge.check(judge.logits[:, :9], 1.)
 
 def test_parts(tmp_path: Path):
   model = ("small-youtu", "Q4_1", 2)
@@ -50,7 +64,7 @@ def test_parts(tmp_path: Path):
 def test_route():
   x, bias = np.float32([[0., 2., 1., 2., -1.]]), np.float32([0, 0, 0, 0, 9])
   def to(gating: int, norm: bool = False, scale: float = 1., bias: np.ndarray | None = None, x: np.ndarray = x):
-    chosen, weights = route(x, bias, SimpleNamespace(gating=gating, used=2, norm=norm, scale=scale))
+    chosen, weights, _ = route(x, bias, SimpleNamespace(gating=gating, used=2, norm=norm, scale=scale))
     return chosen[0].tolist(), pytest.approx(weights[0].tolist(), rel=1e-6)
   e, s = math.exp, lambda v: 1 / (1 + math.exp(-v))
   total = e(0) + 2 * e(2) + e(1) + e(-1)
@@ -59,6 +73,10 @@ def test_route():
   assert to(2, True, 1.8) == ([1, 3], [.9, .9])
   assert to(2, bias=bias) == ([4, 1], [s(-1), s(2)])                       # the bias chooses and does not weigh
   assert to(3, bias=bias) == ([4, 1], [e(-1) / (e(-1) + e(2)), e(2) / (e(-1) + e(2))])
+  for tie, chosen in ((0., [0, 2]), (.4, [0, 2]), (.5, [0, 3])):           # the first by its bias; the third is .45 above the next
+    got, _, margin = route(np.float32([[1, -1, 3, 0, 0]]), np.float32([.5, 0, 0, 0, 0]), SimpleNamespace(gating=2, used=2, norm=False, scale=1.), tie)
+    assert got[0].tolist() == chosen and margin[0] == pytest.approx(s(3) - s(0), rel=1e-5)
+  assert route(x, None, SimpleNamespace(gating=2, used=5, norm=False, scale=1.), 9.)[2].tolist() == [np.inf]  # nothing is left out
   assert to(2, True, x=np.float32([[-29, -28, -20, -20, -29]])) == ([2, 3], [s(-20) * 2 ** 14] * 2)  # the sum is clamped from below
 
 def config_of(tmp_path: Path, vocab: int = 320, **keys: int | float | str | bool):

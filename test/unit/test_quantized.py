@@ -2,7 +2,8 @@
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
 from helpers import HALVES, random_weight
-from tinygrad import Tensor
+from oracle import nmse
+from tinygrad import Tensor, dtypes
 from tinygrad.nn import cpu
 from tinygrad.apps.quantized import FLOATS, FORMATS, QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 
@@ -20,10 +21,6 @@ def test_bits(kind: T):
   assert got.dtype == np.float32 and np.array_equal(got, want)                # not nearly: the same float32 numbers
   rows = ROWS if w.layout is None else -(-ROWS // cpu.ROWS) * cpu.ROWS        # interleaved rows are whole groups
   assert w.nbytes == sum(p.nbytes() for p in w.planes.values()) == len(data) // ROWS * rows  # every bit of the file once
-
-def nmse(got: np.ndarray, want: np.ndarray) -> float:
-  assert got.shape == want.shape and got.dtype == np.float32
-  return float(((got - want) ** 2).sum() / (want ** 2).sum())
 
 @pytest.mark.parametrize("kind", HALVES, ids=lambda k: k.name)
 def test_uses(kind: T):
@@ -43,7 +40,7 @@ def test_uses(kind: T):
   assert np.array_equal(got[0].numpy(), want.reshape(-1, width)[rows])
   for y, exact in zip(got[1:], (plain @ w.reshape(-1, width).T, np.einsum("thi,hoi->tho", per_head, w), np.einsum("ti,tkoi->tko", one[:, 0], w[sel]),
                                 np.einsum("tki,tkoi->tko", each, w[sel_each]))):
-    assert nmse(y.numpy(), exact) < 1e-11
+    assert y.dtype == dtypes.float and nmse(y.numpy(), exact) < 1e-11
 
 def test_a_shape_of_one_row_and_one_block():
   for kind in (T.Q4_0, T.Q6_K):

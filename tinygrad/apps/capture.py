@@ -19,7 +19,7 @@ from tinygrad import OVERLAY, WHEEL, Device, Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType, _from_np_dtype
 from tinygrad.engine.jit import graph_split_rewrite, jit_lower
 from tinygrad.engine.realize import capturing, compile_linear, run_linear
-from tinygrad.helpers import JIT, JIT_BATCH_SIZE, Context, ContextVar, diskcache_get, diskcache_put, prod
+from tinygrad.helpers import JIT, JIT_BATCH_SIZE, Context, ContextVar, disable_gc, diskcache_get, diskcache_put, prod
 from tinygrad.uop.ops import Ops, buffers
 
 TABLE = "recordings"  # of tinygrad's cache
@@ -84,7 +84,7 @@ def _processor() -> str:
 def _environment() -> Any:
   renderer = Device[Device.DEFAULT].renderer
   settings = sorted((k, v.value) for k, v in ContextVar._cache.items() if k not in ("DEBUG", "VIZ", "PROFILE"))
-  return code(), _processor(), Device.DEFAULT, type(renderer).__name__, renderer.target, settings, platform.python_version()
+  return code(), _processor(), Device.DEFAULT, type(renderer).__name__, renderer.compiler.cachekey, renderer.target, settings, platform.python_version()
 
 # ---- recording ----
 
@@ -156,6 +156,7 @@ class Part:
   @property
   def recording(self) -> Recording: return _compiled.get(self.key) or _scheduled[self.key]
 
+@disable_gc()
 def find(fxn:Callable, args:tuple, environment:Any) -> tuple[Part, list[Tensor]]:
   """fxn(*args) as an earlier call or process recorded it, else scheduled now; and the tensors among args"""
   tensors:list[Tensor] = []
@@ -167,6 +168,7 @@ def find(fxn:Callable, args:tuple, environment:Any) -> tuple[Part, list[Tensor]]
     else: _scheduled[key] = schedule(fxn, args, tensors)
   return Part(key, len(tensors), [t.uop.base for t in tensors]), tensors
 
+@disable_gc()
 def compile_parts(parts:list[Part]) -> None:
   """Compiles what is only scheduled, all kernels beside each other, and keeps it"""
   todo = {p.key: p for p in parts if p.key not in _compiled}
@@ -212,10 +214,14 @@ class Step:
     self.results.append((weakref.ref(t := Tensor(buffer.reshape(shape))), buffer))
     return t
 
+  def compile(self) -> None:
+    """What is not compiled yet, all kernels beside each other"""
+    compile_parts(self.recorded)
+
   @functools.cached_property
   def parts(self) -> list[list[UOp]]:
     """The launches of each part on its buffers; nothing can be added any more"""
-    if self.compiled: compile_parts(self.recorded)
+    if self.compiled: self.compile()
     # memory that parts have one after another
     sizes = [max(s) for s in itertools.zip_longest(*(p.recording.scratch for p in self.recorded), fillvalue=0)]
     scratch = [UOp.new_buffer(Device.DEFAULT, size, dtypes.int8) for size in sizes]
@@ -224,6 +230,7 @@ class Step:
   def calls(self) -> list[UOp]: return [call for part in self.parts for call in part]
 
   @functools.cached_property
+  @disable_gc()
   def linear(self) -> UOp:
     """All launches, in the device's graphs where it has them; nothing can be added any more"""
     linear = UOp(Ops.LINEAR, src=tuple(self.calls))

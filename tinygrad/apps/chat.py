@@ -2,10 +2,10 @@
 
 Special tokens come from templates alone: wherever a message holds the name of one, a mark goes before it, and a marked name is text when rendered."""
 from __future__ import annotations
-import datetime, json, re, secrets
+import re, secrets
 from typing import Any
-import jinja2, jinja2.ext, jinja2.sandbox
-from tinygrad.apps.gguf import GGUFError, GGUFFile
+from tinygrad.apps.gguf import GGUFError, GGUFFile, one_line
+from tinygrad.apps.template import MAX_DEPTH, MAX_INT, Refusal, Template
 from tinygrad.apps.tokenizer import Tokenizer, any_of
 
 # digits that nobody can foresee: filters that quote, escape, strip or change case leave the mark as it is, and no message can hold it
@@ -23,21 +23,27 @@ BUILT_IN = {
   "youtu": TALK + """{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<|Assistant|>
 {{- m.content.split('</think>')[-1].strip() + eos_token }}
 {%- else %}{{ '<|User|>' if m.role == 'user' }}{{ m.content }}{% endif %}{% endfor %}{{ '<|Assistant|>' if add_generation_prompt }}""",
+  "deepseek-v3": TALK + """{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<｜Assistant｜>
+{{- m.content.split('</think>')[-1] + eos_token }}
+{%- else %}{{ '<｜User｜>' if m.role == 'user' }}{{ m.content }}{% endif %}{% endfor %}{{ '<｜Assistant｜>' if add_generation_prompt }}""",
+  "kimi-k2": TALK + """{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}""",
 }
 
-def _refuse(message: str): raise jinja2.TemplateError(message)
-def _tojson(x: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-  return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+class MessageError(ValueError):
+  """Messages that are not what they should be, or that the model's template refuses: the caller's error, not the file's. str(e) is one line."""
+  def __init__(self, message: str): super().__init__(one_line(message))
+
+def _said(e: Exception) -> str: return " ".join(str(e).replace(MARK, "").split())
+def _wrong(where: str, expected: str, found: Any) -> MessageError:
+  return MessageError(f"{where}: expected {expected}, found {'none' if found is None else type(found).__name__}")
 
 class Chat:
   """`render` turns messages ({"role": ..., "content": ...} and whatever else the template reads) into the ids of a prompt."""
   def __init__(self, path, template: str, tokenizer: Tokenizer):
     self.path, self.tokenizer = path, tokenizer
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
-    env.filters["tojson"] = _tojson
-    env.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
-    try: self.template = env.from_string(template)
-    except (jinja2.TemplateError, RecursionError, ValueError) as e: raise self._bad("a Jinja template", e) from None
+    try: self.template = Template(template)
+    except Exception as e: raise self._bad("a Jinja template", e) from None  # a parser may fail in any way that Python knows
     names, control = tokenizer.special_tokens, [s for s, i in tokenizer.special_tokens.items() if i in tokenizer.control]
     self._special = re.compile(f"(?<!{MARK})({any_of(names)})")
     # the markup that an answer shows (<think>, <tool_call>) is the model's own word: in an answer that comes back it stays what it was
@@ -51,33 +57,55 @@ class Chat:
     if (template := f.key("tokenizer.chat_template", str, default=None)) is None:
       found = f"none, and tokenizer.ggml.pre {tokenizer.pre!r} has no built-in one"
       if (template := BUILT_IN.get(tokenizer.pre)) is not None:
-        missing = set(re.findall(r"<\|[A-Za-z]+\|>|\[gMASK\]|<sop>", template)) - tokenizer.special_tokens.keys()
+        missing = set(re.findall(r"<[|｜][A-Za-z_]+[|｜]>|\[gMASK\]|<sop>", template)) - tokenizer.special_tokens.keys()
         found = f"none, and the vocabulary lacks {', '.join(sorted(missing))} of the built-in one" if missing else ""
       if found: raise GGUFError(f"{f.path}: key tokenizer.chat_template: expected a chat template, found {found}")
     return cls(f.path, template, tokenizer)
 
   def _bad(self, expected: str, e: Exception) -> GGUFError:
-    return GGUFError(f"{self.path}: key tokenizer.chat_template: expected {expected}, found {type(e).__name__}: {' '.join(str(e).split())}")
+    return GGUFError(f"{self.path}: key tokenizer.chat_template: expected {expected}, found {type(e).__name__}: {_said(e)}")
 
-  def _guard(self, x: Any, names: re.Pattern) -> Any:
+  def _guard(self, where: str, x: Any, names: re.Pattern, depth: int = 1) -> Any:
+    """A copy of plain values in which the names of special tokens are marked."""
+    if depth > MAX_DEPTH - 10: raise MessageError(f"{where}: expected lists and dicts at most {MAX_DEPTH - 10} deep, found more")
     if isinstance(x, str): return names.sub(MARK, x)
-    if isinstance(x, dict): return {self._guard(k, names): self._guard(v, names) for k, v in x.items()}
-    return [self._guard(v, names) for v in x] if isinstance(x, (list, tuple)) else x
+    if isinstance(x, (list, tuple)): return [self._guard(where, v, names, depth + 1) for v in x]
+    if isinstance(x, dict):
+      if wrong := [k for k in x if not isinstance(k, str)]: raise _wrong(where, "text for a dict's keys", wrong[0])
+      return {self._guard(where, k, names, depth): self._guard(where, v, names, depth + 1) for k, v in x.items()}
+    if x is None or type(x) in (bool, float) or type(x) is int and -MAX_INT < x < MAX_INT: return x
+    raise _wrong(where, "text, numbers, lists and dicts", x)
 
-  def _message(self, m: dict) -> dict:
-    content = m.get("content")
+  def _message(self, where: str, m: Any) -> dict:
+    if not isinstance(m, dict): raise _wrong(where, "a dict", m)
+    if not isinstance(role := m.get("role"), str): raise _wrong(f"{where}: role", "text", role)
+    content, calls = m.get("content"), m.get("tool_calls")
     if content is None: content = ""
-    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
-      content = "".join(p["text"] for p in content)
-    return self._guard({**m, "content": content}, self._control if m.get("role") == "assistant" else self._names)
+    if not isinstance(content, str):
+      if not isinstance(content, list): raise _wrong(f"{where}: content", "text or a list of parts", content)
+      for n, part in enumerate(content):
+        if not isinstance(part, dict): raise _wrong(f"{where}: content: part {n}", "a dict", part)
+        if part.get("type") == "text" and not isinstance(part.get("text"), str):
+          raise _wrong(f"{where}: content: part {n}: text", "text", part.get("text"))
+      if all(part.get("type") == "text" for part in content): content = "".join(part["text"] for part in content)
+    if calls is not None and not isinstance(calls, list): raise _wrong(f"{where}: tool_calls", "a list", calls)
+    for n, call in enumerate(calls or []):
+      if not isinstance(call, dict): raise _wrong(f"{where}: tool call {n}", "a dict", call)
+      if not isinstance(f := call.get("function", call), dict): raise _wrong(f"{where}: tool call {n}: function", "a dict", f)
+      if not isinstance(f.get("name"), str): raise _wrong(f"{where}: tool call {n}: name", "text", f.get("name"))
+      if not isinstance(f.get("arguments", {}), (str, dict)): raise _wrong(f"{where}: tool call {n}: arguments", "a dict or its JSON", f["arguments"])
+    return self._guard(where, {**m, "content": content}, self._control if role == "assistant" else self._names)
 
   def render(self, messages: list[dict], add_generation_prompt: bool = True, **template_vars: Any) -> list[int]:
     """The prompt's ids, with a bos in front where the vocabulary asks for one and the template gave none. A content of None is empty, text parts are
-    joined. `template_vars` (tools, enable_thinking...) go to the template. GGUFError if the template refuses the messages or cannot be rendered."""
-    values = {**self._vars, **self._guard(template_vars, self._names), "messages": [self._message(m) for m in messages],
-              "add_generation_prompt": add_generation_prompt}
+    joined. `template_vars` (tools, enable_thinking...) go to the template. MessageError for messages that are none or that the template refuses,
+    GGUFError for a template that cannot be rendered."""
+    if not isinstance(messages, (list, tuple)): raise _wrong("messages", "a list", messages)
+    values = {**self._vars, **{k: self._guard(k, v, self._names) for k, v in template_vars.items()},
+              "messages": [self._message(f"message {n}", m) for n, m in enumerate(messages)], "add_generation_prompt": add_generation_prompt}
     try: text = self.template.render(values)
-    except Exception as e: raise self._bad("a template that renders these messages", e) from None  # a template may fail in any way that Python knows
+    except Refusal as e: raise MessageError(f"the model's template refuses the messages: {_said(e)}") from None
+    except Exception as e: raise self._bad("a template that renders these messages", e) from None  # it may fail in any way that Python knows
     ids: list[int] = []
     for n, part in enumerate(self._special.split(text)):
       ids += [self.tokenizer.special_tokens[part]] if n % 2 else self.tokenizer.encode(part.replace(MARK, ""))

@@ -7,17 +7,15 @@ from tinygrad import Device, Tensor, UOp, Variable, dtypes
 from tinygrad.apps.capture import Step, to_device, write
 from tinygrad.apps.mla import CHUNK, Transformer
 from tinygrad.apps.sampling import Features, Sampling, sample
-from tinygrad.engine.realize import capturing
 from tinygrad.nn.embedding import advance
 from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import target
 
 _one_at_a_time = threading.RLock()  # not a generator's own: what a JIT captures, and the CPU's threads, are the process's
 def _forked() -> None:
-  """The child has the thread that forked and no other: what another was at is never finished there"""
+  """What another thread holds is never given back in the child, which has only the one that forked"""
   global _one_at_a_time
   _one_at_a_time = threading.RLock()
-  capturing.clear()
 os.register_at_fork(after_in_child=_forked)
 
 def _whole(name:str, value:object) -> int:
@@ -58,14 +56,15 @@ class Generator:
     self.next_position: int|None = 0                  # what device_position holds; None while a step is under way, or where one failed
     vocab = model.config.vocab_size
     # where kernels read the position from the device, a step moves it on itself, and nothing in its graph changes from token to token
-    self.device_position = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize() if model.kernels_fit else None
+    self.device_position = to_device(np.zeros(1, np.int32)) if model.kernels_fit else None
     if self.device_position is None:
       why = "no kernels for this device" if target() is None and cpu.device() is None else "a dimension of this model is not one that the kernels take"
       _say_once(f"{Device.DEFAULT}: {why}: decoding by plain ops, slowly")
-    self.token = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize()
-    self.values = Tensor.zeros(5, dtype=dtypes.float).contiguous().realize()
-    self.key = Tensor.zeros(2, dtype=dtypes.uint32).contiguous().realize()
-    self.seen = Tensor.zeros(vocab, dtype=dtypes.uint8).contiguous().realize()
+    self.start = to_device(np.zeros(1, np.int32)) if model.prefill_kernels_fit else None
+    self.token = to_device(np.zeros(1, np.int32))
+    self.values = to_device(np.zeros(5, np.float32))
+    self.key = to_device(np.zeros(2, np.uint32))
+    self.seen = to_device(np.zeros(vocab, np.uint8))
     self.decode_steps: dict[Features, Step] = {}
     self.ids = {size: to_device(np.zeros(size, np.int32)) for size in {self.chunk, self.many}}  # what a step of a prompt reads
     self.prefill_steps: dict[int, Step] = {}
@@ -80,14 +79,20 @@ class Generator:
   def build_prefill(self, size:int, compiled:bool=True) -> Step:
     """Reads the first `size` of ids[size] and writes their rows"""
     step = Step(compiled)
-    self.model.prefill(self.ids[size], self._position(size).bind(0), step.run)
+    self.model.prefill(self.ids[size], self._start(size), step.run)
     return step
   @functools.cached_property
   def logits_step(self) -> tuple[Step, Tensor]:
     """As a step of prefill of `chunk` tokens, and the float32 (chunk, vocab) that it writes"""
     step = Step()
-    return step, self.model.logits(self.ids[self.chunk], self._position(self.chunk).bind(0), step.run)
-  def _position(self, size:int) -> UOp: return Variable(f"chunk_{size}", 0, self.max_context - 1)
+    return step, self.model.logits(self.ids[self.chunk], self._start(self.chunk), step.run)
+  def _start(self, size:int) -> UOp|Tensor:
+    """Where a step of `size` tokens finds the position of the first"""
+    return Variable(f"chunk_{size}", 0, self.max_context - 1).bind(0) if self.start is None else self.start
+  def _run_at(self, step:Step, size:int, at:int) -> None:
+    if self.start is None: return step(**{f"chunk_{size}": at})
+    write(self.start, np.array([at], np.int32))
+    step()
 
   def decode(self, features:Features, pos:int) -> Tensor:
     """Feeds the token on the device at position `pos` and returns the device's token buffer, int32 (1,), now holding the next one"""
@@ -103,7 +108,7 @@ class Generator:
   def prefill_step(self, size:int, at:int) -> None:
     """Writes the rows of the tokens in ids[size], the first of them at position `at`"""
     if size not in self.prefill_steps: self.prefill_steps[size] = self.build_prefill(size)
-    self.prefill_steps[size](**{self._position(size).expr: at})
+    self._run_at(self.prefill_steps[size], size, at)
 
   def _chunks(self, ids:list[int], start:int, many:int) -> Iterator[tuple[int, int]]:
     """Steps of `chunk` or `many` tokens that cover ids[start:] and write no row before. The last one is padded: rows past the sequence's end are
@@ -167,7 +172,7 @@ class Generator:
       self.forget()
       step, logits = self.logits_step
       for at, size in self._chunks(ids, 0, self.chunk):
-        step(**{self._position(size).expr: at})
+        self._run_at(step, size, at)
         out[at:at + size] = logits.numpy()[:len(ids) - at]
       self.cached = ids
     return out
@@ -187,8 +192,11 @@ class Generator:
   # ---- helpers ----
   def _tokens(self, ids:Iterable[int]) -> list[int]:
     vocab = self.model.config.vocab_size
-    if not isinstance(ids, Iterable): raise ValueError(f"tokens: expected a list of numbers, found {ids!r}")
+    shape = getattr(ids, "shape", None)
+    if not isinstance(ids, Iterable) or isinstance(ids, (str, bytes)) or (shape is not None and len(shape) != 1):
+      raise ValueError(f"tokens: expected a list of numbers, found {type(ids).__name__}{'' if shape is None else f' of shape {shape}'}")
     tokens = [_whole("token", i) for i in ids]
     if not tokens: raise ValueError("no tokens: give at least one")
-    if (wrong := next((i for i in tokens if not 0 <= i < vocab), None)) is not None: raise ValueError(f"token {wrong}: expected 0 to {vocab - 1}")
+    if (wrong := next((i for i in tokens if not 0 <= i < vocab), None)) is not None:
+      raise ValueError(f"token {str(wrong)[:40]}: expected 0 to {vocab - 1}")
     return tokens

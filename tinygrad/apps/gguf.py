@@ -22,11 +22,14 @@ MIN_KEY, MIN_TENSOR = 13, 32  # bytes of the smallest entry of each kind: they b
 PART = re.compile(r"(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
 REQUIRED: Any = object()      # no default: the key must be there
 
+def one_line(message: str) -> str:
+  """A message as one printable line of at most 500 characters, whatever bytes of a file it quotes."""
+  line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+  return line if len(line) <= 500 else line[:400] + " ... " + line[-95:]
+
 class GGUFError(Exception):
   """A file that is not what it should be. str(e) is one printable line: file, field, what was expected, what was found."""
-  def __init__(self, message: str):
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
-    super().__init__(line if len(line) <= 500 else line[:400] + " ... " + line[-95:])
+  def __init__(self, message: str): super().__init__(one_line(message))
 
 class GGUFTensor(NamedTuple):
   """One weight as it lies in the file. shape: numpy order, (out, in) or (E, out, in); data: uint8, 1-D, mapped

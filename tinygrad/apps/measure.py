@@ -269,6 +269,7 @@ def draw(rows:list[Row], title:str, peak:tuple[float, str]|None, bytes_at:Callab
       axes.set(xlabel="depth (tokens in the cache)", ylabel=f"{'decoding' if kind == 'n_gen' else 'prefill'}, tokens a second")
       axes.xaxis.set_major_locator(MultipleLocator(2 ** max(round(math.log2(max(deepest, 1) / 4)), 0)))
       axes.set_ylim(0, axes.get_ylim()[1] * 1.25)  # room for the legend
+      axes.margins(x=0.08)
       axes.grid(color="0.9")
       axes.legend(frameon=False, loc="upper right")
     try: figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)

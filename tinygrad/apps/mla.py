@@ -14,12 +14,12 @@ from gguf.quants import dequantize
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.apps.capture import Step, to_device
 from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor
-from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear
+from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, prepare
 from tinygrad.apps.rope import Rope, Yarn, rope_table
 from tinygrad.dtype import DType
 from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import target
-from tinygrad.nn.matmat import HIDDEN, heads_linear, mats_target, position
+from tinygrad.nn.matmat import HIDDEN, heads_linear, mats_target
 from tinygrad.nn.matvec import UNIT
 from tinygrad.nn.mla_attention import fits as attention_fits, mla_attention
 from tinygrad.nn.mla_prefill import fits as mla_prefill_fits
@@ -90,7 +90,8 @@ class Config:
     if key <= rope: raise bad("attention.key_length_mla", f"more than rope.dimension_count {rope}", key)
     rows = f.tensor("token_embd.weight").shape[0]  # at least one a token: some files pad
     vocab = len(f.key("tokenizer.ggml.tokens", list, [])) or rows
-    if vocab > rows: raise GGUFError(f"{f.path}: tensor token_embd.weight: expected a row for each of the {vocab} tokenizer.ggml.tokens, found {rows}")
+    if vocab > rows:
+      raise GGUFError(f"{f.path}: tensor token_embd.weight: expected a row for each of the {vocab} tokenizer.ggml.tokens, found {rows}")
     experts = integer("expert_count", 0, low=0, high=1 << 16)
     context, yarn = integer("context_length"), None
     # a factor alone is of files from before the type, which knew linear scaling only
@@ -203,12 +204,11 @@ class Transformer:
     self.cache = [empty.run(_zeros, (rows, config.cache_dim), kept) for _ in blocks]
     empty()
 
-  # Each takes ids, int32 (T,), the first at position `pos`, which may be int32 (1,) on the device where kernels_fit and T is 1. `run` is what a
-  # function and its arguments are given to, part by part: applied here, or recorded (apps/capture.py).
+  # Each takes ids, int32 (T,), the first at position `pos`: a number or Variable, or int32 (1,) on the device where kernels_fit (T is 1) or
+  # prefill_kernels_fit. `run` is what a function and its arguments are given to, part by part: applied here, or recorded (apps/capture.py).
   def _before(self, n:int, ids:Tensor, pos:UOp|int|Tensor, run:Run) -> tuple[Tensor, Rope]:
     """float32 (T, D) in front of block n, and the tokens' rotation"""
     c = self.config
-    if ids.shape[0] > 1 and self.prefill_kernels_fit: pos = run(position, pos)  # once for all blocks
     x, rope = run(QuantizedEmbedding.__call__, self.token_embd, ids), Rope(self.rope, pos, c.nope_dim + c.rope_dim, c.nope_dim)
     for block, cache in zip(self.blk[:n], self.cache): x, _ = run(Block.__call__, block, x, cache, rope)
     return x, rope
@@ -262,7 +262,9 @@ class Transformer:
     c = Config.from_gguf(f)
     f = _unpadded(f, c)
     spec = _checked_tensors(f, c)
-    w = {t.name: _load(spec[t.name], t) for t in progress([f.tensors[name] for name in spec])}
+    tensors = [f.tensors[name] for name in spec]
+    prepare((t.type, t.shape) for t in tensors if isinstance(spec[t.name], type))
+    w = {t.name: _load(spec[t.name], t) for t in progress(tensors)}
     def norm(name:str) -> RMSNorm: return RMSNorm(w[name + ".weight"], c.norm_eps)
     def block(i:int) -> Block:
       b, attn = f"blk.{i}.", Attention(c)

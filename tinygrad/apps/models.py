@@ -1,6 +1,6 @@
 """Models by name: where their files are, and `load` for Python: a GGUF file becomes a model that answers."""
 from __future__ import annotations
-import difflib, os, shutil, time
+import ctypes, difflib, os, shutil, time
 from pathlib import Path
 from typing import Any, Iterable, Iterator
 import numpy as np
@@ -13,7 +13,9 @@ from tinygrad.apps.reasoning import ANSWER, Piece, Reasoning, beginning
 from tinygrad.apps.sampling import Sampling
 from tinygrad.apps.screen import doing, safe_line
 from tinygrad.apps.tokenizer import Tokenizer
-from tinygrad.helpers import getenv
+from tinygrad.device import ALL_DEVICES
+from tinygrad.helpers import Context, DEV, OSX, getenv
+from tinygrad.runtime.support import disk_cache
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,14 +84,47 @@ def find_model(name:str) -> Path:
     raise UserError(f"--model {name}: could not download it ({type(e).__name__}); fetch https://huggingface.co/{repo}/resolve/main/{file} "
                     f"and put it at {ROOT / 'models' / file}") from None
 
+# devices with kernels of ours, those that tinygrad's plain ops run on, and those that run nothing
+DEVICES = ("CPU", "CUDA", "METAL")
+OTHERS, NO_DEVICES = tuple(sorted(d for d in ALL_DEVICES if d not in DEVICES)), ("DISK", "NPY", "NULL", "RDMA", "TINYFS")
+
+def _why_not(device:str, e:Exception) -> str:
+  """Why a device could not be opened, in words of the one who named it"""
+  while isinstance(e, ExceptionGroup): e = e.exceptions[0]            # of several renderers, the first is the one that was wanted
+  kind, text = device.split(":")[0], " ".join(str(e).split())
+  if isinstance(e, ModuleNotFoundError) and e.name == f"tinygrad.runtime.ops_{kind.lower()}":
+    near = difflib.get_close_matches(kind, (*DEVICES, *OTHERS), 1)
+    return "there is none of that name" + (f", did you mean {near[0]}?" if near else "")
+  if kind == "METAL" and not OSX: return "it is there on a Mac alone (MOCKMETAL=1 runs a mock of it)"
+  if "failed to load library cuda" in text: return "found no NVIDIA driver (libcuda)"
+  if "failed to load library nvrtc" in text: return "found no NVRTC (libnvrtc, of the CUDA toolkit or pip's nvidia-cuda-nvrtc)"
+  if "has no renderer" in text:
+    with Context(DEV=kind): return f"{text.split(', did you mean')[0]}, but {', '.join(map(Device[kind]._renderer_name, Device[kind].renderers))}"
+  return text or type(e).__name__
+
+def choose_device() -> None:
+  """Where DEV names no device: the Mac's, a card whose driver is here, else the CPU. tinygrad by itself would open eight kinds in turn, for a second."""
+  if DEV.device: return
+  if OSX: found = "METAL"
+  else:
+    try: found = "CUDA" if ctypes.CDLL("libcuda.so.1").cuInit(0) == 0 else "CPU"
+    except OSError: found = "CPU"
+  DEV.value = os.environ["DEV"] = found  # workers that compile read the latter
+
 def check_device() -> None:
-  """Raises UserError where the default device cannot be opened or lacks its compiler."""
-  try: compiler = Device[Device.DEFAULT].compiler
+  """Raises UserError, which says why and what there is, where the default device cannot be opened, runs nothing or lacks its compiler. A cache of kernels
+  that cannot be written is said once, and done without."""
+  choose_device()
+  names = f"DEV is one of {', '.join(DEVICES)}; by plain ops, slowly, {', '.join(OTHERS)}"
+  device = DEV.device
+  if device in NO_DEVICES: raise UserError(f"the device {device} runs no kernels; {names}")
+  try: compiler = Device[device := Device.DEFAULT].compiler
   except Exception as e:  # each device fails in its own way
-    raise UserError(f"cannot open the device: {' '.join(str(e).split())}; the variable DEV names another, as in DEV=CPU") from None
+    raise UserError(f"cannot open the device {device}: {_why_not(device, e)}; {names}") from None
   if isinstance(compiler, ClangCompiler) and shutil.which(cc := getenv("CC", "clang")) is None:
     raise UserError(f"the device {Device.DEFAULT} needs a C compiler: expected {cc!r} on the PATH, found none; "
                     "`make setup` installs one or says how")
+  disk_cache.probe()
 
 def advised_sampling(f:GGUFFile, tokenizer:Tokenizer) -> Sampling:
   """How the model's makers would draw: the file's general.sampling.*, else by its family; greedy for a model that nobody knows. Raises GGUFError."""
@@ -186,14 +221,16 @@ class Model:
   def chat(self, messages:list[dict[str, Any]], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=(),
            **template) -> Iterator[str]:
     """Answers [{"role": "user", "content": …}, …] in the model's own form, as pieces of text, reasoning and its marks included (Answer tells them
-    apart). Raises GGUFError where the file has no usable template, ContextFull."""
+    apart). Raises GGUFError where the file has no usable template, MessageError (a ValueError) for messages that are none, ContextFull."""
     return self.complete(self.render(messages, **template), count, sampling, stops)
 
 def load(path:str|Path, max_context:int|None=None, progress:bool=False) -> Model:
   """A model from a GGUF file (any part of one) or a name of --list-models, on the default device (DEV). max_context: tokens the cache holds,
-  clamped to the model's own context; 4096 by default. Raises GGUFError, UserError; ValueError for a max_context below 2."""
-  if max_context is not None and max_context < 2: raise ValueError(f"max_context: expected 2 or more, found {max_context}")
+  clamped to the model's own context; 4096 by default. Raises GGUFError, UserError; ValueError for a max_context that is no number from 2 on."""
+  if max_context is not None and (isinstance(max_context, bool) or not hasattr(max_context, "__index__") or max_context < 2):
+    raise ValueError(f"max_context: expected a whole number of 2 or more, found {max_context!r}")
   f = read_gguf(find_model(str(path)))
+  config = Config.from_gguf(f)  # another architecture is refused before anything else of it is looked at
   if progress: doing(f"{f.path.name}: reading the vocabulary")
   check_device()
   def bar(tensors:list[GGUFTensor]) -> Iterator[GGUFTensor]:
@@ -206,6 +243,6 @@ def load(path:str|Path, max_context:int|None=None, progress:bool=False) -> Model
   tokenizer, chat, chat_error = Tokenizer.from_gguf(f), None, ""
   try: chat = Chat.from_gguf(f, tokenizer)
   except GGUFError as e: chat_error = str(e)
-  sampling, context = advised_sampling(f, tokenizer), min(max_context or DEFAULT_CONTEXT, Config.from_gguf(f).context_length)
+  sampling, context = advised_sampling(f, tokenizer), min(max_context or DEFAULT_CONTEXT, config.context_length)
   name = f.key("general.name", str, default=None) or f.path.stem
   return Model(Transformer.from_gguf(f, context, *([bar] if progress else [])), tokenizer, chat, chat_error, name, sampling)

@@ -15,7 +15,7 @@ Wider codes are split over two planes (6 bits: 4 + 2). Floats are kept as they a
 from __future__ import annotations
 import functools
 from dataclasses import dataclass
-from typing import Any, Callable, Self
+from typing import Any, Callable, Iterable, Self
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as GGMLType
 from tinygrad import Device, Tensor, UOp, dtypes
@@ -23,7 +23,7 @@ from tinygrad.apps.capture import Step, to_device
 from tinygrad.device import Buffer, LRUAllocator
 from tinygrad.dtype import DType, _from_np_dtype, _to_np_dtype
 from tinygrad.helpers import Context, prod
-from tinygrad.nn import cpu
+from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.embedding import embedding
 from tinygrad.nn.intrinsics import target
 from tinygrad.nn.matvec import UNIT, Late, Matrix, Unit, launch, matvec, row_pairs
@@ -245,6 +245,17 @@ BIG = 1 << 24  # bytes
 
 def split(kind:GGMLType, shape:tuple[int, ...], raw:Tensor) -> tuple[Tensor, ...]: return tuple(split_planes(kind, shape, raw).values())
 
+def prepare(tensors:Iterable[tuple[GGMLType, tuple[int, ...]]]) -> None:
+  """Compiles what loading such weights launches, all beside each other"""
+  step = Step()
+  for kind, shape in sorted(set(tensors)):
+    if kind in FORMATS and not packed(shape): step.run(split, kind, shape, Tensor.empty(prod(shape) // block_size(kind)[0] * block_size(kind)[1], dtype=dtypes.uint8))
+  step.compile()
+
+def packed(shape:tuple[int, ...]) -> bool:
+  """Whether the CPU's kernels take such a matrix, as one interleaved stream"""
+  return cpu.device() == "CPU" and shape[-1] % UNIT == 0
+
 @functools.cache
 def plane_names(kind:GGMLType) -> tuple[str, ...]:
   elements, nbytes = block_size(kind)
@@ -295,7 +306,7 @@ class QuantizedWeight:
   @classmethod
   def load(cls, kind:GGMLType, shape:tuple[int, ...], data:np.ndarray) -> Self:
     """data: uint8, the tensor's bytes as in the file. They are copied to the device once; the copy is freed when the planes stand."""
-    if cpu.device() == "CPU" and shape[-1] % UNIT == 0: return cls(kind, shape, {"stream": packer(kind)(shape, data)})
+    if packed(shape): return cls(kind, shape, {"stream": packer(kind)(shape, data)})
     if kind in FLOATS: return cls(kind, shape, {"w": to_device(data.view(_to_np_dtype(FLOAT_PLANES[kind])).reshape(shape))})
     step = Step()
     planes = dict(zip(plane_names(kind), step.run(split, kind, shape, to_device(data))))
@@ -363,6 +374,7 @@ def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
   """y = W·x, for a matrix, a stack with one a head, or the matrices that ids name (clamped); shapes as in QuantizedLinear and
   QuantizedExpertWeights"""
   t, (*stack, rows, width) = target(), w.shape
+  if cpu.fits(w) and x.shape[0] > 1: return cpu_prefill.mul_mat(x, w) if ids is None else cpu_prefill.mul_mat_id(x, [w], ids)
   if cpu.fits(w): return cpu.mul_mat(x, w, ids, (*(x.shape[:-1] if ids is None else ids.shape), rows))
   if t is None or width % UNIT: return mul_mat_reference(x, w, ids)
   if ids is not None and x.shape[0] == 1 and serves(t, QL_MOE_MSL, [w]): return mul_mat_msl(x, w, ids)

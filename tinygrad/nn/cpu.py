@@ -22,7 +22,6 @@ from tinygrad.runtime.ops_cpu import CPUProgram
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
 ROWS = 16     # of a group
-COLUMNS = 8   # of x that a pass over the weights serves
 PART = 1 << 22  # bytes of the stream that a thread makes at a time
 
 def device() -> str|None:
@@ -217,14 +216,42 @@ FN float rms(const float* x, int n, float eps) {
   for (; i < n; i++) rest += x[i] * x[i];
   return 1.0f / __builtin_sqrtf((sum16(s) + rest) / n + eps);
 }
-/* x as products want it: X, P: scaled by the place of a byte in its word, S: the sums of 16 */
+#ifdef __AVX512VNNI__
+typedef int v16d __attribute__((vector_size(64)));
+/* t += the four codes of a word times the four numbers of x at p, for every lane */
+#define CODES(t, q, p) __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(t) : "v"((v16d)(q)), "m"(*(const int*)(p)))
+#define INTEGER(t) __builtin_convertvector(t, v16f)
+/* 32 numbers as signed bytes in three planes of a fixed-point number of 24 bits, and its unit: as exact as floats are beside the largest */
+FN void fixed(const float* x, float* P) {
+  v16f a = *(const v16f*)x, b = *(const v16f*)(x + 16), m = __builtin_elementwise_max(__builtin_elementwise_max(a, -a), __builtin_elementwise_max(b, -b));
+  float most = 0;
+  for (int i = 0; i < 16; i++) most = m[i] > most ? m[i] : most;
+  P[24] = most / 8355000; /* 127 in each byte is 8355711: room for rounding */
+  float inverse = most > 1e-30f ? 8355000 / most : 0;
+  for (int h = 0; h < 2; h++) {
+    v16f v = (h ? b : a) * inverse;
+    v16i n = __builtin_convertvector(v + (v16f)(((v16u)v & 0x80000000u) | 0x3f000000u), v16i), low = n << 24 >> 24, rest = (n - low) >> 8;
+    v16i middle = rest << 24 >> 24, high = (rest - middle) >> 8;
+    signed char* to = (signed char*)P + h * 16;
+    *(v16c*)to = __builtin_convertvector(low, v16c);
+    *(v16c*)(to + 32) = __builtin_convertvector(middle, v16c);
+    *(v16c*)(to + 64) = __builtin_convertvector(high, v16c);
+  }
+}
+#endif
+/* x as products want it: X; S: the sums of 16; P: 32 in fixed point, or scaled by the place of a byte in its word */
 FN void stage(const float* x, const float* norm, float factor, int n, float* X, float* P, float* S) {
-  const float a = 1.0f / 256, b = 1.0f / 65536;
-  const v16f place = {1, a, b, 1, 1, a, b, 1, 1, a, b, 1, 1, a, b, 1};
   for (int i = 0; i < n; i += 16) {
     v16f v = *(const v16f*)(x + i);
     if (norm) v = v * factor * *(const v16f*)(norm + i);
-    *(v16f*)(X + i) = v; *(v16f*)(P + i) = v * place; S[i / 16] = sum16(v);
+    *(v16f*)(X + i) = v; S[i / 16] = sum16(v);
+#ifdef CODES
+    if (i % 32) fixed(X + i - 16, P + i - 16);
+#else
+    const float a = 1.0f / 256, b = 1.0f / 65536;
+    const v16f place = {1, a, b, 1, 1, a, b, 1, 1, a, b, 1, 1, a, b, 1};
+    *(v16f*)(P + i) = v * place;
+#endif
   }
 }
 """
@@ -237,33 +264,31 @@ def of_block(w:Any, layout:Layout, u:int) -> Any:
     return C(f"AT({VECTORS[f.dtype]}, {base + f.offset})", f.dtype)
   return w.unit_of_block(plane, u)
 
-def dot(name:str, w:Any, columns:int=1) -> str:
-  """The C function that multiplies 16 rows, one stream at B, by staged columns of x"""
+def dot(name:str, w:Any) -> str:
+  """The C function that adds the products of 16 rows, one stream at B, with staged x. Codes meet x in fixed point where the CPU has products of bytes"""
   layout, width, lines = w.layout, w.shape[-1], []
-  parts = 4 if columns == 1 else 1
   for u in range(layout.units):
     unit = of_block(w, layout, u)
     half = UNIT // len(unit.scales)
     for g, (scale, minimum) in enumerate(unit.scales):
-      lines.append(f"{{ v16f t[{columns * parts}] = {{0}};")
-      def add(value:str, x:str, k:int) -> None:
-        if columns == 1: lines.append(f"t[{k % 4}] += {value} * {x}[{u * UNIT + k}];")
-        else: lines.append(f"{{ v16f f = {value}; EACH t[c] += f * {x}[c * {width} + {u * UNIT + k}]; }}")
-      for k in range(g * half, (g + 1) * half):
-        if unit.floats is not None: add(unit.floats[k].text, "X", k)
-        elif k % 4 == 0:
-          lines.append(f"{{ v16u q = {unit.words[k // 4].text};")
-          for i, byte in enumerate(("q & 255u", "q & 65280u", "q & 16711680u", "q >> 24")): add(f"FLOAT({byte})", "P", k + i)
-          lines.append("}")
-      sums = [f"S[c * {width // 16} + {u * 2 + h}]" for h in range(2)]
+      part, floats, fixed = range(g * half, (g + 1) * half), [], []
+      if unit.floats is not None: floats = [f"t[{k % 4}] += {unit.floats[k].text} * X[{u * UNIT + k}];" for k in part]
+      else:
+        for k in part[::4]:
+          word = unit.words[k // 4].text
+          places = (f"FLOAT({byte})" for byte in ("q & 255u", "q & 65280u", "q & 16711680u", "q >> 24"))
+          floats.append(f"{{ v16u q = {word};" + "".join(f"t[{i}] += {value} * P[{u * UNIT + k + i}];" for i, value in enumerate(places)) + "}")
+          fixed.append(f"{{ v16u q = {word};" + "".join(f"CODES(n{p}, q, (const byte*)(P + {u * UNIT}) + {p * UNIT + k});" for p in range(3)) + "}")
+      partial = [*floats, "const v16f t0 = (t[0] + t[1]) + (t[2] + t[3]);"]
+      if fixed:
+        total = f"((INTEGER(n2) * 65536.0f + INTEGER(n1) * 256.0f) + INTEGER(n0)) * P[{u * UNIT + 24}]"
+        partial = ["#ifdef CODES", "v16d n0 = {0}, n1 = {0}, n2 = {0};", *fixed, f"const v16f t0 = {total};", "#else", "v16f t[4] = {0};", *partial, "#endif"]
+      else: partial.insert(0, "v16f t[4] = {0};")
+      sums = [f"S[{u * 2 + h}]" for h in range(2)]
       total = sums[g] if len(unit.scales) == 2 else " + ".join(sums)
       zero = f" - {float(unit.zero)}f * s" if unit.floats is None and unit.zero else ""
-      lines.append(f"const v16f scale = {scale.text}{'' if minimum is None else f', least = {minimum.text}'};")
-      partial = "((t[0] + t[1]) + (t[2] + t[3]))" if columns == 1 else "t[c]"
-      lines.append(f"EACH {{ float s = {total}; y[c] += scale * ({partial}{zero}){'' if minimum is None else ' + least * s'}; }} }}")
-  elements = layout.units * UNIT
-  each = '_Pragma("clang loop unroll(full)") for (int c = 0; c < %d; c++)' % columns
-  body = "\n    ".join(lines).replace("EACH", each)
+      lines += ["{", *partial, f"const float s = {total}; *y += {scale.text} * (t0{zero}){'' if minimum is None else f' + {minimum.text} * s'};", "}"]
+  elements, body = layout.units * UNIT, "\n    ".join(lines)
   return f"""FN void {name}(const byte* B, const float* X, const float* P, const float* S, v16f* y) {{
   for (int b = 0; b < {width // elements}; b++, B += {layout.nbytes}, X += {elements}, P += {elements}, S += {elements // 16}) {{
     {body}
@@ -278,13 +303,14 @@ TYPES = {dtypes.float: "float", dtypes.half: "__fp16", dtypes.int32: "int", dtyp
 def threads() -> int: return max(NUM_CPU_THREADS.value, 1)
 
 def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], functions:str, body:str, jobs:int=0, mem:int=0) -> list[Tensor]:
-  """Runs a kernel in C. Buffers have their names there; of `jobs` a thread does those from `job` up to `last`; none: one thread does it all.
+  """Runs a kernel in C. Buffers have their names there; of `jobs` a thread, `core` of `cores`, does those from `job` up to `last`; none: one
+  thread does it all.
   Returns the outs, written."""
   names, tensors = [*outs, *ins], [t.flatten() for t in (*outs.values(), *ins.values())]
   n, over = len(names), threads() if jobs > 1 else 1
   arguments = [f"{TYPES[t.dtype]}* restrict {name}" for name, t in zip(names, tensors)] + ["int core_id"] * (over > 1)
   core = "core_id" if over > 1 else "0"
-  share = f"long job = (long){core} * {jobs} / {over}, last = ((long){core} + 1) * {jobs} / {over};\n" if jobs else ""
+  share = f"const long core = {core}, cores = {over}; long job = core * {jobs} / cores, last = (core + 1) * {jobs} / cores;\n" if jobs else ""
   source = f"{PRELUDE}{functions}WIDE void {name}({', '.join(arguments)}) {{\n{share}{body}\n}}\n"
   variables = (UOp.param(n, dtypes.int, (), vmin_vmax=(0, over - 1), name="core_id", addrspace=AddrSpace.ALU),) if over > 1 else ()
   mem = mem or sum(t.nbytes() for t in tensors)
@@ -304,35 +330,27 @@ def fits(*weights:Any) -> bool:
 
 def groups(w:Any) -> int: return -(-w.shape[-2] // ROWS)
 def group_bytes(w:Any) -> int: return w.shape[-1] // (w.layout.units * UNIT) * w.layout.nbytes
-def staged(n:int, columns:int=1) -> str: return f"float X[{n * columns}], P[{n * columns}], S[{n * columns // 16}];\n"
+def staged(n:int) -> str: return f"float X[{n}], P[{n}], S[{n // 16}];\n"
 
 def mul_mat(x:Tensor, w:Any, ids:Tensor|None, out_shape:tuple[int, ...]) -> Tensor:
-  """As in quantized.mul_mat. A matrix takes COLUMNS of x at a time; chosen matrices one."""
+  """As in quantized.mul_mat, of one token"""
   *stack, rows, width = w.shape
-  T, G, size, matrices = x.shape[0], groups(w), group_bytes(w), prod(stack)
-  items = prod(out_shape[:-1]) // (1 if ids is not None else T)
-  columns = 1 if ids is not None else min(T, COLUMNS)
-  share = prod(out_shape[:-1]) // prod(x.shape[:-1])
-  which = f"clamp(ids[item], {matrices})" if ids is not None else "item"
-  x_at = f"x + (item / {share} + (from + c) * {items}) * {width}L" if ids is None else f"x + item / {share} * {width}L"
-  y_at = f"y + (item + (from + c) * {items}) * {rows}L + g * 16"
-  body = f"""{staged(width, columns)}
-  for (int from = 0; from < {1 if ids is not None else T}; from += {columns}) for (long j = job; j < last;) {{
-    long item = j / {G}, g = j % {G};
-    int some = {T} - from < {columns} ? {T} - from : {columns};
-    for (int c = 0; c < {columns}; c++) if (c < some) stage({x_at}, 0, 0, {width}, X + c * {width}, P + c * {width}, S + c * {width // 16});
-      else for (int i = 0; i < {width}; i++) {{ X[c * {width} + i] = P[c * {width} + i] = 0; S[c * {width // 16} + i / 16] = 0; }}
-    const byte* W = (const byte*)w + (long){which} * {G * size};
-    for (; g < {G} && j < last; g++, j++) {{
-      v16f s[{columns}] = {{0}};
-      dot(W + g * {size}, X, P, S, s);
-      for (int c = 0; c < some; c++) put({y_at}, s[c], {rows} - (int)g * 16);
+  G, size, matrices, items = groups(w), group_bytes(w), prod(stack), prod(out_shape[:-1])
+  body = f"""{staged(width)}
+  while (job < last) {{
+    long item = job / {G}, g = job % {G};
+    stage(x + item / {items // prod(x.shape[:-1])} * {width}L, 0, 0, {width}, X, P, S);
+    const byte* W = (const byte*)w + (long){f"clamp(ids[item], {matrices})" if ids is not None else "item"} * {G * size};
+    for (; g < {G} && job < last; g++, job++) {{
+      v16f s = 0;
+      dot(W + g * {size}, X, P, S, &s);
+      put(y + item * {rows}L + g * 16, s, {rows} - (int)g * 16);
     }}
   }}"""
   outs, ins = {"y": Tensor.empty(*out_shape, dtype=dtypes.float)}, {"x": x, "w": w.planes["stream"]}
   if ids is not None: ins["ids"] = ids
-  name = f"mul_mat{'' if ids is None else '_id'}_{w.label}_{prod(out_shape[:-1])}"
-  return launch(name, outs, ins, dot("dot", w, columns), body, items * G, w.nbytes if ids is None else w.nbytes // matrices * items)[0]
+  name = f"mul_mat{'' if ids is None else '_id'}_{w.label}_{items}"
+  return launch(name, outs, ins, dot("dot", w), body, items * G, w.nbytes if ids is None else w.nbytes // matrices * items)[0]
 
 ROTATE = """FN v16f rotate(v16f v, int row, int head, int nope, const float* turn) {
   for (int r = 0; r < 16; r += 2) {
@@ -433,10 +451,11 @@ def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:flo
   return launch(f"mla_attention_{H}_{L}_{dim - L}", outs, ins, "", body, H, cache.nbytes())[0]
 
 def choose_experts(logits:Tensor, how:Any, least_sum:float) -> tuple[Tensor, Tensor]:
-  """gating: 1 softmax, 2 sigmoid, 3 softmax over the chosen"""
-  E, bias, count, gating, normalize, scale = logits.shape[1], how.bias, how.count, how.gating, how.normalize, how.scale
+  """gating: 1 softmax, 2 sigmoid, 3 softmax over the chosen. logits: (T, E)"""
+  (T, E), bias, count, gating, normalize, scale = logits.shape, how.bias, how.count, how.gating, how.normalize, how.scale
   score = {1: "exp1(logits[e] - top)", 2: "1 / (1 + exp1(-logits[e]))", 3: "logits[e]"}[gating]
-  body = f"""float score[{E}], choice[{E}], top = logits[0], total = 0;
+  body = f"""for (logits += job * {E}, sel += job * {count}, weights += job * {count}; job < last; job++, logits += {E}, sel += {count}, weights += {count}) {{
+  float score[{E}], choice[{E}], top = logits[0], total = 0;
   for (int e = 1; e < {E}; e++) top = logits[e] > top ? logits[e] : top;
   for (int e = 0; e < {E}; e++) total += score[e] = {score};
   for (int e = 0; e < {E}; e++) {{
@@ -454,9 +473,11 @@ def choose_experts(logits:Tensor, how:Any, least_sum:float) -> tuple[Tensor, Ten
   total = 0;
   for (int k = 0; k < {count}; k++) total += weights[k];
   float factor = {scale!r}f{f' / (total > {least_sum!r}f ? total : {least_sum!r}f)' if normalize else ''};
-  for (int k = 0; k < {count}; k++) weights[k] *= factor;"""
-  outs = {"sel": Tensor.empty(1, count, dtype=dtypes.int32), "weights": Tensor.empty(1, count, dtype=dtypes.float)}
-  sel, weights = launch(f"choose_{count}_of_{E}_{gating}", outs, {"logits": logits, **({} if bias is None else {"bias": bias})}, "", body)
+  for (int k = 0; k < {count}; k++) weights[k] *= factor;
+  }}"""
+  outs = {"sel": Tensor.empty(T, count, dtype=dtypes.int32), "weights": Tensor.empty(T, count, dtype=dtypes.float)}
+  name = f"choose_{count}_of_{E}_{gating}{f'_{T}' if T > 1 else ''}"
+  sel, weights = launch(name, outs, {"logits": logits, **({} if bias is None else {"bias": bias})}, "", body, T)
   return sel, weights
 
 def gate_up(x:Tensor, norm:Any, weights:tuple[Any, Any], sel:Tensor|None=None, scale:Tensor|None=None) -> Tensor:
@@ -492,7 +513,7 @@ def expert_down(hidden:Tensor, down:Any, sel:Tensor, residual:Tensor) -> Tensor:
   return launch(f"expert_down_{K}_{down.label}", outs, ins, dot("dot", down), body, G, down.nbytes * K // E)[0]
 
 def embedding(ids:Tensor, w:Any) -> Tensor:
-  (vocab, D), lines = w.shape, []
+  (vocab, D), T, lines = w.shape, ids.shape[0], []
   for u in range(w.layout.units):
     unit = of_block(w, w.layout, u)
     for k in range(UNIT):
@@ -500,11 +521,13 @@ def embedding(ids:Tensor, w:Any) -> Tensor:
       value = unit.floats[k] if unit.floats is not None else ((unit.words[k // 4] >> (8 * (k % 4))) & 255).cast(dtypes.float) - float(unit.zero)
       weight = value * scale if minimum is None else value * scale + minimum
       lines.append(f"y[b * {w.layout.units * UNIT} + {u * UNIT + k}] = ({weight.text})[id % 16];")
-  body = f"""int id = clamp(ids[0], {vocab});
-  const byte* B = (const byte*)w + id / 16 * {group_bytes(w)}L;
-  for (int b = 0; b < {D // (w.layout.units * UNIT)}; b++, B += {w.layout.nbytes}) {{ {chr(10).join(lines)} }}"""
-  outs = {"y": Tensor.empty(1, D, dtype=dtypes.float)}
-  return launch(f"embedding_{w.label}", outs, {"ids": ids, "w": w.planes["stream"]}, "", body, mem=D * 8)[0]
+  body = f"""for (y += job * {D}; job < last; job++, y += {D}) {{
+    int id = clamp(ids[job], {vocab});
+    const byte* B = (const byte*)w + id / 16 * {group_bytes(w)}L;
+    for (int b = 0; b < {D // (w.layout.units * UNIT)}; b++, B += {w.layout.nbytes}) {{ {chr(10).join(lines)} }}
+  }}"""
+  outs = {"y": Tensor.empty(T, D, dtype=dtypes.float)}
+  return launch(f"embedding_{w.label}{f'_{T}' if T > 1 else ''}", outs, {"ids": ids, "w": w.planes["stream"]}, "", body, T, D * T * 8)[0]
 
 def argmax(x:Tensor) -> Tensor:
   V = x.shape[0]

@@ -1,5 +1,6 @@
 """The few instructions that UOps cannot say, a row a target. Everything else in a kernel is UOps and renders for every target."""
 from __future__ import annotations
+import re
 from dataclasses import dataclass, replace
 from typing import Callable
 from tinygrad import Device, UOp, dtypes
@@ -11,7 +12,7 @@ Place = Callable[[UOp, int], tuple[UOp, UOp]]
 @dataclass(frozen=True)
 class Mma:
   """c + a·b of small matrices that lie over a warp's registers: a (M, K) and b (K, N) halves, c (M, N) float32. Of each, a lane holds `counts`
-  elements; a(lane, i) names the (row, column) of the lane's element i, and so do b and c."""
+  elements; a(lane, i) names the (row, column) of the lane's element i, and so do b and c. So many instructions, each of its share of K."""
   M: int
   N: int
   K: int
@@ -20,13 +21,20 @@ class Mma:
   b: Place
   c: Place
   renderer: str
+  instructions: int = 1
   def __call__(self, a:list[UOp], b:list[UOp], c:list[UOp]) -> list[UOp]:
-    d = UOp.wmma(UOp.stack(*a), UOp.stack(*b), UOp.stack(*c), (self.N, self.M, self.K), self.renderer, 32, None)
-    return [d.index(i) for i in range(self.counts[2])]
+    each_a, each_b = len(a) // self.instructions, len(b) // self.instructions
+    for i in range(self.instructions):
+      part_a, part_b = a[i * each_a:(i + 1) * each_a], b[i * each_b:(i + 1) * each_b]
+      d = UOp.wmma(UOp.stack(*part_a), UOp.stack(*part_b), UOp.stack(*c), (self.N, self.M, self.K // self.instructions), self.renderer, 32, None)
+      c = [d.index(j) for j in range(self.counts[2])]
+    return c
 
 # the lane's place in a tensor core's fragments (PTX, mma.m16n8k16) and in a simdgroup_matrix
 MMA_CUDA = Mma(16, 8, 16, (8, 4, 4), lambda lane, i: (lane // 4 + i // 2 % 2 * 8, lane % 4 * 2 + i % 2 + i // 4 * 8),
                lambda lane, i: (lane % 4 * 2 + i % 2 + i // 2 * 8, lane // 4), lambda lane, i: (lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2), "CUDA")
+# m16n8k8 holds the first half of a lane's elements of a and b, and then the second
+MMA_TURING = replace(MMA_CUDA, instructions=2)
 def _simdgroup(lane:UOp, i:int) -> tuple[UOp, UOp]: return lane // 16 * 4 + lane // 2 % 4, lane // 8 % 2 * 4 + lane % 2 * 2 + i
 MMA_METAL = Mma(8, 8, 8, (2, 2, 2), _simdgroup, _simdgroup, _simdgroup, "METAL")
 
@@ -50,13 +58,22 @@ TARGETS = {
 HOPPER = replace(TARGETS["CUDA"], wait='asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); '
                                        'asm volatile("griddepcontrol.wait;" ::: "memory")')
 
+# by the compute capability that it takes, the newest first: m16n8k16 came with Ampere, m16n8k8 with Turing, dp4a with the second Pascal
+OF_CAPABILITY = {90: HOPPER, 80: TARGETS["CUDA"], 75: replace(TARGETS["CUDA"], mma=MMA_TURING), 61: replace(TARGETS["CUDA"], mma=None),
+                 0: replace(TARGETS["CUDA"], mma=None, dot4=None)}
+
+def of_arch(arch:str) -> Target:
+  """The row of an NVIDIA architecture: sm_86, sm_90a"""
+  capability = int(m[0]) if (m := re.search(r"\d+", arch)) else 0
+  return next(t for least, t in OF_CAPABILITY.items() if capability >= least)
+
 def target(device:str|None=None) -> Target|None:
   """The device's row, or None where there is none: the CPU, a GPU that nobody has written one for. NULL, which schedules with no device at all,
   stands for the one whose language it renders."""
   name = (device or Device.DEFAULT).split(":")[0]
   if name not in ("CUDA", "NULL"): return TARGETS.get(name)
   renderer = Device[name].renderer
-  if isinstance(renderer, CUDARenderer): return HOPPER if int(renderer.target.arch.removeprefix("sm_") or 0) >= 90 else TARGETS["CUDA"]
+  if isinstance(renderer, CUDARenderer): return of_arch(renderer.target.arch)
   return TARGETS["METAL"] if isinstance(renderer, MetalRenderer) else None
 
 def shuffle(t:Target, x:UOp, distance:int) -> UOp:

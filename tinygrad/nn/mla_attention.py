@@ -14,7 +14,7 @@ import math
 from typing import Callable
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.nn import cpu
+from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.intrinsics import MMA_CUDA, Target, after_previous, group_reduce, group_sum, of_lane, target
 from tinygrad.nn.matmat import mats_target, position
 from tinygrad.nn.matvec import add, launch, local
@@ -30,6 +30,8 @@ def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int|Tensor, s
   """q_latent: (T, H, L), as latent_query makes it; q: float32 (T, H, head), each head's last R numbers rotated; cache: (C, L+R), with the tokens
   from pos on written; pos: a number or Variable, or int32 (1,) on the device -> float32 (T, H, L), softmax(q·k·scale)·v"""
   if isinstance(pos, Tensor) and cpu.device(): return cpu.mla_attention(q_latent, q.flatten(1), cache, pos, scale)
+  if q_latent.shape[0] > 1 and cpu.device() and cpu_prefill.attention_fits(q_latent.shape[2]):
+    return cpu_prefill.mla_attention(q_latent, q.flatten(1), cache, pos, scale)
   if isinstance(pos, Tensor) and q_latent.shape[0] == 1:
     t = target()
     assert t is not None, "a position on the device is for kernels"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn import cpu
+from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.intrinsics import Target, group_reduce, group_sum
 from tinygrad.nn.matmat import HIDDEN, by_expert, gate_up_mats, mats_target, mul_mats, mul_mats_id, normalized, precise_mats
 from tinygrad.nn.matvec import SLOTS, UNIT, Late, Matrix, Norm, Row, Rows, Unit, Weight, exp, launch, local, matvec, row_pairs, silu, total
@@ -100,6 +100,7 @@ def gate_up(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weight|No
   -> float32 (T, F) and, with a router, (T, E)"""
   if x.shape[0] == 1 and cpu.fits(*weights, *([] if router is None else [router])):
     return [cpu.gate_up(x, norm, weights), *([] if router is None else cpu.norm_linear(x, norm, [router]))]
+  if x.shape[0] > 1 and cpu.fits(*weights, *([] if router is None else [router])): return cpu_prefill.gate_up(x, norm, weights, router)
   if t := kernel_target(x, x.shape[1]): return gate_up_kernel(t, x, norm, weights, router)
   if router is None and (t := mats_target(x, *weights[0].shape)): return [gate_up_mats(t, normalized(t, x, norm)[0], weights)]
   return gate_up_ops(x, norm, weights, router)
@@ -122,9 +123,9 @@ def gate_up_kernel(t:Target, x:Tensor, norm:Norm, weights:tuple[Weight, Weight],
 def expert_gate_up(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, how:Choice) -> tuple[Tensor, Tensor]:
   """The chosen experts' silu(gate·n) · (up·n) times their weight, n = RMSNorm(x). x: float32 (T, D); weights: gate and up, (E, F, D);
   logits: float32 (T, E) -> float32 (T, K, F), and the choice, int32 (T, K)"""
-  if x.shape[0] == 1 and cpu.fits(*weights):
+  if cpu.fits(*weights):
     sel, scale = cpu.choose_experts(logits, how, LEAST_SUM)
-    return cpu.gate_up(x, norm, weights, sel, scale), sel
+    return (cpu.gate_up if x.shape[0] == 1 else cpu_prefill.expert_gate_up)(x, norm, weights, sel, scale), sel
   if t := kernel_target(x, x.shape[1]): return expert_gate_up_kernel(t, x, norm, weights, logits, how)
   return expert_gate_up_ops(x, norm, weights, logits, how)
 
@@ -156,9 +157,10 @@ def expert_gate_up_kernel(t:Target, x:Tensor, norm:Norm, weights:tuple[Weight, W
 def expert_down(hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, Weight]|None=None) -> Tensor:
   """residual + Σ_k down[sel[k]] · hidden[k] + the shared expert's down times its hidden vector. hidden: float32 (T, K, F), weighted already;
   down: (E, D, F); residual: float32 (T, D); shared: float32 (T, G) and (D, G) -> float32 (T, D)"""
-  if hidden.shape[0] == 1 and cpu.fits(down, *([] if shared is None else [shared[1]])):
-    y = cpu.expert_down(hidden, down, sel, residual)
-    return y if shared is None else cpu.norm_linear(shared[0], None, [shared[1]], residual=y)[0]
+  if cpu.fits(down, *([] if shared is None else [shared[1]])):
+    own = cpu if hidden.shape[0] == 1 else cpu_prefill
+    y = own.expert_down(hidden, down, sel, residual)
+    return y if shared is None else own.norm_linear(shared[0], None, [shared[1]], residual=y)[0]
   if t := kernel_target(hidden, hidden.shape[2], *([] if shared is None else [shared[0].shape[1]])):
     return expert_down_kernel(t, hidden, down, sel, residual, shared)
   return expert_down_ops(hidden, down, sel, residual, shared)

@@ -6,7 +6,7 @@ kernels are tested against.
 from __future__ import annotations
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn import cpu
+from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.intrinsics import Target, group_sum, target
 from tinygrad.nn.matmat import halves, mats_target, mul_mats, normalized, position
 from tinygrad.nn.matvec import UNIT, Matrix, Norm, Rope, Row, Weight, add, launch, local, matvec, rotated, row_pairs
@@ -28,6 +28,7 @@ def norm_linear(x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|No
   (T, out_0) is added to it -> float32 (T, out_i) each"""
   if x.shape[0] == 1 and cpu.fits(*weights) and (rope is None or isinstance(rope.pos, Tensor)):
     return cpu.norm_linear(x, norm, weights, rope, residual)
+  if x.shape[0] > 1 and cpu.fits(*weights): return cpu_prefill.norm_linear(x, norm, weights, rope, residual)
   if (t := kernel_target(x, x.shape[1])) and (rope is None or isinstance(rope.pos, Tensor)):
     return norm_linear_kernel(t, x, norm, weights, rope, residual)
   if t := mats_target(x, x.shape[1]): return norm_linear_mats(t, x, norm, weights, rope, residual)
@@ -68,6 +69,7 @@ def latent_query(q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:
   """The heads' queries in latent space, and the tokens' rows of the cache: [RMSNorm(kv)[:L] | RoPE(kv[L:])] written from pos on.
   q: float32 (T, H·head); kv: float32 (T, L+R); k_b: (H, L, nope); cache: (C, L+R) -> float32 (T, H, L), or as mla_splits wants it, and the cache"""
   if cpu.fits(k_b) and isinstance(rope.pos, Tensor): return cpu.latent_query(q, kv, k_b, norm, cache, rope)
+  if q.shape[0] > 1 and cpu.fits(k_b): return cpu_prefill.latent_query(q, kv, k_b, norm, cache, rope)
   if (t := kernel_target(q, k_b.shape[2])) and isinstance(rope.pos, Tensor): return latent_query_kernel(t, q, kv, k_b, norm, cache, rope)
   if (t := mats_target(q, k_b.shape[2])): return latent_query_mats(t, q, kv, k_b, norm, cache, rope)
   return latent_query_ops(q, kv, k_b, norm, cache, rope)

@@ -1,20 +1,30 @@
 """Wraps the wheel's CUDA device: large copies to the card go through a ring of pinned memory that several threads fill.
 
 The wheel fills pinned memory by one thread, 5 GB/s of what the bus can do 50, and takes new memory for every copy. Here a piece's memory serves again
-as soon as the card has read it. A thread that fills also brings a mapped file's pages into memory.
+as soon as the card has read it. A thread that fills also brings a mapped file's pages into memory. What the driver has no memory for becomes a
+MemoryError that says what is free.
 """
 from __future__ import annotations
 import ctypes, os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 import tinygrad.runtime.autogen.cuda as cuda
 from tinygrad import wheel_module
 from tinygrad.device import BufferSpec
-from tinygrad.helpers import mv_address
+from tinygrad.helpers import mv_address, size_to_str
 from tinygrad.runtime.support.c import init_c_var
 
 _wheel = wheel_module(__name__)
-check, encode_args, cu_time_execution, CUDAProgram = _wheel.check, _wheel.encode_args, _wheel.cu_time_execution, _wheel.CUDAProgram
+for _name in ("encode_args", "cu_time_execution", "CUDAProgram", "CUDADevice"): globals()[_name] = getattr(_wheel, _name)
+_check = _wheel.check
+
+def check(status:int) -> None:
+  """Raises MemoryError for what found no room on the device: a buffer, a graph; RuntimeError for any other failure"""
+  if status != cuda.CUDA_ERROR_OUT_OF_MEMORY: return _check(status)
+  free, total = ctypes.c_size_t(), ctypes.c_size_t()
+  known = cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
+  raise MemoryError("the CUDA device has no room left" + (f": {size_to_str(free.value)} of {size_to_str(total.value)} are free" if known else ""))
 
 PIECE, PIECES, THREADS = 1 << 24, 12, 8  # bytes of a piece; pieces on their way; threads that fill them
 
@@ -41,13 +51,13 @@ class Ring:
 
 class CUDAAllocator(_wheel.CUDAAllocator):
   ring: Ring|None = None
+  def alloc(self, size:int, options:BufferSpec|None=None) -> Any:
+    try: return super().alloc(size, options)
+    except MemoryError as e: raise MemoryError(f"{e}; {e.__cause__}") from None  # the wheel says what was asked for, its cause what there is
   def _copyin(self, dest, src:memoryview) -> None:
     if len(src) < PIECE // 4: return super()._copyin(dest, src)
     check(cuda.cuCtxSetCurrent(self.dev.context))
     if self.ring is None: self.ring = Ring(self)
     self.ring.copy(dest.value, mv_address(src), len(src))
 
-class CUDADevice(_wheel.CUDADevice):
-  def __init__(self, device:str):
-    super().__init__(device)
-    self.allocator = CUDAAllocator(self)
+_wheel.check, _wheel.CUDAAllocator = check, CUDAAllocator  # what its CUDADevice uses

@@ -101,6 +101,7 @@ class Pool:
 
 @functools.cache
 def pool(device:str, threads:int) -> Pool: return Pool(device, threads)
+os.register_at_fork(after_in_child=pool.cache_clear)  # its threads are not in the child
 
 def address(b:Buffer) -> int: return b.get_buf(b.device).va_addr
 
@@ -108,7 +109,7 @@ class CPUGraph(GraphRunner):
   def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
     super().__init__(linear, input_uops)
     self.dev = Device[self.calls[0][2][0].device]
-    self.pool = pool(self.dev.device, max(NUM_CPU_THREADS.value, 1))
+    self.threads = max(NUM_CPU_THREADS.value, 1)
     self.words = (ctypes.c_uint64 * (len(self.calls) * WORDS))()
     self.inputs:list[tuple[int, int]] = []          # (word, input that it is the address of)
     shared_before = True                            # whether threads must meet: another may have written what this one reads
@@ -127,7 +128,7 @@ class CPUGraph(GraphRunner):
     for word, slot in self.inputs: self.words[word] = address(input_uops[slot].buffer)
     for j, i, v in self.updated_vars(var_vals): self.words[j * WORDS + 4 + len(self.calls[j][1].arg.globals) + i] = v & (1 << 64) - 1
     self.dev.synchronize()  # what the device's own queue holds comes first
-    self.pool.run(ctypes.addressof(self.words), len(self.calls))
+    pool(self.dev.device, self.threads).run(ctypes.addressof(self.words), len(self.calls))
     return None
 
   @staticmethod

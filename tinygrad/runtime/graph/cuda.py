@@ -6,13 +6,25 @@ edges together with nodes, so the edges of a waiting kernel are held back, added
 """
 from __future__ import annotations
 import ctypes, functools, sys
-from typing import Any, Callable
+from typing import Any, Callable, Iterable, Sequence
 import tinygrad.runtime.autogen.cuda as cuda
 from tinygrad import wheel_module
 from tinygrad.runtime.ops_cuda import check
 from tinygrad.runtime.support.c import init_c_var
 
 _wheel = wheel_module(__name__)
+
+# ---- edges ----
+
+def kept_edges(deps:Iterable[int], behind:Sequence[int]) -> tuple[list[int], int]:
+  """Of the nodes that a new one waits for, those that no other of them comes after, the newest first; and a bit for each node that the new one
+  comes after. Nodes are numbered in the order of their making; behind[n] has a bit for each node that n comes after, and its own."""
+  kept, implied = [], 0
+  for dep in sorted(deps, reverse=True):
+    if implied >> dep & 1: continue
+    kept.append(dep)
+    implied |= behind[dep]
+  return kept, implied
 
 class EdgeData(ctypes.Structure):
   """CUgraphEdgeData: port 1 of a kernel node opens when all its blocks have let dependents launch; type 1 is a programmatic dependency"""
@@ -27,31 +39,34 @@ def _add_dependencies() -> Callable[..., int]|None:
 
 class CUDAGraph(_wheel.CUDAGraph):
   def __init__(self, linear, input_uops=()):
-    self.behind:dict[int, int] = {}                        # by a node's id, a bit for each node that it comes after, itself included
-    self.kernels:set[int] = set()                          # the ids of kernel nodes
-    self.held_back:list[tuple[list[Any], Any]] = []        # (nodes waited for, waiting node)
+    self.made:list[Any] = []                               # nodes in the order of their making
+    self.numbers:dict[int, int] = {}                       # a node's place there, by its id
+    self.behind:list[int] = []                             # see kept_edges
+    self.kernels:set[int] = set()                          # the numbers of kernel nodes
+    self.held_back:list[tuple[list[int], Any]] = []        # (nodes waited for, waiting node)
     super().__init__(linear, input_uops)
     if not self.held_back: return
     for deps, node in self.held_back:
       n = len(deps)
-      data = (EdgeData * n)(*(EdgeData(1, 0, 1) if id(d) in self.kernels else EdgeData() for d in deps))
-      check(_add_dependencies()(self.graph, (cuda.CUgraphNode * n)(*deps), (cuda.CUgraphNode * n)(*[node] * n), data, ctypes.c_size_t(n)))
+      data = (EdgeData * n)(*(EdgeData(1, 0, 1) if d in self.kernels else EdgeData() for d in deps))
+      check(_add_dependencies()(self.graph, self._array(deps), (cuda.CUgraphNode * n)(*[node] * n), data, ctypes.c_size_t(n)))
     check(cuda.cuGraphExecDestroy(self.instance))
     self.instance = init_c_var(cuda.CUgraphExec, lambda x: check(cuda.cuGraphInstantiate_v2(ctypes.byref(x), self.graph, None, None, 0)))
 
+  def _array(self, numbers:list[int]) -> ctypes.Array: return (cuda.CUgraphNode * len(numbers))(*(self.made[n] for n in numbers))
+
   def new_node(self, bufs:list, write:list[int]) -> tuple[Any, Any]:
     """The next node, and the dependencies to create it with, as the driver takes them: none where its edges are held back"""
-    runtime = self.runtimes[len(self.nodes)]               # None for a copy
+    number = len(self.made)
+    runtime = self.runtimes[number]                        # None for a copy
     deps = self._access_resources(bufs, write, new_dependency=(node := cuda.CUgraphNode()))
-    kept, implied = [], 0
-    for dep in sorted(deps, key=lambda d: self.behind[id(d)].bit_length(), reverse=True):  # the newest first: what it comes after is implied
-      if implied >> (self.behind[id(dep)].bit_length() - 1) & 1: continue
-      kept.append(dep)
-      implied |= self.behind[id(dep)]
-    self.behind[id(node)] = implied | 1 << len(self.behind)
+    kept, implied = kept_edges((self.numbers[id(d)] for d in deps), self.behind)
+    self.made.append(node)
+    self.numbers[id(node)] = number
+    self.behind.append(implied | 1 << number)
     if runtime is not None:
-      self.kernels.add(id(node))
+      self.kernels.add(number)
       if kept and b"griddepcontrol.wait" in runtime.lib and _add_dependencies() is not None:
         self.held_back.append((kept, node))
         return None, node
-    return (cuda.CUgraphNode * len(kept))(*kept) if kept else None, node
+    return self._array(kept) if kept else None, node

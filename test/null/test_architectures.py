@@ -1,0 +1,63 @@
+"""What an NVIDIA architecture is given: no instruction that it lacks, each that it has, and by all of them the same tokens."""
+import re
+from pathlib import Path
+import numpy as np, pytest
+from extra import bench
+from gguf import GGMLQuantizationType as T
+from helpers import WIDE, generator, write_mixed
+from mockcuda import on_cuda
+from oracle import logits
+from tinygrad import Device, Tensor, dtypes
+from tinygrad.apps.generate import Generator
+from tinygrad.apps.mla import Transformer
+from tinygrad.apps.sampling import Features
+from tinygrad.engine.realize import compile_linear
+from tinygrad.nn.intrinsics import HOPPER, MMA_CUDA, MMA_TURING, of_arch, target
+from tinygrad.uop.ops import Ops, UOp
+
+# from which compute capability on an instruction is there (PTX ISA, its "target ISA notes")
+LEAST = {"__dp4a": 61, "mma.sync.aligned.m16n8k8": 75, "mma.sync.aligned.m16n8k16": 80, "griddepcontrol": 90}
+ARCHS = ("sm_60", "sm_61", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_90a", "sm_120")
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows(arch: str):
+  t, capability = of_arch(arch), int(re.sub(r"\D", "", arch))
+  assert (t.dot4 is not None, t.wait is not None) == (capability >= 61, capability >= 90)
+  assert t.mma is (None if capability < 75 else MMA_TURING if capability < 80 else MMA_CUDA) and (capability < 90 or t is HOPPER)
+
+def sources(arch: str, monkeypatch: pytest.MonkeyPatch) -> str:
+  """All that a decode step and a prefill step are rendered as"""
+  monkeypatch.setitem(bench.LANGUAGES, "CUDA", (bench.CUDARenderer, arch))
+  with bench.no_device("CUDA"):
+    assert Device.DEFAULT == "NULL" and target() is of_arch(arch)
+    with bench.captured(): gen = Generator(Transformer.from_gguf(bench.with_blocks(bench.stand_in("small-glm"), [0, 1]), 64))
+    assert gen.model.kernels_fit
+    ids = Tensor.empty(32, dtype=dtypes.int32)
+    with bench.captured() as calls: gen._decode(Features(), gen.device_position), gen._prefill(ids, 0)
+    return "\n".join(c.src[0].src[2].arg for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src if c.src[0].op is Ops.PROGRAM)
+
+@pytest.mark.parametrize("arch", ("sm_60", "sm_61", "sm_75", "sm_80", "sm_90"))
+def test_rendered(arch: str, monkeypatch: pytest.MonkeyPatch):
+  text, capability = sources(arch, monkeypatch), int(arch.removeprefix("sm_"))
+  found = {name for name in LEAST if re.search(re.escape(name) + r"\b", text)}
+  assert found <= {name for name, least in LEAST.items() if least <= capability}
+  best = "mma.sync.aligned.m16n8k16" if capability >= 80 else "mma.sync.aligned.m16n8k8"
+  assert found >= {name for name, least in LEAST.items() if least <= capability and ("mma" not in name or name == best)}
+
+def error(got: np.ndarray, want: np.ndarray) -> float:
+  """Of the worst position"""
+  return float((((got - want) ** 2).sum(-1) / (want ** 2).sum(-1)).max())
+
+@pytest.mark.parametrize("arch,limit", (("sm_60", 1e-4), ("sm_75", 1e-3)))  # float32 activations, or halves
+def test_forward(arch: str, limit: float, tmp_path: Path):
+  """Token by token where there is no dp4a, and a prompt at once by the older tensor cores"""
+  path = write_mixed(tmp_path / "m.gguf", "small-glm", [T.Q4_0, T.Q6_K], **WIDE, seed=4)
+  ids = np.random.default_rng(2).integers(0, 320, 3)
+  with on_cuda(arch):
+    g = generator(path, 32)
+    assert g.model.kernels_fit and target() is of_arch(arch)
+    if arch == "sm_75": got = g.logits(ids.tolist())
+    else:
+      def step(token: int, position: int) -> Tensor: return g.model.logits(*(Tensor([i], dtype=dtypes.int32).realize() for i in (token, position)))
+      got = np.concatenate([step(t, i).numpy() for i, t in enumerate(ids)])
+  assert error(got, logits(path, ids)) < limit

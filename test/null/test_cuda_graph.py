@@ -1,0 +1,115 @@
+"""The CUDA graph's edges and the device's lack of memory, with no driver."""
+from __future__ import annotations
+import contextlib, ctypes, random
+from types import SimpleNamespace
+from typing import Callable, Iterator
+import numpy as np, pytest
+import tinygrad.runtime.autogen.cuda as cuda
+from tinygrad.runtime import ops_cuda
+from tinygrad.runtime.graph import cuda as graph
+
+Edges = list[list[int]]                                    # the nodes that each node waits for, all made before it
+
+def random_graph(seed:int) -> Edges:
+  r = random.Random(seed)
+  n, density = r.randint(1, 24), r.choice((.05, .2, .5, .9))
+  return [r.sample(earlier := [d for d in range(node) if r.random() < density], len(earlier)) for node in range(n)]  # in any order
+
+def closure(edges:Edges) -> np.ndarray:
+  """Whether node i comes after j, brute force: paths of any length"""
+  after = np.zeros((len(edges), len(edges)), bool)
+  for node, deps in enumerate(edges): after[node, deps] = True
+  for _ in edges: after |= after @ after
+  return after
+
+def reduced(edges:Edges) -> Edges:
+  kept, behind = [], []
+  for node, deps in enumerate(edges):
+    of_node, implied = graph.kept_edges(deps, behind)
+    kept.append(of_node)
+    behind.append(implied | 1 << node)
+  return kept
+
+def check(edges:Edges, kept:Edges) -> None:
+  """The same order, by edges of the graph, and none that the others imply"""
+  want = closure(edges)
+  assert all(set(k) <= set(d) and len(set(k)) == len(k) for k, d in zip(kept, edges))
+  assert (closure(kept) == want).all(), "an order is lost"
+  for node, deps in enumerate(kept):
+    for d in deps: assert not any(want[other, d] for other in deps if other != d), "an edge that others imply"
+
+def test_random_graphs():
+  for seed in range(300): check(edges := random_graph(seed), reduced(edges))
+
+def test_chain_and_diamond():
+  assert reduced([[], [0], [0, 1], [0, 1, 2]]) == [[], [0], [1], [2]]
+  assert reduced([[], [0], [0], [0, 1, 2]]) == [[], [0], [0], [2, 1]]
+
+def oldest_first(deps, behind):
+  kept, implied = [], 0
+  for dep in sorted(deps):
+    if implied >> dep & 1: continue
+    kept.append(dep)
+    implied |= behind[dep]
+  return kept, implied
+def its_own_bit_only(deps, behind): return sorted(deps), sum(1 << d for d in deps)
+def newest_only(deps, behind): return (kept := sorted(deps)[-1:]), behind[kept[0]] if kept else 0
+
+@pytest.mark.parametrize("fault", [oldest_first, its_own_bit_only, newest_only])
+def test_a_planted_fault(fault:Callable, monkeypatch:pytest.MonkeyPatch):
+  monkeypatch.setattr(graph, "kept_edges", fault)
+  with pytest.raises(AssertionError, match="order|edge"): test_random_graphs()
+
+def test_new_nodes(monkeypatch:pytest.MonkeyPatch):
+  """What the wheel's class is told of each node, and what is kept for later: edges of kernels that wait themselves, programmatic where they come
+  from a kernel. Node 2 is a copy, node 4 a kernel that does not wait."""
+  waits, plain = SimpleNamespace(lib=b".. griddepcontrol.wait; .."), SimpleNamespace(lib=b"..")
+  edges, runtimes = [[], [0], [0, 1], [2, 1, 0], [3, 0], [4, 3]], [waits, waits, None, waits, plain, waits]
+  calls, made = [], []
+  monkeypatch.setattr(graph, "_add_dependencies", lambda: lambda *args: calls.append(args) or 0)
+  for name in ("cuGraphExecDestroy", "cuGraphInstantiate_v2"): monkeypatch.setattr(cuda, name, lambda *args: 0)
+  def number(node) -> int: return ctypes.cast(node, ctypes.c_void_p).value - 1
+  def as_the_wheel(self, linear, input_uops):
+    self.runtimes, self.graph, self.instance = runtimes, None, None
+    self._access_resources = lambda bufs, write, new_dependency: [nodes[d] for d in edges[len(nodes)]]
+    nodes:list = []
+    for i in range(len(edges)):
+      deps, node = self.new_node([], [])
+      ctypes.cast(ctypes.byref(node), ctypes.POINTER(ctypes.c_void_p))[0] = i + 1  # what the driver calls it
+      nodes.append(node)
+      made.append(None if deps is None else [number(d) for d in deps])
+  monkeypatch.setattr(graph._wheel.CUDAGraph, "__init__", as_the_wheel)
+  g = graph.CUDAGraph(None)
+  del g.graph, g.instance                                  # nothing to give back to the driver
+  assert made == [None, None, [1], None, [3], None]
+  later = {number(to[0]): [(number(d), (e.from_port, e.to_port, e.type)) for d, e in zip(froms, data)] for _, froms, to, data, _ in calls}
+  assert later == {1: [(0, (1, 0, 1))], 3: [(2, (0, 0, 0))], 5: [(4, (1, 0, 1))]}
+
+# ---- memory ----
+
+@contextlib.contextmanager
+def full_device(monkeypatch:pytest.MonkeyPatch, free:int=3 << 19) -> Iterator[None]:
+  """The driver of a card with 80 GB that are taken"""
+  def info(a, b) -> int:
+    ctypes.cast(a, ctypes.POINTER(ctypes.c_size_t))[0], ctypes.cast(b, ctypes.POINTER(ctypes.c_size_t))[0] = free, 80 << 30
+    return 0
+  for name in ("cuMemAlloc_v2", "cuGraphInstantiate_v2"): monkeypatch.setattr(cuda, name, lambda *args: cuda.CUDA_ERROR_OUT_OF_MEMORY)
+  monkeypatch.setattr(cuda, "cuCtxSetCurrent", lambda *args: 0)
+  monkeypatch.setattr(cuda, "cuMemGetInfo_v2", info)
+  yield
+
+def test_no_room_for_a_buffer(monkeypatch:pytest.MonkeyPatch):
+  with full_device(monkeypatch), pytest.raises(MemoryError) as e:
+    ops_cuda.CUDAAllocator(SimpleNamespace(device="CUDA", context=None)).alloc(2 << 30)
+  line = str(e.value)
+  assert line.startswith("Allocation of 2.00 GB failed on CUDA. Used: ") and line.endswith("the CUDA device has no room left: 1.50 MB of 80.00 GB are free")
+  assert "\n" not in line
+
+def test_no_room_for_a_graph(monkeypatch:pytest.MonkeyPatch):
+  with full_device(monkeypatch), pytest.raises(MemoryError, match="no room left: 1.50 MB of 80.00 GB are free"):
+    graph._wheel.check(cuda.cuGraphInstantiate_v2())
+
+def test_other_failures_stay(monkeypatch:pytest.MonkeyPatch):
+  monkeypatch.setattr(cuda, "cuGetErrorString", lambda status, text: ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p)).__setitem__(0, b"launch failed"))
+  with pytest.raises(RuntimeError, match="CUDA Error 719, launch failed"): ops_cuda.check(719)
+  assert ops_cuda.check(0) is None

@@ -1,0 +1,31 @@
+"""tinygrad's cache on disk (compiled kernels, searches) where it cannot be read or written: all goes on without one, and says so once.
+
+Imported before anything takes the wheel's functions by name. A worker that compiles says nothing: `probe` finds in its parent what it would find.
+"""
+from __future__ import annotations
+import functools, multiprocessing, os, sys
+from typing import Any, Callable
+from tinygrad import helpers
+from tinygrad.helpers import CACHELEVEL
+
+def _give_up(e:Exception) -> None:
+  if CACHELEVEL and not multiprocessing.current_process().daemon:
+    print(f"{helpers.CACHEDB}: no cache of compiled kernels ({' '.join(str(e).split()) or type(e).__name__}): going on without, each start compiles again",
+          file=sys.stderr)
+  CACHELEVEL.value, os.environ["CACHELEVEL"] = 0, "0"      # workers that start from now on read the latter
+
+def _guarded(access:Callable[..., Any], otherwise:Callable[..., Any]) -> Callable[..., Any]:
+  @functools.wraps(access)
+  def guarded(table:str, key:dict|str|int, *args:Any, **kw:Any) -> Any:
+    try: return access(table, key, *args, **kw)
+    except Exception as e:  # the folder's, the database's, a damaged entry's: a cache has no failure that matters
+      _give_up(e)
+      return otherwise(*args, **kw)
+  return guarded
+
+helpers.diskcache_get = _guarded(helpers.diskcache_get, lambda: None)
+helpers.diskcache_put = _guarded(helpers.diskcache_put, lambda val, prepickled=False: val)
+
+def probe() -> None:
+  """Writes to the cache, so that one that cannot be written is noticed, and said, at the start"""
+  helpers.diskcache_put("probe", "written", 1)
