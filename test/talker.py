@@ -21,7 +21,7 @@ class Talker(Model):
   """Answers by the last word of the question. It thinks first where the prompt asks it to."""
   def __init__(self, max_context:int=1 << 16):
     self.tokenizer, self.generator, self.max_context, self.kernels_a_token, self.full = vocabulary(), self, max_context, 0, False
-    self.name, self.sampling, self.prompts = "talker", Sampling(), []
+    self.name, self.sampling, self.prompts, self.lengths = "talker", Sampling(), [], []
 
   def render(self, messages:list[dict[str, str]], enable_thinking:bool=True) -> list[int]:
     text = "".join(f"<|{m['role']}|>{m['content']}" for m in messages) + "<|assistant|>" + ("<think>" if enable_thinking else "</think>")
@@ -40,6 +40,7 @@ class Talker(Model):
 
   def generate(self, ids:list[int], count:int|None, sampling:Sampling, stops:frozenset[int]) -> Iterator[int]:
     self.prompts.append(prompt := self.tokenizer.decode(ids))
+    self.lengths.append(len(ids))
     self.full, left, self.kernels_a_token = False, self.max_context - len(ids), 1
     for text in self.words(prompt, sampling):
       for token in self.tokenizer.encode(text, special=True):

@@ -158,8 +158,7 @@ def test_prompts(talker, capsys, tmp_path, monkeypatch):
                             "<|user|>from stdin<|assistant|></think>", "<think>q", "a\nb", "<think>q"]
   out = capsys.readouterr().out
   assert out.startswith("thought on and on </think>heard") and "<think>qheard 8 characters" in out and "a\nbheard 3 characters" in out
-  ids = [talker.tokenizer.encode("<think>", special=special) for special in (False, True)]
-  assert len(ids[0]) == 7 and len(ids[1]) == 1
+  assert talker.lengths[3:] == [8, 3, 2]  # the name of a special token is text, or the token
 
 def test_a_thought_that_is_hidden(talker, capsys):
   llm.main(["-p", "a", "--hide-think", "-s", "3"])
@@ -277,8 +276,8 @@ def test_chat_on_a_terminal(small, terminal, tmp_path, monkeypatch):
     t.type(question + "\r")
     t.until("[thinking]\r\n")                             # the answer has begun; whole, it takes a thousand tokens and more
     t.type(CTRL_C)
-    said = plain(t.until(">"))
-    assert "[stopped]" in said and "tok/s" in said and "greedy" in said and "not kept" in said
+    said = plain(t.until("\x1b[?2004h"))                   # the next prompt; > is among the model's words
+    assert all(part in said for part in ("[stopped]", " token", "the first after", "greedy", "not kept")), said
   t.type(CTRL_D)
   assert "Traceback" not in t.rest() and t.process.returncode == 0
 

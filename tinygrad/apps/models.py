@@ -155,7 +155,7 @@ class Answer:
   """A continuation of `ids` on its way: iterate, once, for its pieces. It ends before the first of the `stops` in what is answered, not in what is
   thought. tokens: how many have come; began, first, last: when, by time.perf_counter; done: whether the model ended it itself, or a stop did."""
   def __init__(self, model:Model, ids:list[int], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=()):
-    self.model, self.ids, self.count, self.sampling, self.until = model, list(ids), count, sampling, Until(stops)
+    self.model, self.ids, self.count, self.sampling, self.until = model, ids, count, sampling, Until(stops)
     self.tokens, self.done, self.began, self.first, self.last = 0, False, 0.0, 0.0, 0.0
 
   def __iter__(self) -> Iterator[Piece]:

@@ -130,7 +130,7 @@ def say(answer:Answer, options:Options, prompt:str|None=None) -> Said:
   if options.stats or (options.stats is None and sys.stdout.isatty() and sys.stderr.isatty()):
     rate = f", {r:.1f} tok/s" if (r := answer.tokens_a_second) else ""
     first = f", the first after {answer.seconds_to_first:.2f} s" if answer.tokens else ""
-    note(f"[{answer.tokens} tokens{rate}{first}{'; ' + drawing(options.sampling) if options.stats else ''}]")
+    note(f"[{answer.tokens} token{'s' if answer.tokens != 1 else ''}{rate}{first}{'; ' + drawing(options.sampling) if options.stats else ''}]")
   return said
 
 # ---- a conversation ----
