@@ -49,7 +49,7 @@ if str(OVERLAY.parent) not in sys.path: sys.path.insert(0, str(OVERLAY.parent))
 sys.meta_path.insert(0, _OverlayFinder)
 __path__ = [str(WHEEL), str(OVERLAY)]
 try:
-  importlib.import_module("tinygrad.runtime.support.disk_cache")  # first: others take the functions it replaces by name
+  importlib.import_module("tinygrad.disk_cache")  # first: others take the functions it replaces by name
   exec(compile((WHEEL / "__init__.py").read_text(), str(WHEEL / "__init__.py"), "exec"))
 except RuntimeError as e:  # the variable DEV is read as tinygrad is imported
   if "target string" not in str(e): raise

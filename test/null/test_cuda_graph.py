@@ -91,9 +91,9 @@ def test_new_nodes(monkeypatch:pytest.MonkeyPatch):
 def full_device(monkeypatch:pytest.MonkeyPatch, free:int=3 << 19) -> Iterator[None]:
   """The driver of a card with 80 GB that are taken"""
   def info(a, b) -> int:
-    ctypes.cast(a, ctypes.POINTER(ctypes.c_size_t))[0], ctypes.cast(b, ctypes.POINTER(ctypes.c_size_t))[0] = free, 80 << 30
+    for place, value in ((a, free), (b, 80 << 30)): ctypes.cast(place, ctypes.POINTER(ctypes.c_size_t))[0] = value
     return 0
-  for name in ("cuMemAlloc_v2", "cuGraphInstantiate_v2"): monkeypatch.setattr(cuda, name, lambda *args: cuda.CUDA_ERROR_OUT_OF_MEMORY)
+  for name in ("cuMemAlloc_v2", "cuGraphInstantiate_v2", "cuModuleLoadData"): monkeypatch.setattr(cuda, name, lambda *args: cuda.CUDA_ERROR_OUT_OF_MEMORY)
   monkeypatch.setattr(cuda, "cuCtxSetCurrent", lambda *args: 0)
   monkeypatch.setattr(cuda, "cuMemGetInfo_v2", info)
   yield
@@ -102,14 +102,20 @@ def test_no_room_for_a_buffer(monkeypatch:pytest.MonkeyPatch):
   with full_device(monkeypatch), pytest.raises(MemoryError) as e:
     ops_cuda.CUDAAllocator(SimpleNamespace(device="CUDA", context=None)).alloc(2 << 30)
   line = str(e.value)
-  assert line.startswith("Allocation of 2.00 GB failed on CUDA. Used: ") and line.endswith("the CUDA device has no room left: 1.50 MB of 80.00 GB are free")
-  assert "\n" not in line
+  assert line.startswith("Allocation of 2.00 GB failed on CUDA. Used: ") and "\n" not in line
+  assert line.endswith("the CUDA device has no room left: 1.50 MB of 80.00 GB are free")
 
 def test_no_room_for_a_graph(monkeypatch:pytest.MonkeyPatch):
   with full_device(monkeypatch), pytest.raises(MemoryError, match="no room left: 1.50 MB of 80.00 GB are free"):
     graph._wheel.check(cuda.cuGraphInstantiate_v2())
 
+@pytest.mark.filterwarnings("error")
+def test_no_room_for_a_kernel(monkeypatch:pytest.MonkeyPatch):
+  with full_device(monkeypatch), pytest.raises(MemoryError, match="no room left: 1.50 MB of 80.00 GB are free"):
+    ops_cuda.CUDAProgram(SimpleNamespace(context=None), SimpleNamespace(name="k", lib=b"", signature=()))
+
 def test_other_failures_stay(monkeypatch:pytest.MonkeyPatch):
-  monkeypatch.setattr(cuda, "cuGetErrorString", lambda status, text: ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p)).__setitem__(0, b"launch failed"))
+  def say(status, text) -> None: ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p))[0] = b"launch failed"
+  monkeypatch.setattr(cuda, "cuGetErrorString", say)
   with pytest.raises(RuntimeError, match="CUDA Error 719, launch failed"): ops_cuda.check(719)
   assert ops_cuda.check(0) is None

@@ -227,7 +227,8 @@ def alike(seed:int, make:Callable[[int], list[Tensor]], values:bool) -> None:
   (theirs, want), (ours, got) = found
   assert ours <= theirs, f"graph {seed}: {ours} kernels, more than the wheel's {theirs}"
   for o, a, b in zip(outputs, got, want):
-    own, all_of = (2e-2, 1e-3) if dtypes.half in [o.dtype for o in outputs] else (1e-4, 1e-5)  # a gradient that is 0 but for rounding has the size of that
+    # a gradient that is 0 but for rounding has the size of that
+    own, all_of = (2e-2, 1e-3) if dtypes.half in [o.dtype for o in outputs] else (1e-4, 1e-5)
     np.testing.assert_allclose(a, b, 0, max(own * np.abs(b).max(), all_of * max(np.abs(w).max() for w in want)), err_msg=f"graph {seed}")
 
 @pytest.mark.parametrize("make,graphs", ((gradients, 32), (convolutions, 12)))

@@ -64,6 +64,22 @@ def test_mul_mat(kind: T, tokens: int, rows: int):
   x = normal(tokens, w.shape[1])
   same(w(tensor(x)), x @ want.T)
 
+@pytest.mark.parametrize("tokens", [1, 13])
+def test_mul_mat_without_wide_instructions(tokens: int, monkeypatch):
+  """What CPUs without products of bytes, or with shorter vectors, compile"""
+  monkeypatch.setattr(cpu, "PRELUDE", "#undef __AVX512VNNI__\n#undef __AVX512F__\n" + cpu.PRELUDE)
+  for kind in (T.Q4_0, T.Q6_K, T.F16):
+    w, want = load(QuantizedLinear, kind, 23, width(kind))
+    x = normal(tokens, w.shape[1])
+    same(w(tensor(x)), x @ want.T)
+
+def test_fixed_point_of_the_largest():
+  """A unit's largest number rounds to what its bytes hold, whatever it is"""
+  w, want = load(QuantizedLinear, T.Q4_0, 16, 32 * 512)
+  for scale in (1.0, -1e-12, 3e8):
+    x = normal(1, w.shape[1]) * np.float32(scale)
+    same(w(tensor(x)), x @ want.T)
+
 @KINDS
 def test_mul_mat_id(kind: T):
   w, want = load(QuantizedExpertWeights, kind, 3, 21, width(kind))

@@ -43,6 +43,21 @@ def test_threads(threads: int):
     jit = TinyJit(lambda x: [m(x).realize(), (x + 1).realize()])
     for _ in range(20): np.testing.assert_array_equal(jit(x)[0].numpy(), want)
 
+@pytest.mark.parametrize("threads,spins", [(2, 0), (5, 0), (5, 3)])
+def test_threads_that_sleep(threads: int, spins: int):
+  """At every meeting: nobody is forgotten, nobody goes on too early. In a child, as who is forgotten sleeps for ever"""
+  from tinygrad.runtime.graph.cpu import pool
+  x, length = Tensor(np.random.default_rng(0).standard_normal((300, 400)).astype(np.float32)).realize(), Variable("n", 1, 300)
+  with Context(JIT=0): want, expected = (t.numpy() for t in chain(x, 77))
+  def run() -> tuple[bool, int]:
+    with Context(NUM_CPU_THREADS=threads):
+      jit, mine = TinyJit(chain), pool(Device.DEFAULT, threads)
+      mine.state.spins = mine.state.polls = spins
+      got = [[t.numpy() for t in jit(x, length.bind(77))] for _ in range(60)]
+      return all(np.array_equal(a, want) and np.allclose(b, expected, rtol=1e-5, atol=1e-2) for a, b in got), mine.sleeps
+  right, sleeps = in_child(run)
+  assert right is True and sleeps > 100
+
 # ---- a fork ----
 
 @pytest.fixture(scope="module")

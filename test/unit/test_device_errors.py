@@ -15,8 +15,9 @@ def line(dev: str) -> str:
   return str(e.value)
 
 @pytest.mark.parametrize("dev,cause", [
-  ("CUDAA", "cannot open the device CUDAA: there is none of that name, did you mean CUDA?"), ("FOO", "cannot open the device FOO: there is none of that name; "),
-  ("NULL", "the device NULL runs no kernels"), ("CPU:FOO", "CPU has no renderer 'FOO', but CLANG, LLVM"), ("CPU:1", "CPU has no renderer '1', but CLANG"),
+  ("CUDAA", "cannot open the device CUDAA: there is none of that name, did you mean CUDA?"),
+  ("FOO", "cannot open the device FOO: there is none of that name; "), ("NULL", "the device NULL runs no kernels"),
+  ("CPU:FOO", "CPU has no renderer 'FOO', but CLANG, LLVM"), ("CPU:1", "CPU has no renderer '1', but CLANG"),
   ("CPU::FOO", "invalid arch string: 'FOO'")])
 def test_a_wrong_name(dev: str, cause: str):
   assert cause in (said := line(dev)) and NAMES in said
@@ -26,7 +27,8 @@ def test_no_mac(): assert "METAL: it is there on a Mac alone" in line("METAL")
 
 def test_no_driver():
   assert _why_not("CUDA", AttributeError("failed to load library cuda: try setting CUDA_PATH?")) == "found no NVIDIA driver (libcuda)"
-  assert "NVRTC" in _why_not("CUDA:1", ExceptionGroup("No renderer", [AttributeError("failed to load library nvrtc: try setting CUDA_PATH?"), OSError()]))
+  first = AttributeError("failed to load library nvrtc: try setting CUDA_PATH?")
+  assert "NVRTC" in _why_not("CUDA:1", ExceptionGroup("No renderer", [first, OSError()]))
   assert _why_not("CUDA", RuntimeError("CUDA Error 100,\nno CUDA-capable device")) == "CUDA Error 100, no CUDA-capable device"
 
 @pytest.mark.parametrize("script,dev,said", [

@@ -3,9 +3,8 @@ import os, sqlite3, subprocess, sys
 from pathlib import Path
 from typing import Any, Iterator
 import pytest
-from tinygrad import helpers
+from tinygrad import disk_cache, helpers
 from tinygrad.helpers import CACHELEVEL
-from tinygrad.runtime.support import disk_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -29,7 +28,8 @@ def use(home: Path, **env: str) -> list[str]:
 
 def test_a_new_folder(tmp_path: Path):
   assert use(tmp_path / "missing" / "parent") == []
-  assert sqlite3.connect(tmp_path / "missing/parent/tinygrad/cache.db").execute("SELECT name FROM sqlite_master WHERE name LIKE 'compile%'").fetchall()
+  made = sqlite3.connect(tmp_path / "missing/parent/tinygrad/cache.db")
+  assert made.execute("SELECT name FROM sqlite_master WHERE name LIKE 'compile%'").fetchall()
 
 def test_a_file_in_its_place(tmp_path: Path):
   (tmp_path / "tinygrad").write_text("mine")

@@ -5,6 +5,7 @@ import numpy as np, pytest
 from gguf import GGMLQuantizationType as T, GGUFReader, GGUFWriter
 from extra.mkgguf import MODELS, TYPES, byte_letters, write_model
 from tinygrad.apps.gguf import MAX_ITEMS, MAX_STRING, SUPPORTED, GGUFError, read_gguf
+from tinygrad.apps.models import load as load_model
 
 # *** files by hand, byte by byte ***
 U8, U32, I32, F32, BOOL, STR, ARR, U64 = 0, 4, 5, 6, 7, 8, 9, 10
@@ -302,6 +303,13 @@ def test_bad_names_of_parts(parts: list[Path]):
   assert error(odd) == "expected a part number from 1 to 3 in the file's name, found 4"
 
 # *** accessors ***
+
+def test_another_architecture_is_told_first(tmp_path: Path):
+  """Not that its tokenizer is unknown here, that a key of this architecture is missing, or that there is no device."""
+  keys = tuple(key(k, STR, string(v)) for k, v in (("general.architecture", "gemma3"), ("tokenizer.ggml.model", "llama")))
+  (path := tmp_path / "x.gguf").write_bytes(build(keys))
+  with pytest.raises(GGUFError) as e: load_model(path)
+  assert str(e.value) == f"{path}: general.architecture: expected deepseek2, found 'gemma3'"
 
 def test_key_and_tensor_errors(tmp_path: Path):
   keys = (key("n", U32, u32(5)), key("x", F32, struct.pack("<f", .5)), key("b", BOOL, b"\0"), key("s", STR, string("q\nq")),

@@ -1,17 +1,21 @@
-"""Mutations of a valid GGUF file: each ends in one GGUFError line or in a clean load. By hand: python test/unit/test_gguf_fuzz.py [CASES] [SEED]"""
-import random, signal, struct, sys, tempfile, tracemalloc, warnings
+"""Mutations of a valid GGUF file and of chat templates: each ends in one GGUFError line or in a clean load.
+By hand: python test/unit/test_gguf_fuzz.py [CASES] [SEED]"""
+import random, re, signal, struct, sys, tempfile, tracemalloc, warnings
 from collections import Counter
 from pathlib import Path
 from typing import Callable, NamedTuple
-if __name__ == "__main__": sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if __name__ == "__main__": sys.path[:0] = [str(p := Path(__file__).resolve().parents[2]), str(p / "test")]
 import pytest
 from gguf import GGUFReader
 from extra.mkgguf import write_model
+from templates import FORMS, TALKS, TOOLS
+from tinygrad.apps.chat import Chat, MessageError
 from tinygrad.apps.gguf import GGUFError, GGUFFile, read_gguf
 from tinygrad.apps.mla import Config, _checked_tensors
+from tinygrad.apps.template import FILTERS, METHODS, TESTS
 from tinygrad.apps.tokenizer import Tokenizer
 
-CASES, SECONDS = 2400, 10  # seconds a case: none takes a hundredth of it, so only a hang does
+CASES, SECONDS = 2400, 10  # CPU seconds a case: none takes a tenth of it, so only a hang does
 
 class Layout(NamedTuple):
   """Where a valid file keeps its structure, as the package's reader finds it."""
@@ -77,20 +81,23 @@ def touch_tensors(f: GGUFFile):
   assert f.total_bytes <= f.path.stat().st_size
   for t in f.tensors.values(): int(t.data[0]) + int(t.data[-1])
 def build_config(f: GGUFFile): _checked_tensors(f, Config.from_gguf(f))
-def build_tokenizer(f: GGUFFile):
+def build_text(f: GGUFFile):
   t = Tokenizer.from_gguf(f)
   t.decode(t.encode("a fuzzed file, ünïcode 日本"))
-LOADERS = (touch_tensors, build_config, build_tokenizer)
+  try: Chat.from_gguf(f, t).render(TALKS["call"], tools=TOOLS)
+  except MessageError: assert "tokenizer.chat_template" not in f.kv  # the built-in form takes no tools
+LOADERS = (touch_tensors, build_config, build_text)
 
 Loaders = tuple[Callable[[GGUFFile], object], ...]
-def too_long(*_): raise TimeoutError(f"more than {SECONDS} s")
+class Timeout(BaseException): "no Exception: nothing takes it for a fault of the file"
+def too_long(*_): raise Timeout(f"more than {SECONDS} s")
 
 def run(path: Path, loaders: Loaders, what: str) -> tuple[str, int]:
   """(the last stage reached or "loaded", the peak of memory in bytes, as Python and numpy allocate it: the mapped file is not theirs)"""
   stage = "read"
   tracemalloc.reset_peak()
   held = tracemalloc.get_traced_memory()[0]
-  signal.setitimer(signal.ITIMER_REAL, SECONDS)
+  signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
   try:
     f = read_gguf(path)
     for load in loaders:
@@ -100,8 +107,8 @@ def run(path: Path, loaders: Loaders, what: str) -> tuple[str, int]:
   except GGUFError as e:
     line = str(e)
     assert line.startswith(f"{path}: ") and line.isprintable() and len(line) <= 500, f"{what}: not one clear line: {line!r}"
-  except Exception as e: raise AssertionError(f"{what}: {stage}: {type(e).__name__}: {e}") from e
-  finally: signal.setitimer(signal.ITIMER_REAL, 0)
+  except (Exception, Timeout) as e: raise AssertionError(f"{what}: {stage}: {type(e).__name__}: {e}") from e
+  finally: signal.setitimer(signal.ITIMER_VIRTUAL, 0)
   return stage, tracemalloc.get_traced_memory()[1] - held
 
 def fuzz(base: Path, loaders: Loaders, cases: range, seed: int) -> Counter[str]:
@@ -110,7 +117,7 @@ def fuzz(base: Path, loaders: Loaders, cases: range, seed: int) -> Counter[str]:
   a wrong length that makes one string of all the rest, what decoding that costs: twice to widen it, once the text so far, once in the error."""
   valid, at, path = base.read_bytes(), Layout.of(base), base.with_name("mutant.gguf")
   outcomes: Counter[str] = Counter()
-  before = signal.signal(signal.SIGALRM, too_long)
+  before = signal.signal(signal.SIGVTALRM, too_long)
   tracemalloc.start()
   try:
     for _ in range(2): stage, valid_peak = run(base, loaders, "valid file")  # twice: what is made once for all files does not count
@@ -129,24 +136,30 @@ def fuzz(base: Path, loaders: Loaders, cases: range, seed: int) -> Counter[str]:
       outcomes["peak"] = max(outcomes["peak"], peak)
   finally:
     tracemalloc.stop()
-    signal.signal(signal.SIGALRM, before)
+    signal.signal(signal.SIGVTALRM, before)
   return outcomes
 
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{% endfor %}{{ tools | tojson if tools }}"
 def base_file(folder: Path) -> Path:
-  """a GLM of two blocks, one dense and one MoE: every key and kind of tensor of the model in 105 kB, 8 kB of them header"""
+  """a GLM of two blocks, one dense and one MoE: every key and kind of tensor of the model in 106 kB, 8 kB of them header"""
   shape = dict(blocks=2, dim=64, heads=2, q_lora=32, kv_lora=32, nope=32, v=32, ff=128, experts=4, moe_ff=32, vocab=300)
-  return write_model(folder / "base.gguf", "small-glm", "Q4_0", **shape)[0]
+  path = write_model(folder / "base.gguf", "small-glm", "Q4_0", **shape)[0]
+  data, name, template = path.read_bytes(), b"tokenizer.chat_template", TEMPLATE.encode()
+  template += b" " * (-(8 + len(name) + 4 + 8 + len(template)) % 32)  # the tensors behind it stay aligned
+  entry = struct.pack("<Q", len(name)) + name + struct.pack("<IQ", 8, len(template)) + template
+  path.write_bytes(data[:16] + struct.pack("<Q", int.from_bytes(data[16:24], "little") + 1) + entry + data[24:])
+  return path
 
 def test_fuzz(tmp_path: Path):
   with warnings.catch_warnings():
     warnings.simplefilter("error")  # numpy's integers wrap with a warning at most
     outcomes = fuzz(base_file(tmp_path), LOADERS, range(CASES), seed=0)
   # every stage is reached and refuses something; a good part of the mutants are harmless (random weights stay weights)
-  assert all(outcomes[stage] >= 20 for stage in ("read", "build_config", "build_tokenizer", "loaded")), outcomes
+  assert all(outcomes[stage] >= 20 for stage in ("read", "build_config", "build_text", "loaded")), outcomes
   assert outcomes["read"] > CASES // 3, outcomes
 
 @pytest.mark.parametrize("fault, message", [("hoard", "bytes of memory"), ("crash", "crash: KeyError"),
-                                            ("ramble", "not one clear line"), ("hang", "hang: TimeoutError")])
+                                            ("ramble", "not one clear line"), ("hang", "hang: Timeout")])
 def test_harness_notices(fault: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
   """a loader that hoards memory, raises something else, names no file or hangs on a mutant is told"""
   def hoard(f: GGUFFile): bytes(f.path.name == "mutant.gguf" and 10 << 20)
@@ -159,6 +172,118 @@ def test_harness_notices(fault: str, message: str, tmp_path: Path, monkeypatch: 
   monkeypatch.setattr(sys.modules[__name__], "SECONDS", .5)
   with pytest.raises(AssertionError, match=message): fuzz(base_file(tmp_path), (locals()[fault],), range(50), seed=0)
 
+# *** templates: those of the families with their text changed, and programs made of everything that a template may say ***
+TEMPLATES, HELD, STEPS = 500, 8 << 20, 1 << 14  # cases; bytes; a small part of the budget, as tracing makes each step ten times as long
+NAMED = [n for n in TESTS if n.isidentifier()]
+ATOMS = {
+  "T": ("'a'", "'ab ' * 99", "'%s'", "'%99999999s'", "'%*d'", "'{:>99999999}'", "'{0}{0}'", "'<|user|>'", "messages[0].content", "ns.t", "ns.t"),
+  "N": ("0", "1", "9", "-1", "999999999", "2.5", "1e308", "loop.index", "messages | length"),
+  "L": ("[]", "[1, 'a', none]", "['b', 'a']", "range(9)", "range(10**9)", "(1, 2)", "messages", "ns.l", "ns.l"),
+  "D": ("{}", "{'a': 1, 'b': [2]}", "messages[0]", "loop"),
+  "B": ("true", "loop.first", "nothing is defined", "loop.changed(ns.l)"),
+  "E": ("none", "nothing", "x", "f", "ns", "loop", "tools", "raise_exception('no\\n')"),
+}
+FORMS_OF = {
+  "T": ("(T) + (T)", "(T) ~ (E)", "(T) * (N)", "(T) % (E)", "(T).format(E)", "(T) | format(E)", "(T)[N:]", "(T)[::-1]", "(T).replace(T, T)",
+        "(T).join(L)", "(L) | join(T)", "(E) | tojson",
+        "(E) | tojson(indent=N)", "(E) | string", "(T) | indent(N)", "(T).strip(T)", "(T).upper()", "(T) | title", "(T) | e", "(T) | trim(T)",
+        "f(T)", "strftime_now(T)", "(T) if (B) else (T)",
+        *(f"(T).{n}({a})" for n in METHODS[str] for a in ("", "T"))),
+  "N": ("(N) + (N)", "(N) * (N)", "(N) ** (N)", "(N) % (N)", "(N) // (N)", "-(N)", "(L) | length", "(T).count(T)", "(T).rfind(T)", "(N) | round(N)",
+        "(T) | int", "(T) | int(0, 16)", "(L) | sum"),
+  "L": ("(L) + (L)", "(L) * (N)", "[E, E]", "(E, E)", "[L, L]", "(L)[N:]", "(L) | sort", "(L) | unique", "(L) | reverse", "(L) | list",
+        "(L) | map('string')", "(L) | map(attribute=E)",
+        "(L) | select('string')", "(L) | selectattr('role')", "range(N)", "(T).split(T)", "(T) | list", "(D).items()", "(D) | dictsort",
+        "(D).values()"),
+  "D": ("{'k': E}", "{E: E}", "dict(k=E)", "dict(L)", "namespace(x=E)"),
+  "B": ("(T) == (T)", "(L) == (L)", "(E) in (L)", "(T) in (T)", "(N) < (N)", "not (B)", "(B) and (B)", "(E) is odd", "(E) is divisibleby 3",
+        "(E) in (D)", *("(E) is " + n for n in NAMED)),
+  "E": ("T", "T", "N", "L", "D", "B", "(L).append(E)", "(L)[E]", "(D)[E]", "(D).get(E)", "loop.cycle(E, E)",
+        *("(E) | " + n for n in FILTERS), *(f"(E) | {n}(E)" for n in FILTERS)),
+}
+STATEMENTS = ("{{ E }}", "{{ T }}", "{% set x = E %}", "{% set ns.t = T %}", "{% set ns.l = L %}", "{% set x %}S{% endset %}",
+              "{% if B %}S{% else %}S{% endif %}", "{% for i in L %}S{% endfor %}",
+              "{% for i in range(40) %}{% set ns.t = T %}{% endfor %}{{ E }}", "{% for i in range(40) %}{% set ns.l = L %}{% endfor %}{{ E }}",
+              "{% for i in L if B %}S{% else %}S{% endfor %}",
+              "{% for i in range(N) %}S{% break %}{% endfor %}", "{% macro f(a) %}{{ a }}S{% endmacro %}",
+              "{% macro f(a, b=E) %}{{ f(a) }}{{ f(b) }}{% endmacro %}{{ f(E) }}",
+              "{% filter upper %}S{% endfilter %}", "text é\0<|user|>", "{% with x = E %}S{% endwith %}")
+def say(r: random.Random, kind: str, depth: int) -> str:
+  """A program (S: one statement after another) or an expression that is likely of a kind: text, number, list, dict, truth or any."""
+  fill = lambda form: re.sub(r"(?<![\w'])[TNLDBE](?![\w'])|S", lambda m: say(r, m[0], depth - 1), form)
+  if kind == "S": return "".join(map(fill, r.choices(STATEMENTS, k=max(depth, 0))))
+  return r.choice(ATOMS[kind]) if depth < 0 or r.random() < .25 else fill(r.choice(FORMS_OF[kind]))
+def program(r: random.Random) -> str:
+  head = "{% set ns = namespace(t='a', l=[1]) %}{% macro f(a) %}<{{ a }}>{% endmacro %}{% for i in [1, 2] %}"
+  return head + say(r, "S", r.randrange(1, 4)) + "{% endfor %}"
+def changed(r: random.Random) -> str:
+  parts = re.findall(r"\w+|\s+|.", r.choice([*FORMS.values()]), re.S)
+  for _ in range(r.choice((1, 1, 2, 4))):
+    i, j = sorted((r.randrange(len(parts)), r.randrange(len(parts))))
+    match r.randrange(5):
+      case 0: parts[i] = r.choice(ATOMS["T"])
+      case 1: parts[i] *= r.choice((2, 300))
+      case 2: del parts[i:i + r.randrange(1, 9)]
+      case 3: parts[i], parts[j] = parts[j], parts[i]
+      case 4: parts[j:j] = parts[i:i + r.randrange(1, 40)]
+  return "".join(parts)
+
+def fuzz_templates(tokenizer: Tokenizer, cases: range, seed: int, chat: Callable = Chat) -> Counter[str]:
+  """Each template loads and renders, or fails in one line of GGUFError or MessageError, within SECONDS and HELD bytes."""
+  outcomes: Counter[str] = Counter()
+  before = signal.signal(signal.SIGVTALRM, too_long)
+  tracemalloc.start()
+  try:
+    for case in cases:
+      r = random.Random(f"template {seed} {case}")
+      template, what = r.choice((program, program, changed))(r), f"template {case} of seed {seed}"
+      tracemalloc.reset_peak()
+      held, stage = tracemalloc.get_traced_memory()[0], "loading"
+      signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+      try:
+        made = chat("f.gguf", template, tokenizer)
+        stage = "rendering"
+        made.render(r.choice([*TALKS.values()]), tools=r.choice((None, TOOLS)))
+        stage = "rendered"
+      except (GGUFError, MessageError) as e:
+        if isinstance(e, MessageError): stage = "refused"
+        assert str(e).isprintable() and len(str(e)) <= 500, f"{what}: not one clear line: {e}"
+      except (Exception, Timeout) as e: raise AssertionError(f"{what}: {stage}: {type(e).__name__}: {e}") from e
+      finally: signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+      peak = tracemalloc.get_traced_memory()[1] - held
+      assert peak < HELD, f"{what}: {stage}: {peak} bytes of memory"
+      outcomes[stage] += 1
+      outcomes["peak"] = max(outcomes["peak"], peak)
+  finally:
+    tracemalloc.stop()
+    signal.signal(signal.SIGVTALRM, before)
+  return outcomes
+
+@pytest.fixture
+def tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
+  monkeypatch.setattr("tinygrad.apps.template.STEPS", STEPS)
+  return Tokenizer.from_gguf(read_gguf(base_file(tmp_path)))
+
+def test_fuzz_templates(tokenizer: Tokenizer):
+  outcomes = fuzz_templates(tokenizer, range(TEMPLATES), seed=0)
+  assert all(outcomes[stage] >= 100 for stage in ("loading", "rendering", "rendered")), outcomes
+
+@pytest.mark.parametrize("fault, message", [("hoard", "bytes of memory"), ("crash", "rendering: KeyError"), ("ramble", "not one clear line"),
+                                            ("hang", "rendering: Timeout")])
+def test_harness_notices_templates(fault: str, message: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+  class Faulty(Chat):
+    def render(self, *args, **kw):
+      if fault == "hoard": bytes(HELD)
+      if fault == "crash": raise KeyError("x")
+      if fault == "ramble": raise TwoLines("")
+      while fault == "hang": pass
+  class TwoLines(GGUFError):
+    def __str__(self): return "x\ny"
+  monkeypatch.setattr(sys.modules[__name__], "SECONDS", .5)
+  with pytest.raises(AssertionError, match=message): fuzz_templates(tokenizer, range(50), 0, Faulty)
+
 if __name__ == "__main__":
   count, seed = (*map(int, sys.argv[1:]), *(CASES, 0)[len(sys.argv) - 1:])
-  with tempfile.TemporaryDirectory() as folder: print(fuzz(base_file(Path(folder)), LOADERS, range(count), seed))
+  with tempfile.TemporaryDirectory() as folder: 
+    print(fuzz(base := base_file(Path(folder)), LOADERS, range(count), seed))
+    print(fuzz_templates(Tokenizer.from_gguf(read_gguf(base)), range(count), seed))

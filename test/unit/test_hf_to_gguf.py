@@ -186,6 +186,7 @@ def test_errors_are_one_line(field: str, tmp_path: Path, capsys: pytest.CaptureF
 def test_built_in_model():
   assert TINY.stat().st_size <= 6_000_000
   k, t = keys(TINY), types(TINY)
+  assert "tiny demonstration" in k["general.description"] and k["general.sampling.temp"] == 0
   assert set(t.values()) == {T.F32, T.Q4_0, T.Q4_1, T.Q8_0} and k["deepseek2.expert_count"] == 16 and k["deepseek2.expert_used_count"] == 4
   assert np.abs(arrays(TINY)["blk.1.exp_probs_b.bias"]).max() > 1e-3  # training has moved the router's bias
   golden = np.load(GOLDENS / "tiny-glm-Q4_0.npz")

@@ -118,7 +118,7 @@ def test_bad_flags(flags, found, capsys):
   if e.type is SystemExit: assert e.value.code == 2
 
 def test_bad_flags_end_a_process_in_one_line():
-  assert refused("--temperature", "nan") == "error: temperature: expected 0 or more, found nan"
+  assert refused("--temperature", "nan") == "error: temperature: expected 0, or from 1e-30 to 10000, found nan"
   assert "argument -n/--count: expected a whole number of at least 1, or -1, found '0'" in refused("--count", "0")
 
 def test_every_flag_has_a_help_line():

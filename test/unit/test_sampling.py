@@ -2,7 +2,7 @@
 from dataclasses import replace
 import numpy as np, pytest
 from tinygrad import Tensor, TinyJit, dtypes
-from tinygrad.apps.sampling import Features, Sampling, sample
+from tinygrad.apps.sampling import Features, Sampling, gumbel, sample
 from tinygrad.engine.realize import to_program_cache
 
 class Sampler:
@@ -144,13 +144,45 @@ def test_seeds_and_draws_are_independent(everything: Sampler, logits: np.ndarray
   firsts = np.concatenate([everything(logits, s(seed)) for seed in range(300)])  # the first draw of many seeds
   assert_drawn_from(firsts, probabilities(logits, s(0)))
 
-@pytest.mark.parametrize("name,value,expected", [("temperature", -.1, "0 or more"), ("temperature", float("nan"), "0 or more"),
-  ("top_k", -1, "0 or more"),
-  ("top_p", 0, "above 0, at most 1"), ("top_p", 1.01, "above 0, at most 1"), ("min_p", -.1, "from 0 to 1"), ("min_p", 2, "from 0 to 1"),
-  ("repeat_penalty", 0, "above 0"), ("seed", -1, "from 0 to"), ("seed", 1 << 32, "from 0 to")])
-def test_values_out_of_range(name: str, value: float, expected: str):
-  with pytest.raises(ValueError, match=f"^{name}: expected {expected}") as e: Sampling(**{name: value})
-  assert "\n" not in str(e.value)
+NO_NUMBER = ["1", None, True, np.bool_(True), 1j, [1.0]]
+REAL = {"temperature": ("0, or from 1e-30 to 10000", [-.1, float("nan"), float("inf"), 1e-46, 9e-31, 10001, 10 ** 400]),
+        "top_p": ("from 1e-30 to 1", [0, -1, 1.01, 1e-46, float("nan"), float("-inf")]),
+        "min_p": ("0, or from 1e-30 to 1", [-.1, 2, 1e-46, float("nan")]),
+        "repeat_penalty": ("from 1e-30 to 10000", [0, 1e-46, 1e-40, -2, 1e300, 10 ** 400, float("nan")])}
+WHOLE = {"top_k": ("a whole number from 0 to 2147483647", [-1, 1.5, 1.0, 1 << 31, 10 ** 400, 10 ** 9999]),
+         "seed": ("a whole number from 0 to 4294967295", [-1, .5, 1 << 32, 10 ** 400])}
+@pytest.mark.parametrize("name", REAL | WHOLE)
+def test_values_out_of_range(name: str):
+  """None is taken for another: what float32 would make 0 or infinite, what would be rounded, what is no number"""
+  expected, values = (REAL | WHOLE)[name]
+  for value in values + NO_NUMBER:
+    with pytest.raises(ValueError, match=f"^{name}: expected {expected}, found ") as e: Sampling(**{name: value})
+    assert "\n" not in str(e.value) and len(str(e.value)) < 150
+
+def test_values_at_their_limits(everything: Sampler, logits: np.ndarray):
+  """The smallest and the largest of each do what they say"""
+  best, seen = int(logits.argmax()), tuple(np.flatnonzero(logits > 0).tolist())
+  for s in (Sampling(1e-30), Sampling(1.0, top_p=1e-30), Sampling(np.float32(1.0), top_k=np.int64(1), seed=np.uint32(7))):
+    assert set(everything(logits, s, 12)) == {best}, s
+  for s in (Sampling(1.0, top_k=2 ** 31 - 1), Sampling(1.0, min_p=1e-30)): assert_drawn_from(everything(logits, s, 400), probabilities(logits, s))
+  assert set(everything(logits, Sampling(1.0, repeat_penalty=1e-30), 12, seen)) == {best}
+  s = Sampling(1.0, repeat_penalty=1e4)
+  assert abs(np.isin(everything(logits, s, 400, seen), seen).mean() - probabilities(logits, s, seen)[list(seen)].sum()) < .1
+
+def test_noise_is_finite():
+  """For the bits at either end and many between; symmetric, so that neither end is special"""
+  ends = [0, 1, 255, 256, 511, 512, 0x7fffffff, 0x80000000, 0xfffffdff, 0xfffffe00, 0xffffff00, 0xfffffffe, 0xffffffff]
+  bits = np.concatenate([np.uint32(ends), np.random.default_rng(0).integers(0, 1 << 32, 100000, np.uint32)])
+  got, want = gumbel(Tensor(bits)).numpy(), -np.log(-np.log(((bits >> 9).astype(np.float64) * 2 + 1) * 2.0 ** -24))
+  assert np.isfinite(got).all() and np.abs(got - want).max() < 1e-3
+  assert got[0] == got.min() and got[len(ends) - 1] == got.max() < 17
+
+def test_a_large_vocabulary():
+  """No token of a probability of 4e-18 among so many draws, and the two likely ones as often as they are likely"""
+  x = np.full(154880, -40, np.float32)
+  x[[7, 150000]] = [0, 1]
+  s = Sampling(1.0, seed=1)
+  assert_drawn_from(Sampler(len(x), s.features)(x, s, 1000), probabilities(x, s))
 
 def test_features_follow_the_values():
   assert Sampling().features == Features() == Sampling(top_k=5, top_p=.5, min_p=.1).features  # greedy needs no cut

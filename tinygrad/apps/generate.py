@@ -51,6 +51,7 @@ class Generator:
     self.model, self.max_context = model, model.max_context
     self.position = Variable("pos", 0, self.max_context - 1)
     self.chunk, self.many = CHUNK, model.max_step
+    self.few = self.many // (2 if cpu.device() else 4)  # tokens that smaller steps take sooner: on a CPU, padding costs what tokens do
     self.cached: list[int] = []                       # the tokens whose rows the cache holds
     self.calls = 0                                    # that changed it: an iterator goes on while none has come after its own
     self.next_position: int|None = 0                  # what device_position holds; None while a step is under way, or where one failed
@@ -115,7 +116,7 @@ class Generator:
     written again before they are read, and the cache has room for them past the context's end."""
     at = start
     while at < len(ids):
-      size = many if len(ids) - at > many // 4 else self.chunk
+      size = many if len(ids) - at > self.few else self.chunk
       part = ids[at:at + size]
       write(self.ids[size], np.array(part + [0] * (size - len(part)), np.int32))
       yield at, size

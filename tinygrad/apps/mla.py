@@ -26,7 +26,7 @@ from tinygrad.nn.mla_prefill import fits as mla_prefill_fits
 from tinygrad.nn.moe import Choice, expert_down, expert_gate_up, gate_up, moe_mats
 from tinygrad.nn.norm_linear import latent_query, norm_linear
 
-CHUNK, MANY = 32, 512  # prompt tokens a step; where there are tensor cores, and more than a few tokens
+CHUNK, MANY = 32, 512  # prompt tokens a step; where there are kernels for many, and more than a few tokens
 
 class Gating(enum.IntEnum):
   SOFTMAX = 1
@@ -195,7 +195,8 @@ class Transformer:
   def __init__(self, config:Config, token_embd:QuantizedEmbedding, blocks:list[Block], output_norm:RMSNorm, output:QuantizedLinear, max_context:int):
     self.config, self.token_embd, self.blk, self.output_norm, self.output = config, token_embd, blocks, output_norm, output
     self.max_context = max_context
-    self.max_step = MANY if max_context >= MANY and (t := target()) is not None and t.mma is not None else CHUNK
+    for_many = cpu.device() is not None or (t := target()) is not None and t.mma is not None
+    self.max_step = MANY if max_context >= MANY and for_many else CHUNK
     rows = max_context + self.max_step  # a step of prefill is padded to its size, wherever it starts
     self.rope = rope_table(config.rope_dim, config.rope_base, rows, config.yarn)
     # half precision where memory is what decoding waits for

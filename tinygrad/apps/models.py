@@ -4,7 +4,7 @@ import ctypes, difflib, os, shutil, time
 from pathlib import Path
 from typing import Any, Iterable, Iterator
 import numpy as np
-from tinygrad import Device
+from tinygrad import Device, disk_cache
 from tinygrad.apps.chat import Chat
 from tinygrad.apps.generate import Generator
 from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor, read_gguf
@@ -15,7 +15,6 @@ from tinygrad.apps.screen import doing, safe_line
 from tinygrad.apps.tokenizer import Tokenizer
 from tinygrad.device import ALL_DEVICES
 from tinygrad.helpers import Context, DEV, OSX, getenv
-from tinygrad.runtime.support import disk_cache
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,8 +111,8 @@ def choose_device() -> None:
   DEV.value = os.environ["DEV"] = found  # workers that compile read the latter
 
 def check_device() -> None:
-  """Raises UserError, which says why and what there is, where the default device cannot be opened, runs nothing or lacks its compiler. A cache of kernels
-  that cannot be written is said once, and done without."""
+  """Raises UserError, which says why and what there is, where the default device cannot be opened, runs nothing or lacks its compiler.
+  A cache of kernels that cannot be written is said once, and done without."""
   choose_device()
   names = f"DEV is one of {', '.join(DEVICES)}; by plain ops, slowly, {', '.join(OTHERS)}"
   device = DEV.device

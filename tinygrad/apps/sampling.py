@@ -1,8 +1,11 @@
 """From logits to a token, in the graph. Greedy is temperature 0; else the order is: repeat penalty, temperature, top-k, top-p, min-p, draw."""
 from __future__ import annotations
 from dataclasses import dataclass
+from numbers import Integral, Real
 from tinygrad import Tensor, dtypes
 from tinygrad.nn.embedding import argmax
+
+LEAST = 1e-30  # but for 0: smaller ones, or what is divided by them, would be lost in float32
 
 @dataclass(frozen=True)
 class Sampling:
@@ -14,11 +17,14 @@ class Sampling:
   seed: int = 0
 
   def __post_init__(self) -> None:
-    """Raises ValueError, one line, for a value out of range."""
-    for name, ok, expected in (("temperature", 0 <= self.temperature < 1e4, "0 or more"), ("top_k", self.top_k >= 0, "0 or more"),
-                               ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"), ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
-                               ("repeat_penalty", 0 < self.repeat_penalty < 1e4, "above 0"), ("seed", 0 <= self.seed < 1 << 32, "from 0 to 2^32-1")):
-      if not ok: raise ValueError(f"{name}: expected {expected}, found {getattr(self, name)}")
+    """Raises ValueError, one line, for a value out of range, and for one that the device's float32 would make 0 or infinite."""
+    for name, kind, low, high in (("temperature", Real, 0, 1e4), ("top_p", Real, LEAST, 1), ("min_p", Real, 0, 1),
+                                  ("repeat_penalty", Real, LEAST, 1e4), ("top_k", Integral, 0, (1 << 31) - 1), ("seed", Integral, 0, (1 << 32) - 1)):
+      value = getattr(self, name)
+      if isinstance(value, kind) and not isinstance(value, bool) and (value == low or max(low, LEAST) <= value <= high): continue
+      expected = f"a whole number from 0 to {high}" if kind is Integral else f"{'' if low else '0, or '}from {LEAST:g} to {high:g}"
+      found = f"one of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 64 else repr(value)
+      raise ValueError(f"{name}: expected {expected}, found {found}")
 
   @property
   def features(self) -> Features:
@@ -50,6 +56,12 @@ def _cutoff(keys:Tensor, mass:Tensor, target:Tensor) -> Tensor:
     low = (low + ((reached.sum(keepdim=True).cast(dtypes.uint32).maximum(1) - 1) << shift)).contiguous()
   return low
 
+def gumbel(bits:Tensor) -> Tensor:
+  """uint32 -> float32 noise of Gumbel's distribution. Never infinite: the numbers whose logarithm is taken are odd multiples of 2^-24, which float32
+  holds without rounding, up to 1 - 2^-24, and whose own is at least 2^-24, whatever a device's logarithm makes of it"""
+  uniform = (bits >> 9).cast(dtypes.float) * 2.0 ** -23 + 2.0 ** -24
+  return -(-uniform.log()).maximum(2.0 ** -24).log()
+
 def sample(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor, seen:Tensor|None=None) -> Tensor:
   """logits: float32 (V,); values: float32 (5,), Sampling.values(); key, counter: uint32 (2,), the seed and the draw's number; seen: uint8 (V,),
   1 for the tokens of the context, needed for a penalty -> int32 (1,). Tokens that tie at a cut are kept; an argmax tie goes to the lower id."""
@@ -67,5 +79,4 @@ def sample(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:
     keep = keep & (_ordered(x) >= _cutoff(_ordered(x), p, top_p * p.sum(keepdim=True) * (1 - 1e-6)))
   if features.min_p: keep = keep & (x >= min_p.log())
   # Gumbel's trick: the largest x + noise is a draw from softmax(x)
-  uniform = (Tensor.random_bits(key, counter, x.shape[0]) >> 8).cast(dtypes.float) * 2.0 ** -24 + 2.0 ** -25
-  return argmax(keep.where(x - (-uniform.log()).log(), float("-inf")))
+  return argmax(keep.where(x + gumbel(Tensor.random_bits(key, counter, x.shape[0])), float("-inf")))

@@ -44,7 +44,7 @@ APART void times(floats W0, floats W1, long step, floats X, int n, int columns, 
   else if (columns > 4) some(8, 2, W0, W1, step, X, n, sums);
   else some(4, 2, W0, W1, step, X, n, sums);
 #else  /* fewer or shorter registers */
-  for (int c = 0; c < columns; c += 4) { some(4, 1, W0, W0, step, X + c, n, sums + c); some(4, 1, W1, W1, step, X + c, n, sums + 12 + c); }
+  for (int c = 0; c < columns && c < 12; c += 4) { some(4, 1, W0, W0, step, X + c, n, sums + c); some(4, 1, W1, W1, step, X + c, n, sums + 12 + c); }
 #endif
 }
 """

@@ -11,16 +11,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 import tinygrad.runtime.autogen.cuda as cuda
 from tinygrad import wheel_module
-from tinygrad.device import BufferSpec
+from tinygrad.device import BufferSpec, TinyELF
 from tinygrad.helpers import mv_address, size_to_str
 from tinygrad.runtime.support.c import init_c_var
 
 _wheel = wheel_module(__name__)
-for _name in ("encode_args", "cu_time_execution", "CUDAProgram", "CUDADevice"): globals()[_name] = getattr(_wheel, _name)
+for _name in ("encode_args", "cu_time_execution", "CUDADevice"): globals()[_name] = getattr(_wheel, _name)
 _check = _wheel.check
 
 def check(status:int) -> None:
-  """Raises MemoryError for what found no room on the device: a buffer, a graph; RuntimeError for any other failure"""
+  """Raises MemoryError for what found no room on the device: a buffer, a graph, a kernel's code; RuntimeError for any other failure"""
   if status != cuda.CUDA_ERROR_OUT_OF_MEMORY: return _check(status)
   free, total = ctypes.c_size_t(), ctypes.c_size_t()
   known = cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
@@ -60,4 +60,13 @@ class CUDAAllocator(_wheel.CUDAAllocator):
     if self.ring is None: self.ring = Ring(self)
     self.ring.copy(dest.value, mv_address(src), len(src))
 
-_wheel.check, _wheel.CUDAAllocator = check, CUDAAllocator  # what its CUDADevice uses
+class CUDAProgram(_wheel.CUDAProgram):
+  def __init__(self, dev:CUDADevice, obj:TinyELF, smem:int=0):
+    try: super().__init__(dev, obj, smem)
+    except RuntimeError as e:
+      if str(e).endswith("CUDA_ERROR_OUT_OF_MEMORY"): check(cuda.CUDA_ERROR_OUT_OF_MEMORY)
+      raise
+  def __del__(self) -> None:
+    if hasattr(self, "module"): super().__del__()  # one that was not loaded has nothing to give back
+
+_wheel.check, _wheel.CUDAAllocator, _wheel.CUDAProgram = check, CUDAAllocator, CUDAProgram  # what its CUDADevice uses

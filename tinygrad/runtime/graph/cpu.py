@@ -1,8 +1,8 @@
 """A batch of kernels on the CPU by one call: the wheel pays Python for every launch, and runs a program's threads one after another.
 
 The batch is a table of commands (address, threads, arguments) that a small C program walks on every thread of a pool. A program that takes a
-core_id is shared out among them; the others run on the first. Threads meet only before and after a shared program. Between batches a thread
-polls a while and then sleeps on a semaphore.
+core_id is shared out among them; the others run on the first. Threads meet only before and after a shared program. Who waits, for the others or
+for a batch, polls a while and then sleeps on a semaphore: where other work takes the cores, polling would keep them from those waited for.
 """
 from __future__ import annotations
 import ctypes, functools, os, threading
@@ -19,22 +19,52 @@ from tinygrad.uop.ops import Ops
 ARGUMENTS = 28                 # at most, of a program
 WORDS = 4 + ARGUMENTS          # of a command: the program's address, its threads, which argument is core_id, whether the threads meet before it
 LINE = 16                      # words a thread has of `sync`: two cache lines
-POLLS = 50000                  # before a thread sleeps
+SPINS, POLLS = 1000, 20000     # before a thread sleeps: where others have not done their share, and where there is nothing to do
 
 CALL = ", ".join(f"a[{i}]" for i in range(ARGUMENTS))
 SOURCE = f"""typedef unsigned long long u64;
 typedef void (*program)({', '.join(['u64'] * ARGUMENTS)});
-typedef struct {{ u64 *commands, count, threads, epoch, *sync, batch; int (*yield)(void), (*wait)(void*), (*post)(void*); void **sleepers; }} pool;
+typedef struct {{
+  u64 *commands, count, threads, epoch, *sync, batch, spins, polls, asleep, sleeps;
+  int (*wait)(void*), (*post)(void*);
+  void **sleepers;
+}} pool;
 #if defined(__x86_64__)
 #define PAUSE __builtin_ia32_pause()
 #else
 #define PAUSE __asm__ volatile("yield")
 #endif
 #define GET(p) __atomic_load_n(p, __ATOMIC_ACQUIRE)
+#define ORDERED __ATOMIC_SEQ_CST
+/* a thread's words of sync: how often it has met the others; of whom it waits asleep, plus one */
+#define MET(t) (P->sync + (t) * {LINE})
+#define MARK(t) (P->sync + (t) * {LINE} + 1)
+/* until thread `of` has stored `value` in a word, at first awake; how often it slept */
+static u64 await(pool* P, u64 me, u64 of, u64* word, u64 value, u64 polls) {{
+  u64 slept = 0;
+  for (u64 k = 0; k < polls; k++) {{ if (GET(word) >= value) return 0; PAUSE; }}
+  for (; GET(word) < value; slept++) {{
+    __atomic_store_n(MARK(me), of + 1, ORDERED);
+    __atomic_fetch_add(&P->asleep, 1, ORDERED);
+    /* woken by that thread, unless it came in between and this one takes its mark back itself */
+    if (__atomic_load_n(word, ORDERED) < value || !__atomic_exchange_n(MARK(me), 0, ORDERED)) while (P->wait(P->sleepers[me]));
+    __atomic_fetch_sub(&P->asleep, 1, ORDERED);
+  }}
+  return slept;
+}}
+static void wake(pool* P, u64 me) {{
+  if (!__atomic_load_n(&P->asleep, ORDERED)) return;
+  for (u64 t = 0; t < P->threads; t++) {{
+    u64 mark = me + 1;
+    if (__atomic_compare_exchange_n(MARK(t), &mark, 0, 0, ORDERED, ORDERED)) P->post(P->sleepers[t]);
+  }}
+}}
 static void meet(pool* P, u64 me, u64 epoch) {{
-  __atomic_store_n(P->sync + me * {LINE}, epoch, __ATOMIC_RELEASE);
-  for (u64 t = 0; t < P->threads; t++)
-    for (u64 k = 1; GET(P->sync + t * {LINE}) < epoch; k++) {{ PAUSE; if (k % 1024 == 0) P->yield(); }}
+  u64 slept = 0;
+  __atomic_store_n(MET(me), epoch, ORDERED);
+  wake(P, me);
+  for (u64 t = 0; t < P->threads; t++) slept += await(P, me, t, MET(t), epoch, P->spins);
+  if (slept) __atomic_fetch_add(&P->sleeps, slept, ORDERED);
 }}
 static void walk(pool* P, u64 me) {{
   u64 epoch = P->epoch, count = P->count, threads = P->threads, *commands = P->commands;
@@ -53,21 +83,13 @@ static void walk(pool* P, u64 me) {{
 }}
 void cpu_pool(pool* P, u64 me) {{
   if (!me) {{
-    __atomic_store_n(&P->batch, P->batch + 1, __ATOMIC_SEQ_CST);
-    for (u64 t = 1; t < P->threads; t++)
-      if (__atomic_exchange_n(P->sync + t * {LINE} + 1, 0, __ATOMIC_SEQ_CST)) P->post(P->sleepers[t]);
+    __atomic_store_n(&P->batch, P->batch + 1, ORDERED);
+    wake(P, 0);
     walk(P, 0);
     return;
   }}
-  for (u64 batch = 0;; batch++) {{
-    for (u64 k = 0; GET(&P->batch) == batch && k < {POLLS}; k++) PAUSE;
-    if (GET(&P->batch) == batch) {{
-      u64* asleep = P->sync + me * {LINE} + 1;
-      __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
-      /* woken by the first thread, unless the batch came in between and this one takes its mark back itself */
-      if (__atomic_load_n(&P->batch, __ATOMIC_SEQ_CST) == batch || !__atomic_exchange_n(asleep, 0, __ATOMIC_SEQ_CST))
-        while (P->wait(P->sleepers[me]));
-    }}
+  for (u64 batch = 1;; batch++) {{
+    await(P, me, 0, &P->batch, batch, P->polls);
     walk(P, me);
   }}
 }}
@@ -75,7 +97,8 @@ void cpu_pool(pool* P, u64 me) {{
 
 class PoolState(ctypes.Structure):
   """SOURCE's `pool`"""
-  _fields_ = [(name, ctypes.c_uint64) for name in ("commands", "count", "threads", "epoch", "sync", "batch", "yield_", "wait", "post", "sleepers")]
+  _fields_ = [(name, ctypes.c_uint64) for name in ("commands", "count", "threads", "epoch", "sync", "batch", "spins", "polls", "asleep", "sleeps",
+                                                   "wait", "post", "sleepers")]
 
 class Pool:
   """The threads; the caller is the first of them, and one caller at a time"""
@@ -85,14 +108,18 @@ class Pool:
     clang = ClangRenderer(dev.renderer.target)
     self.program = CPUProgram(dev, TinyELF(clang.compiler.compile_cached(SOURCE), "cpu_pool", clang.target, ()))
     def address(function:str) -> int: return unwrap(ctypes.cast(getattr(libc.dll, function), ctypes.c_void_p).value)
-    for t in range(1, threads):
+    for t in range(threads):
       name = f"/tinygrad-pool-{os.getpid()}-{id(self) % 100000}-{t}".encode()
       semaphore = libc.sem_open(name, os.O_CREAT | os.O_EXCL, 0o600, 0)
       self.sleepers[t] = ctypes.cast(semaphore, ctypes.c_void_p).value
       if self.sleepers[t] == ctypes.c_void_p(-1).value or libc.sem_unlink(name): raise OSError("no semaphore for the CPU's threads")
-    self.state = PoolState(threads=threads, sync=-(-ctypes.addressof(self.words) // 128) * 128, yield_=address("sched_yield"),
+    self.state = PoolState(threads=threads, spins=SPINS, polls=POLLS, sync=-(-ctypes.addressof(self.words) // 128) * 128,
                            wait=address("sem_wait"), post=address("sem_post"), sleepers=ctypes.addressof(self.sleepers))
     for t in range(1, threads): threading.Thread(target=self._enter, args=(t,), daemon=True).start()
+  @property
+  def sleeps(self) -> int:
+    """How often a thread has gone to sleep within a batch: hardly ever where each has a core, several times a token where other work takes them"""
+    return self.state.sleeps
   def _enter(self, thread:int) -> None: self.program.fxn(ctypes.c_uint64(ctypes.addressof(self.state)), ctypes.c_uint64(thread))
   def run(self, commands:int, count:int) -> None:
     with self.lock:

@@ -10,8 +10,8 @@ from tinygrad.helpers import CACHELEVEL
 
 def _give_up(e:Exception) -> None:
   if CACHELEVEL and not multiprocessing.current_process().daemon:
-    print(f"{helpers.CACHEDB}: no cache of compiled kernels ({' '.join(str(e).split()) or type(e).__name__}): going on without, each start compiles again",
-          file=sys.stderr)
+    why = " ".join(str(e).split()) or type(e).__name__
+    print(f"{helpers.CACHEDB}: no cache of compiled kernels ({why}): going on without, each start compiles again", file=sys.stderr)
   CACHELEVEL.value, os.environ["CACHELEVEL"] = 0, "0"      # workers that start from now on read the latter
 
 def _guarded(access:Callable[..., Any], otherwise:Callable[..., Any]) -> Callable[..., Any]:
