@@ -10,7 +10,7 @@ from tinygrad.apps.models import ROOT, Answer, UserError
 from tinygrad.apps.reasoning import ANSWER, MARK, REASONING, Reasoning
 from tinygrad.apps.sampling import Sampling
 from tinygrad.apps import screen, terminal
-from tinygrad.apps.terminal import Conversation, Lines, Options, conversation_of, read_text, unblocked
+from tinygrad.apps.terminal import Conversation, Lines, Options, read_text, unblocked
 
 TALKER = [sys.executable, str(ROOT / "test/talker.py")]
 
@@ -257,7 +257,8 @@ def test_saved_conversations(tmp_path, capsys, monkeypatch):
   c = talk("c", f"/save {path}", f"/save {folder}", "/save", f"/save! {tmp_path}/no/such", f"/save! {folder}", "/save \0")
   err = capsys.readouterr().err.splitlines()
   assert json.loads(path.read_text()) == saved and {*tmp_path.iterdir()} == {path, folder} and len(err) == 6 and "is there already" in err[0]
-  bad = {"x": "expected JSON", "3": "expected messages, found int", "{}": "found NoneType", "[1]": "message 0", '[{"role": "tool", "content": ""}]': "message 0",
+  bad = {"x": "expected JSON", "3": "expected messages, found int", "{}": "found NoneType", "[1]": "message 0",
+         '[{"role": "tool", "content": ""}]': "message 0",
          '[{"role": "user", "content": 3}]': "message 0", '[{"role": "user", "content": "a"}]': "expected an answer", "[" * 10**5: "expected JSON",
          '[{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]': "message 1"}
   for text, found in bad.items():
@@ -272,7 +273,8 @@ def test_settings(capsys):
   c = talk("/set temperature 0.5", "/set top-k=3", "/set seed 9", "/set count 5", "/set hide_think on")
   assert c.options.sampling == Sampling(.5, 3, seed=9) and c.options.count == 5 and c.options.hide_think
   capsys.readouterr()
-  wrong = ("temperature x", "temperature nan", "top_p 2", "top_k 1.5", "seed -2", "seed " + "9" * 5000, "count 0", "think maybe", "color red", "top_p", "top_k 1e999")
+  wrong = ("temperature x", "temperature nan", "top_p 2", "top_k 1.5", "seed -2", "seed " + "9" * 5000, "count 0", "think maybe",
+           "color red", "top_p", "top_k 1e999")
   for text in wrong:
     before = c.options.sampling
     c.heard(f"/set {text}")

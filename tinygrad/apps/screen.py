@@ -1,4 +1,4 @@
-"""What reaches a terminal: a model's words and a file's names with nothing in them that steers it, dim text, the line that says what is being done."""
+"""What reaches a terminal: a model's words and a file's names with nothing in them that steers it, dim text, the line that says what is done."""
 from __future__ import annotations
 import codecs, functools, shutil, sys
 from typing import TextIO
