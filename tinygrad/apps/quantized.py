@@ -318,7 +318,7 @@ class QuantizedWeight:
   @classmethod
   def load(cls, kind:GGMLType, shape:tuple[int, ...], data:np.ndarray) -> Self:
     """data: uint8, the tensor's bytes as in the file. They are copied to the device once; the copy is freed when the planes stand."""
-    if cpu.device() == "CPU" and shape[-1] % UNIT == 0: return cls(kind, shape, {"stream": packer(kind)(shape, data)})
+    if (cpu.device() or "").startswith("CPU") and shape[-1] % UNIT == 0: return cls(kind, shape, {"stream": packer(kind)(shape, data)})
     splitter, layout = _splitter(Device.DEFAULT, kind, shape)
     planes = {name: Tensor.empty(*s, dtype=dtype) for name, (s, dtype) in layout.items()}
     raw = Tensor.empty(data.size, dtype=dtypes.uint8)
