@@ -254,7 +254,7 @@ def prepare(tensors:Iterable[tuple[GGMLType, tuple[int, ...]]]) -> None:
 
 def packed(shape:tuple[int, ...]) -> bool:
   """Whether the CPU's kernels take such a matrix, as one interleaved stream"""
-  return cpu.device() == "CPU" and shape[-1] % UNIT == 0
+  return (cpu.device() or "").startswith("CPU") and shape[-1] % UNIT == 0
 
 @functools.cache
 def plane_names(kind:GGMLType) -> tuple[str, ...]:
