@@ -123,8 +123,8 @@ def schedule(fxn:Callable, args:tuple, tensors:list[Tensor]) -> Recording:
     if (buffer := t.uop.base) in held: results.append(held.index(buffer))
     else: held, results = [*held, buffer], [*results, (t.shape, t.dtype)]
   linear = _parameters(UOp(Ops.LINEAR, src=tuple(calls)), held)
-  if hidden := next((u for u in linear.toposort() if u.op is Ops.BUFFER and u in buffers), None):
-    raise TypeError(f"{fxn.__qualname__} reads {hidden}, which it was not given")
+  if hidden := [u for u in linear.toposort() if u.op is Ops.BUFFER and u in buffers]:
+    raise TypeError(f"{fxn.__qualname__} reads a buffer of {hidden[0].max_numel()} x {hidden[0].dtype.name} which it was not given")
   return Recording(linear, tuple(results))
 
 def _without_source_graph(call:UOp) -> UOp:

@@ -1,0 +1,156 @@
+"""A step recorded part by part computes what its functions do, on whatever tensors it is placed, in this process or from the disk of another."""
+from __future__ import annotations
+import pickle
+from dataclasses import dataclass
+from unittest.mock import patch
+import numpy as np, pytest
+from tinygrad import Tensor, UOp, Variable, dtypes
+from tinygrad.apps import capture
+from tinygrad.apps.capture import Step, describe, to_device, write
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray: return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+@dataclass
+class Layer:
+  """What a block of a model is: weights, and numbers that are in the kernels"""
+  weight: Tensor
+  bias: Tensor
+  factor: float = 2.0
+  def __call__(self, x: Tensor) -> Tensor: return ((x @ self.weight).softmax() * self.factor + self.bias).contiguous()
+  def numpy(self, x: np.ndarray) -> np.ndarray:
+    z = x @ self.weight.numpy()
+    y = np.exp(z - z.max(-1, keepdims=True))
+    return y / y.sum(-1, keepdims=True) * self.factor + self.bias.numpy()
+
+def layer(seed: int, factor: float = 2.0, width: int = 24) -> Layer:
+  return Layer(to_device(numbers(width, width, seed=seed)), to_device(numbers(width, seed=seed)), factor)
+def add_to(total: Tensor, x: Tensor) -> tuple[Tensor, Tensor]: return total.assign(total + x), (x * 2).contiguous()
+def at(x: Tensor, pos: UOp) -> Tensor: return (x[pos:pos + 1] * 3).contiguous()
+SEEN = Tensor.ones(24).contiguous().realize()
+def reads_what_it_is_not_given(x: Tensor) -> Tensor: return (x + SEEN).contiguous()
+
+class Scheduled:
+  """Counts what is scheduled, and forgets what this process has recorded"""
+  def __init__(self, monkeypatch: pytest.MonkeyPatch):
+    self.count, schedule = 0, capture.schedule
+    def counted(*args):
+      self.count += 1
+      return schedule(*args)
+    monkeypatch.setattr(capture, "schedule", counted)
+    self.forget()
+  def forget(self) -> None:
+    capture._compiled.clear()
+    capture._scheduled.clear()
+
+@pytest.fixture
+def scheduled(monkeypatch: pytest.MonkeyPatch) -> Scheduled:
+  kept: dict[str, bytes] = {}  # in the disk's place
+  def put(table: str, key: str, value: object) -> object:
+    kept[key] = pickle.dumps(value)
+    return value
+  monkeypatch.setattr(capture, "diskcache_get", lambda table, key: pickle.loads(kept[key]) if key in kept else None)
+  monkeypatch.setattr(capture, "diskcache_put", put)
+  return Scheduled(monkeypatch)
+
+def run(layers: list[Layer], x: np.ndarray) -> np.ndarray:
+  step, y = Step(), to_device(x)
+  for each in layers: y = step.run(Layer.__call__, each, y)
+  step()
+  return y.numpy()
+
+def test_parts_are_recorded_once_and_placed_on_each(scheduled: Scheduled):
+  layers, x = [layer(i) for i in range(5)], numbers(3, 24)
+  want = x
+  for each in layers: want = each.numpy(want)
+  np.testing.assert_allclose(run(layers, x), want, rtol=1e-5, atol=1e-5)
+  assert scheduled.count == 1
+  scheduled.forget()                                   # another process: what is kept schedules nothing
+  other = [layer(i) for i in range(7, 9)]
+  np.testing.assert_allclose(run(other, x), other[1].numpy(other[0].numpy(x)), rtol=1e-5, atol=1e-5)
+  assert scheduled.count == 1
+
+@pytest.mark.parametrize("change", ["shape", "number", "code", "setting", "tokens"])
+def test_another_key(scheduled: Scheduled, change: str):
+  """Each thing that what is launched depends on makes another recording"""
+  x = numbers(3, 24)
+  run([layer(0)], x)
+  assert scheduled.count == 1
+  scheduled.forget()
+  if change == "shape": run([layer(0, width=16)], numbers(3, 16))
+  elif change == "number":
+    np.testing.assert_allclose(run([layer(0, 2.0000001)], x), layer(0).numpy(x), rtol=1e-5, atol=1e-5)
+  elif change == "code":
+    with patch.object(capture, "code", lambda: "other"): run([layer(0)], x)
+  elif change == "setting":
+    with capture.Context(NOOPT=1): run([layer(0)], x)
+  else: run([layer(0)], numbers(4, 24))
+  assert scheduled.count == 2
+
+def test_state_and_several_results(scheduled: Scheduled):
+  total, x = to_device(np.zeros(24, np.float32)), to_device(numbers(24))
+  step = Step()
+  same, y = step.run(add_to, total, x)
+  same, z = step.run(add_to, total, y)
+  assert same is total and scheduled.count == 1
+  for times in (1, 2):
+    step()
+    np.testing.assert_allclose(total.numpy(), times * 3 * numbers(24), rtol=1e-6)
+  np.testing.assert_allclose(z.numpy(), 4 * numbers(24), rtol=1e-6)
+
+def test_one_tensor_in_two_places_is_another_part(scheduled: Scheduled):
+  x = to_device(numbers(24))
+  step = Step()
+  _, y = step.run(add_to, x, x)
+  step()
+  np.testing.assert_allclose(x.numpy(), 2 * numbers(24), rtol=1e-6)
+  step = Step()
+  step.run(add_to, to_device(numbers(24)), x)
+  assert scheduled.count == 2
+
+def test_a_result_that_is_held_is_not_written_over(scheduled: Scheduled):
+  """Buffers serve again once nobody refers to their tensors, and not before"""
+  layers, x = [layer(i) for i in range(4)], to_device(numbers(3, 24))
+  step, ys = Step(), [x]
+  for each in layers: ys.append(step.run(Layer.__call__, each, ys[-1]))
+  step()
+  want = numbers(3, 24)
+  for each, y in zip(layers, ys[1:]): np.testing.assert_allclose(y.numpy(), want := each.numpy(want), rtol=1e-5, atol=1e-5)
+  step, y = Step(), x
+  for each in layers: y = step.run(Layer.__call__, each, y)
+  assert len(step.results) == 2                        # two in turn
+  step()
+  np.testing.assert_allclose(y.numpy(), want, rtol=1e-5, atol=1e-5)
+
+def test_a_variable(scheduled: Scheduled):
+  x, step = to_device(numbers(8, 24)), Step()
+  y = step.run(at, x, Variable("pos", 0, 7).bind(3))
+  for pos in (0, 5, 7):
+    step(pos=pos)
+    np.testing.assert_allclose(y.numpy(), numbers(8, 24)[pos:pos + 1] * 3)
+  Step().run(at, x, Variable("pos", 0, 7).bind(5))
+  assert scheduled.count == 1                          # the value is given when it runs
+  Step().run(at, x, Variable("pos", 0, 6).bind(5))
+  assert scheduled.count == 2
+
+def test_what_cannot_be_a_part():
+  x = to_device(numbers(24))
+  with pytest.raises(TypeError, match="which it was not given"): Step().run(reads_what_it_is_not_given, x)
+  with pytest.raises(TypeError, match="sees more than its arguments"): Step().run(lambda y: (x + y).contiguous(), x)
+  with pytest.raises(TypeError, match="cannot depend on"): Step().run(add_to, x, np.sum)
+  with pytest.raises(TypeError, match="whole buffers"): Step().run(add_to, x, x[:5])
+
+def test_describing():
+  def tell(x: object) -> str: return repr(describe(x, []))
+  a, b = to_device(numbers(4)), to_device(numbers(4))
+  assert tell([a, b]) == tell([b, a]) != tell([a, a])
+  assert len({tell(v) for v in (1, 1.0, True, "1", [1], {"1": 1}, None, dtypes.int)}) == 8
+  assert tell(0.1) != tell(np.nextafter(0.1, 1).item())
+
+def test_write():
+  t = to_device(numbers(3, 5))
+  assert t.shape == (3, 5) and np.array_equal(t.numpy(), numbers(3, 5))
+  write(t, 2 * numbers(3, 5))
+  assert np.array_equal(t.numpy(), 2 * numbers(3, 5))
+  large = np.arange(capture.PIECE // 2 + 7, dtype=np.int32)   # several pieces, the last one short
+  assert np.array_equal(to_device(large).numpy(), large)
+  with pytest.raises(ValueError, match="expected 60 bytes, found 64"): write(t, np.zeros(16, np.float32))
