@@ -30,10 +30,9 @@ def sources(arch: str, monkeypatch: pytest.MonkeyPatch) -> str:
   monkeypatch.setitem(bench.LANGUAGES, "CUDA", (bench.CUDARenderer, arch))
   with bench.no_device("CUDA"):
     assert Device.DEFAULT == "NULL" and target() is of_arch(arch)
-    with bench.captured(): gen = Generator(Transformer.from_gguf(bench.with_blocks(bench.stand_in("small-glm"), [0, 1]), 64))
+    gen = Generator(Transformer.from_gguf(bench.with_blocks(bench.stand_in("small-glm"), [0, 1]), 64))
     assert gen.model.kernels_fit
-    ids = Tensor.empty(32, dtype=dtypes.int32)
-    with bench.captured() as calls: gen._decode(Features(), gen.device_position), gen._prefill(ids, 0)
+    calls = gen.build_decode(Features(), compiled=False).calls + gen.build_prefill(32, compiled=False).calls
     return "\n".join(c.src[0].src[2].arg for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src if c.src[0].op is Ops.PROGRAM)
 
 @pytest.mark.parametrize("arch", ("sm_60", "sm_61", "sm_75", "sm_80", "sm_90"))

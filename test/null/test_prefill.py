@@ -130,7 +130,7 @@ def test_the_last_tile_left_out(kernel: str, test: Callable, args: tuple, place:
 
 @pytest.mark.parametrize("family,types,sizes", [("small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5)), ("small-ds", "Q4_K F16 Q5_0", {})])
 def test_model(family: str, types: str, sizes: dict[str, int], tmp_path: Path):
-  """Two steps, the second one moved back; what decoding continues with is what a cache written token by token gives"""
+  """Two steps, the second one padded; what decoding continues with is what a cache written token by token gives"""
   path, ids = write_mixed(tmp_path / "m.gguf", family, [T[t] for t in types.split()], **WIDE | sizes, seed=1), rng(1).integers(0, 320, CHUNK + 9).tolist()
   g = generator(path, 64)
   Judge(path, ids).check(g.logits(ids), LIMIT)
