@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 import numpy as np
-from tinygrad import Tensor, UOp, Variable, dtypes
+from tinygrad import Tensor, dtypes
 
 @dataclass(frozen=True)
 class Case:

@@ -3,7 +3,7 @@ import ctypes, sys
 from typing import Any, Iterator
 import numpy as np, pytest
 from mockmetal import on_metal
-from tinygrad import Device, Tensor, dtypes
+from tinygrad import Device, dtypes
 from tinygrad.device import CompileError, TinyELF
 from tinygrad.engine.worker import get_worker_pool, terminate_worker_pool
 from tinygrad.helpers import Context, Target

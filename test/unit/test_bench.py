@@ -1,7 +1,7 @@
 """The benchmark scripts: what they read, count and print, and how they refuse. No timing is judged."""
 import json, math, re, subprocess, sys
 from pathlib import Path
-import numpy as np, pytest
+import pytest
 from gguf.quants import dequantize
 from extra.bench import count_kernels, head_bytes, of_block, random_weights, read_bytes, render_kernels, stand_in, with_blocks
 from extra.mkgguf import MODELS, write_model

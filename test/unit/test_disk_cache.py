@@ -1,7 +1,7 @@
 """tinygrad's cache on disk: whatever is wrong with it, work goes on, and one line says so."""
 import os, sqlite3, subprocess, sys
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Iterator
 import pytest
 from tinygrad import disk_cache, helpers
 from tinygrad.helpers import CACHELEVEL

@@ -1,5 +1,5 @@
 """Generation: what is fed, what is kept, where it ends. Every continuation is judged by the logits of a generator that starts from nothing."""
-import os, threading
+import threading
 from pathlib import Path
 from typing import Iterator
 import numpy as np, pytest

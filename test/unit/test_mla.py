@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Iterator
 import numpy as np, pytest
-from gguf import GGMLQuantizationType as T, RopeScalingType
+from gguf import RopeScalingType
 from extra.mkgguf import write_model
 from goldens.make import HERE
 from helpers import SMALL, WIDE, generator, write_mixed, write_with, write_with_tokens

@@ -2,7 +2,7 @@
 import copy, json, subprocess, sys, threading
 import jinja2, jinja2.ext, jinja2.sandbox, pytest
 from templates import FORMS, GLM, TALKS, VARIABLES, user
-from tinygrad.apps.template import MAX_SOURCE, Refusal, Template, TemplateError
+from tinygrad.apps.template import MAX_SOURCE, Refusal, Template
 
 def by_jinja(source: str, values: dict) -> str:
   env = jinja2.sandbox.SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])

@@ -84,7 +84,8 @@ def _processor() -> str:
 def _environment() -> Any:
   renderer = Device[Device.DEFAULT].renderer
   settings = sorted((k, v.value) for k, v in ContextVar._cache.items() if k not in ("DEBUG", "VIZ", "PROFILE"))
-  return code(), _processor(), Device.DEFAULT, type(renderer).__name__, renderer.compiler.cachekey, renderer.target, settings, platform.python_version()
+  device = Device.DEFAULT, type(renderer).__name__, renderer.compiler.cachekey, renderer.target
+  return code(), _processor(), device, settings, platform.python_version()
 
 # ---- recording ----
 

@@ -11,7 +11,7 @@ from tinygrad.nn.embedding import advance
 from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import target
 
-_one_at_a_time = threading.RLock()  # not a generator's own: what a JIT captures, and the CPU's threads, are the process's
+_one_at_a_time = threading.RLock()  # not a generator's own: what is recorded, and the CPU's threads, are the process's
 def _forked() -> None:
   """What another thread holds is never given back in the child, which has only the one that forked"""
   global _one_at_a_time
@@ -59,7 +59,8 @@ class Generator:
     # where kernels read the position from the device, a step moves it on itself, and nothing in its graph changes from token to token
     self.device_position = to_device(np.zeros(1, np.int32)) if model.kernels_fit else None
     if self.device_position is None:
-      why = "no kernels for this device" if target() is None and cpu.device() is None else "a dimension of this model is not one that the kernels take"
+      kernels = target() is not None or cpu.device() is not None
+      why = "a dimension of this model is not one that the kernels take" if kernels else "no kernels for this device"
       _say_once(f"{Device.DEFAULT}: {why}: decoding by plain ops, slowly")
     self.start = to_device(np.zeros(1, np.int32)) if model.prefill_kernels_fit else None
     self.token = to_device(np.zeros(1, np.int32))

@@ -4,7 +4,7 @@
 named and averaged as llama-bench does. A row's first run, which compiles, is not counted.
 """
 from __future__ import annotations
-import argparse, contextlib, csv, importlib.util, json, math, statistics, sys, time
+import argparse, contextlib, csv, importlib.util, math, statistics, sys, time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Iterator

@@ -102,7 +102,7 @@ def _why_not(device:str, e:Exception) -> str:
   return text or type(e).__name__
 
 def choose_device() -> None:
-  """Where DEV names no device: the Mac's, a card whose driver is here, else the CPU. tinygrad by itself would open eight kinds in turn, for a second."""
+  """Where DEV names no device: the Mac's, a card whose driver is here, else the CPU. tinygrad by itself would open eight kinds in turn."""
   if DEV.device: return
   if OSX: found = "METAL"
   else:

@@ -20,7 +20,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as GGMLType
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.apps.capture import Step, to_device
-from tinygrad.device import Buffer, LRUAllocator
+from tinygrad.device import LRUAllocator
 from tinygrad.dtype import DType, _from_np_dtype, _to_np_dtype
 from tinygrad.helpers import Context, prod
 from tinygrad.nn import cpu, cpu_prefill
@@ -171,7 +171,7 @@ def split_planes(kind:GGMLType, shape:tuple[int, ...], raw:Raw) -> Planes:
   Code planes are named q0, q1 and have shape (…, out, units, words a unit); the others (…, out, units or blocks). A float matrix is one
   plane w."""
   if kind in FLOATS: return {"w": raw.bitcast(FLOAT_PLANES[kind]).reshape(shape)}
-  fmt, (elements, nbytes), rows = FORMATS[kind], block_size(kind), shape[:-1]
+  fmt, (_, nbytes), rows = FORMATS[kind], block_size(kind), shape[:-1]
   blocks = raw.reshape(-1, nbytes).cast(dtypes.uint32)
   codes, planes, low = fmt.codes(blocks).reshape(-1, UNIT), {}, 0
   for i, width in enumerate(fmt.widths):
@@ -249,7 +249,8 @@ def prepare(tensors:Iterable[tuple[GGMLType, tuple[int, ...]]]) -> None:
   """Compiles what loading such weights launches, all beside each other"""
   step = Step()
   for kind, shape in sorted(set(tensors)):
-    if kind in FORMATS and not packed(shape): step.run(split, kind, shape, Tensor.empty(prod(shape) // block_size(kind)[0] * block_size(kind)[1], dtype=dtypes.uint8))
+    elements, nbytes = block_size(kind)
+    if kind in FORMATS and not packed(shape): step.run(split, kind, shape, Tensor.empty(prod(shape) // elements * nbytes, dtype=dtypes.uint8))
   step.compile()
 
 def packed(shape:tuple[int, ...]) -> bool:

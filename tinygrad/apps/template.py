@@ -6,7 +6,7 @@ rendering ends after a bounded number of steps, which bounds its memory too; not
 (autoescape off)."""
 from __future__ import annotations
 import datetime, json, operator, re
-from typing import Any, Callable, Iterable
+from typing import Any, Callable
 import jinja2, jinja2.ext, jinja2.filters, jinja2.tests, markupsafe
 from jinja2 import nodes
 from jinja2.runtime import LoopContext, Undefined
@@ -464,7 +464,6 @@ def _sequence(node: nodes.List | nodes.Tuple) -> Expression:
 def _mapping(node: nodes.Dict) -> Expression:
   pairs = [(_make(p.key), _make(p.value)) for p in node.items]
   return lambda r, s: {_dict_key(key(r, s)): value(r, s) for key, value in pairs}
-  return run
 @_makes(*BINARY)
 def _binary(node: nodes.BinExpr) -> Expression:
   op, left, right = BINARY[type(node)], _make(node.left), _make(node.right)

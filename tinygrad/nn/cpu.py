@@ -6,7 +6,7 @@ place. Zeros and minimums go through sums of x over 16 weights. Every thread sta
 groups of 16 rows: nothing is shared, sums are float32 in one order whatever the number of threads.
 """
 from __future__ import annotations
-import ctypes, math
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Sequence

@@ -6,7 +6,7 @@ the kernels. In the first launch the blocks part into two branches, each with a 
 """
 from __future__ import annotations
 from dataclasses import dataclass
-from typing import Callable, Sequence
+from typing import Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.intrinsics import Target, group_reduce, group_sum

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from tinygrad.codegen.opt.postrange import Scheduler
 from tinygrad.dtype import AddrSpace
-from tinygrad.schedule.indexing import TEAM, BufferizeOpts, Rows, rows_of
+from tinygrad.schedule.indexing import BufferizeOpts, Rows, rows_of
 from tinygrad.uop.ops import AxisType, Ops, UOp, identity_element, sint
 
 # threads of a group at least, where there are values enough, or rows
