@@ -6,7 +6,7 @@ from unittest.mock import patch
 import numpy as np, pytest
 from tinygrad import Tensor, UOp, Variable, dtypes
 from tinygrad.apps import capture
-from tinygrad.apps.capture import Step, describe, to_device, write
+from tinygrad.apps.capture import Step, describe, read, to_device, write
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray: return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
@@ -148,7 +148,7 @@ def test_describing():
 
 def test_write():
   t = to_device(numbers(3, 5))
-  assert t.shape == (3, 5) and np.array_equal(t.numpy(), numbers(3, 5))
+  assert t.shape == (3, 5) and np.array_equal(t.numpy(), numbers(3, 5)) and np.array_equal(read(t), numbers(3, 5))
   write(t, 2 * numbers(3, 5))
   assert np.array_equal(t.numpy(), 2 * numbers(3, 5))
   large = np.arange(capture.PIECE // 2 + 7, dtype=np.int32)   # several pieces, the last one short

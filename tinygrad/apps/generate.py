@@ -4,7 +4,7 @@ import functools, operator, os, sys, threading
 from typing import Iterable, Iterator
 import numpy as np
 from tinygrad import Device, Tensor, UOp, Variable, dtypes
-from tinygrad.apps.capture import Step, to_device, write
+from tinygrad.apps.capture import Step, read, to_device, write
 from tinygrad.apps.mla import CHUNK, Transformer
 from tinygrad.apps.sampling import Features, Sampling, sample
 from tinygrad.nn.embedding import advance
@@ -159,7 +159,7 @@ class Generator:
     for _ in range(room if count is None else min(count, room)):
       with _one_at_a_time:
         if call != self.calls: raise Superseded("this answer cannot go on: a later call has used its generator, which holds one sequence")
-        token = int(self.decode(sampling.features, len(self.cached)).item())
+        token = int(read(self.decode(sampling.features, len(self.cached)))[0])
         self.cached.append(fed)
       fed = token
       yield token
@@ -175,7 +175,7 @@ class Generator:
       step, logits = self.logits_step
       for at, size in self._chunks(ids, 0, self.chunk):
         self._run_at(step, size, at)
-        out[at:at + size] = logits.numpy()[:len(ids) - at]
+        out[at:at + size] = read(logits)[:len(ids) - at]
       self.cached = ids
     return out
 
