@@ -14,17 +14,17 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from extra.mkgguf import MODELS, Weights, add_keys, tensor_list
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps import capture, mla
-from tinygrad.apps.generate import Generator
+from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.gguf import GGUFFile, GGUFTensor
 from tinygrad.apps.mla import Config, Transformer
 from tinygrad.apps.quantized import QuantizedWeight, interleaved, split_planes
-from tinygrad.apps.sampling import Features
+from tinygrad.apps.engine.sampling import Features
+from tinygrad.nn.kernel import UNIT
+from tinygrad.nn.split_kv import plan_splits, split_length
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import capturing, compile_linear
 from tinygrad.helpers import Context, JIT_BATCH_SIZE
 from tinygrad.nn import cpu, intrinsics
-from tinygrad.nn.matvec import UNIT
-from tinygrad.nn.mla_attention import cut, split_length
 from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer, MetalRenderer
 from tinygrad.schedule.rangeify import DEVICE_MAX_BUFS
@@ -81,7 +81,7 @@ def bytes_moved(name:str, estimate:UOp|int, model:Transformer, position:int, var
   said, c = sym_infer(estimate, variables), model.config
   if name.startswith(("mla_attention", "mla_splits", "mla_prefill")): return said * (position + 1) // model.cache[0].shape[0]
   if name.startswith("mla_combine") and (t := intrinsics.target()):
-    splits, step = cut(t, c.n_heads, c.kv_lora_rank, model.cache[0])
+    splits, step = plan_splits(t, c.n_heads, c.kv_lora_rank, model.cache[0])
     return said * (position // split_length(position, splits, step) + 1) // splits
   return said
 

@@ -8,9 +8,9 @@ from helpers import WIDE, generator, write_mixed
 from mockcuda import on_cuda
 from oracle import logits
 from tinygrad import Device, Tensor, dtypes
-from tinygrad.apps.generate import Generator
+from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.mla import Transformer
-from tinygrad.apps.sampling import Features
+from tinygrad.apps.engine.sampling import Features
 from tinygrad.engine.realize import compile_linear
 from tinygrad.nn.intrinsics import HOPPER, MMA_CUDA, MMA_TURING, of_arch, target
 from tinygrad.uop.ops import Ops, UOp

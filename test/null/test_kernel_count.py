@@ -6,9 +6,9 @@ A number that changes is to be changed here, in the commit that changes it: fewe
 import pytest
 from extra.bench import batch_count, captured, count_kernels, no_device, render_kernels, stand_in, with_blocks
 from tinygrad import Device, Tensor
-from tinygrad.apps.generate import Generator
+from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.mla import Config, Transformer
-from tinygrad.apps.sampling import Features
+from tinygrad.apps.engine.sampling import Features
 from tinygrad.nn.intrinsics import HOPPER, TARGETS, target
 
 # model: {target: (kernels a token, [(blocks of a kind, kernels a block)])}; types as in the public Q4_0 files

@@ -2,7 +2,7 @@
 import numpy as np, pytest
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import target
-from tinygrad.nn.matvec import launch
+from tinygrad.nn.kernel import launch
 from mockcuda import on_cuda
 from mockmetal import on_metal
 

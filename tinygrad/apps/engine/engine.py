@@ -5,11 +5,11 @@ from typing import Iterable, Iterator
 import numpy as np
 from tinygrad import Device, Tensor, UOp, Variable, dtypes
 from tinygrad.apps.capture import Step, read, to_device, write
+from tinygrad.apps.engine.sampling import Features, Sampling, sample
 from tinygrad.apps.mla import CHUNK, Transformer
-from tinygrad.apps.sampling import Features, Sampling, sample
 from tinygrad.nn.embedding import advance
-from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import target
+from tinygrad.nn import cpu
 
 _one_at_a_time = threading.RLock()  # not a generator's own: what is recorded, and the CPU's threads, are the process's
 def _forked() -> None:
