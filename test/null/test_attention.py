@@ -19,7 +19,7 @@ def attention(H: int, L: int, R: int, C: int, last: int, seed: int) -> tuple[flo
   scores = query @ keys.T * 0.11
   weights = np.exp(scores - scores.max(-1, keepdims=True))
   want = weights / weights.sum(-1, keepdims=True) @ keys[:, :L]
-  if split_kv.uses_tensor_cores(intrinsics.target(), L, R):
+  if split_kv.uses_tensor_cores(intrinsics.target_of(), L, R):
     head, number = np.meshgrid(np.arange(H), np.arange(L), indexing="ij")
     placed = np.full((split_kv.padded(H), L), np.nan, np.float16)
     placed.reshape(-1)[split_kv.query_place(head, number, L)] = q_latent
@@ -32,7 +32,7 @@ SHAPES = [(8, 512, 64, 200, 199), (5, 128, 32, 300, 130), (3, 128, 32, 40, 0), (
 @pytest.mark.parametrize("shape", SHAPES)
 def test_by_tiles(shape: tuple[int, ...]):
   with on_cuda():
-    assert split_kv.uses_tensor_cores(intrinsics.target(), shape[1], shape[2])
+    assert split_kv.uses_tensor_cores(intrinsics.target_of(), shape[1], shape[2])
     error, halves = attention(*shape, seed=1)
     assert error < halves
 
@@ -40,7 +40,7 @@ def test_by_tiles(shape: tuple[int, ...]):
 def test_by_lanes(shape: tuple[int, ...], on: Callable, monkeypatch: pytest.MonkeyPatch):
   monkeypatch.setitem(intrinsics.TARGETS, "CUDA", dataclasses.replace(intrinsics.TARGETS["CUDA"], mma=None))
   with on():
-    assert not split_kv.uses_tensor_cores(intrinsics.target(), shape[1], shape[2])
+    assert not split_kv.uses_tensor_cores(intrinsics.target_of(), shape[1], shape[2])
     assert attention(*shape, seed=2)[0] < 1e-12
 
 @pytest.mark.parametrize("last", [0, 1, 63, 64, 127, 400])

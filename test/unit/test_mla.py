@@ -23,10 +23,10 @@ from tinygrad.apps.mla import CHUNK, Config, Gating
 from tinygrad.apps.models import load
 from tinygrad.apps.quantized import FLOATS, FORMATS
 from tinygrad.apps.engine.sampling import Sampling
-from tinygrad.nn.intrinsics import target
+from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.routing import Routing, choose_experts
 
-LIMIT, HALVES = (1e-10, 1e-7) if target() is None else (1e-3, 1e-3)
+LIMIT, HALVES = (1e-10, 1e-7) if target_of() is None else (1e-3, 1e-3)
 TYPES = [*FORMATS, *FLOATS]
 FAMILIES: dict[str, dict[str, Any]] = {"small-glm": dict(q_lora=256), "small-ds": {}, "small-youtu": dict(q_lora=256, experts=0)}
 

@@ -16,13 +16,13 @@ from tinygrad.apps.capture import Step, to_device
 from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, prepare
 from tinygrad.apps.rope import Rope, Yarn, rope_table
-from tinygrad.nn.intrinsics import target
+from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT
-from tinygrad.nn.matmul import HALF_SCALE, heads_linear, prefill_target
+from tinygrad.nn.matmul import HALF_SCALE
 from tinygrad.nn.mla_attention import mla_attention
 from tinygrad.nn.mla_prefill import fits as mla_prefill_fits
 from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up, moe_prefill
-from tinygrad.nn.norm_linear import latent_query, norm_linear
+from tinygrad.nn.norm_linear import heads_linear, latent_query, norm_linear, prefill_target
 from tinygrad.nn.routing import Routing
 from tinygrad.nn.split_kv import fits as attention_fits
 from tinygrad.dtype import DType
@@ -197,12 +197,12 @@ class Transformer:
   def __init__(self, config:Config, token_embd:QuantizedEmbedding, blocks:list[Block], output_norm:RMSNorm, output:QuantizedLinear, max_context:int):
     self.config, self.token_embd, self.blk, self.output_norm, self.output = config, token_embd, blocks, output_norm, output
     self.max_context = max_context
-    for_many = cpu.device() is not None or (t := target()) is not None and t.mma is not None
+    for_many = cpu.device() is not None or (t := target_of()) is not None and t.mma is not None
     self.max_step = MANY if max_context >= MANY and for_many else CHUNK
     rows = max_context + self.max_step  # a step of prefill is padded to its size, wherever it starts
     self.rope = rope_table(config.rope_dim, config.rope_base, rows, config.yarn)
     # half precision where memory is what decoding waits for
-    kept = dtypes.float if target() is None else dtypes.half
+    kept = dtypes.float if target_of() is None else dtypes.half
     empty = Step()
     self.cache = [empty.run(_zeros, (rows, config.cache_dim), kept) for _ in blocks]
     empty()
@@ -234,13 +234,13 @@ class Transformer:
   @property
   def prefill_kernels_fit(self) -> bool:
     """Whether every step of many tokens has a kernel that reads their position on the device"""
-    c, t = self.config, target()
+    c, t = self.config, target_of()
     fit = t is not None and t.mma is not None and all(w % UNIT == 0 and w > UNIT for w in self._widths)
     return fit and mla_prefill_fits(t, c.kv_lora_rank, c.cache_dim)
   @property
   def kernels_fit(self) -> bool:
     """Whether every step of decoding one token has a kernel on this device, so that its position may live there"""
-    c, t = self.config, target()
+    c, t = self.config, target_of()
     fit = all(w % UNIT == 0 for w in self._widths)
     if cpu.device(): return fit and c.rope_dim % cpu.ROWS == 0
     return fit and t is not None and attention_fits(t, c.n_heads, c.kv_lora_rank, c.rope_dim)

@@ -21,7 +21,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as GGMLType
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.apps.capture import Step, to_device
 from tinygrad.nn.embedding import embedding
-from tinygrad.nn.intrinsics import target
+from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Unit, launch, load4
 from tinygrad.nn.matvec import DeferredMatrix, matvec, linear_part
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, mul_mat_msl, serves
@@ -375,7 +375,7 @@ def mul_mat_reference(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tens
 def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
   """y = W·x, for a matrix, a stack with one a head, or the matrices that ids name (clamped); shapes as in QuantizedLinear and
   QuantizedExpertWeights"""
-  t, (*stack, rows, width) = target(), w.shape
+  t, (*stack, rows, width) = target_of(), w.shape
   if cpu.fits(w) and x.shape[0] > 1: return cpu_prefill.mul_mat(x, w) if ids is None else cpu_prefill.mul_mat_id(x, [w], ids)
   if cpu.fits(w): return cpu.mul_mat(x, w, ids, (*(x.shape[:-1] if ids is None else ids.shape), rows))
   if t is None or width % UNIT: return mul_mat_reference(x, w, ids)

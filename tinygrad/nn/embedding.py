@@ -2,7 +2,7 @@
 from __future__ import annotations
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu
-from tinygrad.nn.intrinsics import Target, shuffle, target
+from tinygrad.nn.intrinsics import Target, shuffle, target_of
 from tinygrad.nn.kernel import UNIT, Weight, launch, local
 from tinygrad.nn.norm_linear import decode_target
 from tinygrad.uop.ops import Ops
@@ -30,7 +30,7 @@ def embedding_decode(t:Target, ids:Tensor, w:Weight) -> Tensor:
 def argmax(x:Tensor) -> Tensor:
   """float32 (V,) -> int32 (1,), the place of the largest, the lower on a tie"""
   if cpu.device(): return cpu.argmax(x)
-  if (t := target()) is None: return argmax_ops(x)
+  if (t := target_of()) is None: return argmax_ops(x)
   return argmax_decode(t, x)
 
 def advance(pos:Tensor, token:Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def of_arch(arch:str) -> Target:
   capability = int(m[0]) if (m := re.search(r"\d+", arch)) else 0
   return next(t for least, t in OF_CAPABILITY.items() if capability >= least)
 
-def target(device:str|None=None) -> Target|None:
+def target_of(device:str|None=None) -> Target|None:
   """The device's row, or None where there is none: the CPU, a GPU that nobody has written one for. NULL, which schedules with no device at all,
   stands for the one whose language it renders."""
   name = (device or Device.DEFAULT).split(":")[0]

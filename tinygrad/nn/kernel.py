@@ -66,6 +66,10 @@ def total(values:list[UOp], op:Callable[[UOp, UOp], UOp]) -> UOp:
 
 def load4(buffer:UOp, offset:UOp|int=0) -> Callable[[UOp], list[UOp]]: return lambda k: [buffer[offset + k * 4 + j].load() for j in range(4)]
 
+def empty(like:Tensor, *shape:int, dtype:DType=dtypes.float) -> Tensor:
+  """Memory that a launch will write, on the device of `like`"""
+  return Tensor.empty(*shape, dtype=dtype, device=like.device)
+
 def local(size:int, dtype:DType, slot:int) -> UOp: return UOp.placeholder((size,), dtype, slot=slot, addrspace=AddrSpace.LOCAL)
 
 def branch(number:int, condition:UOp) -> tuple[UOp, UOp]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.nn.intrinsics import Mma, Target, group_sum, target
+from tinygrad.nn.intrinsics import Mma, Target, group_sum
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Unit, Weight, add, launch, local, rotated, silu, total
 from tinygrad.uop.ops import Ops
 
@@ -122,34 +122,15 @@ def products(t:Target, tile:Tile, width:int, matrices:Sequence[Callable[[UOp, UO
                       [sums[((n * across + j) * down + i) * each + e].load() for n in range(len(matrices))]))
   return found
 
-def prefill_target(x:Tensor, *widths:int) -> Target|None:
-  """The target whose tensor cores take this step: many tokens, vectors of several whole units"""
-  t = target() if x.shape[0] > 1 else None
-  return t if t is not None and t.mma is not None and all(w % UNIT == 0 and w > UNIT for w in widths) else None
 
 def tile_of(tokens:int, rows:int) -> Tile:
   """Narrow tiles where wide ones are too few to fill a large GPU"""
   return TILE_64x64 if -(-tokens // TILE_64x64.tokens) * -(-rows // TILE_64x64.rows) >= FEW_TILES else TILE_32x64
 
-def halves(x:Tensor) -> tuple[Tensor, float]:
-  """x as halves, and what a product with them is to be multiplied by: halves are hidden numbers, times HALF_SCALE"""
-  return (x, 1 / HALF_SCALE) if x.dtype == dtypes.half else (x.cast(dtypes.half).contiguous(), 1.0)
-
-def heads_linear(x:Tensor, w:Weight, factor:float=1.0) -> Tensor:
-  """A matrix a head: (T, H, in) -> (T, H, out), float32; by tensor cores it is halves, times the factor"""
-  if (t := prefill_target(x, x.shape[2], w.shape[0] * w.shape[1])) is None: return w(x)
-  return matmul(t, halves(x)[0], w, factor=factor, dtype=dtypes.half)
-
-def position(pos:UOp|int|Tensor) -> Tensor:
-  """int32 (1,) on the device, where kernels read it"""
-  if isinstance(pos, Tensor): return pos
-  if isinstance(pos, UOp): return Tensor(pos, dtype=dtypes.int32).reshape(1).contiguous()
-  def body(b:dict[str, UOp]) -> list[UOp]: return [b["pos"][UOp.special(1, "lidx0")].store(pos)]
-  return launch("position", {"pos": Tensor.empty(1, dtype=dtypes.int32)}, {}, body)[0]
-
-def matmul(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:float=1.0, rope:Rope|None=None, dtype:DType=dtypes.float) -> Tensor:
+def matmul(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:float=1.0, rope:Rope|None=None, pos:Tensor|None=None,
+           dtype:DType=dtypes.float) -> Tensor:
   """y = factor · W·x + residual. x: half (T, in), or (T, H, in or more) for a stack of matrices, one a head -> (T, out) or (T, H, out); rope
-  rotates the heads of y"""
+  rotates the heads of y; pos: int32 (1,), the first token's position"""
   (*stack, rows, width), T = w.shape, x.shape[0]
   heads = stack[0] if stack else 1
   tile = tile_of(T, heads * rows)
@@ -171,7 +152,7 @@ def matmul(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:float
         index = ((token * heads + head) * rows + row + i).valid((token < T) & (row + i < rows))
         done.append(b["y"][index].store((y if residual is None else y + b["residual"][index].load()).cast(dtype)))
     return done
-  ins = {"x": x, **({} if residual is None else {"residual": residual}), **({} if rope is None else {"rope": rope.table, "pos": position(rope.pos)}),
+  ins = {"x": x, **({} if residual is None else {"residual": residual}), **({} if rope is None or pos is None else {"rope": rope.table, "pos": pos}),
          **w.args("w")}
   name = "_".join(["matmul", w.label, str(T), *([] if residual is None else ["residual"]), *([] if rope is None else ["rope"])])
   return launch(name, {"y": Tensor.empty(*x.shape[:-1], rows, dtype=dtype)}, ins, body)[0]

@@ -12,9 +12,9 @@ registers, with no barrier on the way, and the warps of a block meet in shared m
 from __future__ import annotations
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_prefill
-from tinygrad.nn.intrinsics import target
-from tinygrad.nn.matmul import position, prefill_target
+from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.mla_prefill import fits as mla_prefill_fits, mla_prefill
+from tinygrad.nn.norm_linear import position, prefill_target
 from tinygrad.nn.split_kv import mla_combine, split_kv
 
 
@@ -25,7 +25,7 @@ def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int|Tensor, s
   if q_latent.shape[0] > 1 and cpu.device() and cpu_prefill.attention_fits(q_latent.shape[2]):
     return cpu_prefill.mla_attention(q_latent, q.flatten(1), cache, pos, scale)
   if isinstance(pos, Tensor) and q_latent.shape[0] == 1:
-    t = target()
+    t = target_of()
     assert t is not None, "a position on the device is for kernels"
     return mla_combine(t, *split_kv(t, q_latent[0], q[0], cache, pos, scale), cache, pos).unsqueeze(0)
   if (t := prefill_target(q_latent)) and mla_prefill_fits(t, q_latent.shape[2], cache.shape[1]):

@@ -10,10 +10,10 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.intrinsics import Target
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, launch, load4, silu
-from tinygrad.nn.matmul import HALF_SCALE, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, prefill_target, rms_norm_half
+from tinygrad.nn.matmul import HALF_SCALE, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
 from tinygrad.nn.matvec import DeferredMatrix, MatvecPart, RowSegments, linear_part, matvec
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, serves
-from tinygrad.nn.norm_linear import decode_target, rows_of
+from tinygrad.nn.norm_linear import decode_target, prefill_target, rows_of
 from tinygrad.nn.routing import LEAST_SUM, Routing, TopKInKernel, choose_experts, choose_experts_prefill, sort_by_expert
 
 def gate_up_part(weights:Sequence[Weight], b:dict[str, UOp], names:Sequence[str], y:UOp) -> MatvecPart:
