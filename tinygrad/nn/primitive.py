@@ -27,6 +27,7 @@ class Choice(NamedTuple):
   primitive: Primitive
   form: str                     # of FORMS, or PLAIN
 
+PRIMITIVES:dict[str, Primitive] = {}
 _plain_only = False
 _rehearsed:list[Choice]|None = None
 
@@ -61,7 +62,8 @@ class Primitive:
     return (self.plain if name == PLAIN else self.forms[name].run)(*bound.args)
 
 def primitive(outputs:Callable[..., Any], composite:bool=False) -> Callable[[Callable], Primitive]:
-  return lambda plain: Primitive(plain, outputs, composite)
+  """Makes a primitive of the function that it decorates"""
+  return lambda plain: PRIMITIVES.setdefault(plain.__name__, Primitive(plain, outputs, composite))
 
 def only_plain_ops() -> bool: return _plain_only
 
