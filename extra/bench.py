@@ -97,7 +97,7 @@ def plain_ops() -> Iterator[None]:
   users = [m for name, m in sys.modules.items() if name.startswith("tinygrad.") and getattr(m, "target_of", None) is intrinsics.target_of]
   with contextlib.ExitStack() as stack:
     for m in users: stack.enter_context(mock.patch.object(m, "target_of", lambda device=None: None))
-    stack.enter_context(mock.patch.object(cpu, "device", lambda: None))
+    stack.enter_context(mock.patch.object(cpu, "is_cpu", lambda device: False))
     stack.enter_context(mock.patch.object(capture, "code", lambda code=capture.code(): f"{code} by plain ops"))
     yield
 

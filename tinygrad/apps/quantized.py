@@ -24,12 +24,13 @@ from tinygrad.nn.embedding import embedding
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Unit, launch, load4
 from tinygrad.nn.matvec import DeferredMatrix, matvec, linear_part
-from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, mul_mat_msl, serves
+from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, mul_mat_msl, takes
 from tinygrad.nn.norm_linear import rows_of
 from tinygrad.device import LRUAllocator
 from tinygrad.dtype import DType, _from_np_dtype, _to_np_dtype
 from tinygrad.helpers import Context, prod
 from tinygrad.nn import cpu, cpu_prefill
+from tinygrad.nn.cpu_layout import Layout, Packer
 
 # ---- bytes -> codes: the file's order of bits, one function a family. raw: (n, bytes a block) uint32, returns (n, elements) uint32 ----
 
@@ -271,15 +272,15 @@ def _give_back() -> None:
     while kept and not (options and options.host): super(LRUAllocator, allocator).free(kept.pop(), size, options)
 
 @functools.cache
-def interleaved(kind:GGMLType) -> cpu.Layout:
+def interleaved(kind:GGMLType) -> Layout:
   """The layout of the CPU's kernels"""
   elements, nbytes = block_size(kind)
   units = max(elements // UNIT, 1)
   planes = split_planes(kind, (1, units * UNIT), np.zeros(units * UNIT // elements * nbytes, np.uint8).view(Numbers))
-  return cpu.Layout({name: (_from_np_dtype(p.dtype), p.size) for name, p in planes.items()}, units)
+  return Layout({name: (_from_np_dtype(p.dtype), p.size) for name, p in planes.items()}, units)
 
 @functools.cache
-def packer(kind:GGMLType) -> cpu.Packer:
+def packer(kind:GGMLType) -> Packer:
   """The CPU's way from a file's blocks to the layout. Planes hold the file's bits, rearranged: which bit goes where is seen in the planes of blocks
   that hold the numbers of their bits, a binary digit a block"""
   layout, (elements, nbytes) = interleaved(kind), block_size(kind)
@@ -293,9 +294,9 @@ def packer(kind:GGMLType) -> cpu.Packer:
     bits = np.unpackbits(entries.view(np.uint8), axis=1, bitorder="little").reshape(len(digits), entries.shape[1], -1)
     inverted[name] = bits[0]
     origins[name] = ((bits[1:] ^ bits[0]).astype(np.uint32) << np.arange(len(digits) - 1, dtype=np.uint32).reshape(-1, 1, 1)).sum(0)
-  return cpu.Packer(layout, origins, inverted, nbytes)
+  return Packer(layout, origins, inverted, nbytes, Device.DEFAULT)
 
-def deinterleave(layout:cpu.Layout, shape:tuple[int, ...], stream:Tensor) -> Planes:
+def deinterleave(layout:Layout, shape:tuple[int, ...], stream:Tensor) -> Planes:
   """The planes of a stream, unrealized"""
   def back(name:str, p:Tensor) -> Tensor: return p.reshape(*p.shape[:-1], shape[-1] // UNIT, -1) if name.startswith("q") else p
   return {name: back(name, p) for name, p in layout.planes(shape, stream).items()}
@@ -376,10 +377,10 @@ def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
   """y = W·x, for a matrix, a stack with one a head, or the matrices that ids name (clamped); shapes as in QuantizedLinear and
   QuantizedExpertWeights"""
   t, (*stack, rows, width) = target_of(), w.shape
-  if cpu.fits(w) and x.shape[0] > 1: return cpu_prefill.mul_mat(x, w) if ids is None else cpu_prefill.mul_mat_id(x, [w], ids)
-  if cpu.fits(w): return cpu.mul_mat(x, w, ids, (*(x.shape[:-1] if ids is None else ids.shape), rows))
+  if cpu.takes(w) and x.shape[0] > 1: return cpu_prefill.mul_mat_prefill(x, w) if ids is None else cpu_prefill.mul_mat_id_prefill(x, w, ids)
+  if cpu.takes(w): return cpu.mul_mat_decode(x, w, ids)
   if t is None or width % UNIT: return mul_mat_reference(x, w, ids)
-  if ids is not None and x.shape[0] == 1 and serves(t, QL_MOE_MSL, [w]): return mul_mat_msl(x, w, ids)
+  if ids is not None and x.shape[0] == 1 and takes(t, QL_MOE_MSL, [w]): return mul_mat_msl(x, w, ids)
   out_shape, matrices = (*(x.shape[:-1] if ids is None else ids.shape), rows), prod(stack)
   items = prod(out_shape[:-1])
   share = items // prod(x.shape[:-1])

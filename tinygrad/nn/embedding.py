@@ -9,7 +9,7 @@ from tinygrad.uop.ops import Ops
 
 def embedding(ids:Tensor, w:Weight) -> Tensor:
   """ids: int32 (T,); w: (vocab, D) -> float32 (T, D)"""
-  if cpu.fits(w): return cpu.embedding(ids, w)
+  if cpu.takes(w): return cpu.embedding(ids, w)
   if (t := decode_target(ids.reshape(-1, 1), w.shape[1])): return embedding_decode(t, ids, w)
   return embedding_ops(ids, w)
 

@@ -60,7 +60,7 @@ for method, sign in dict(add="+", sub="-", mul="*", floordiv="/", mod="%", and_=
 def scaled(w:Weight) -> bool: return bool(w.widths) and w.widths[0] < 8   # whether activations have the factors of places taken off
 @functools.cache
 def say_once(what:str) -> None: print(f"{what}: no MSL for this type: the portable kernels run", file=sys.stderr)
-def serves(t:Target, switch:ContextVar, *vectors:Sequence[Weight]) -> bool:
+def takes(t:Target, switch:ContextVar, *vectors:Sequence[Weight]) -> bool:
   """Whether a switch is on and the text below can say the products of each vector's matrices: float32 or integer codes, alike in `scaled`"""
   if t is not TARGETS["METAL"] or not switch: return False
   for w in (w for weights in vectors for w in weights):

@@ -14,16 +14,16 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.mla_prefill import fits as mla_prefill_fits, mla_prefill
-from tinygrad.nn.norm_linear import position, prefill_target
+from tinygrad.nn.norm_linear import on_device, position, prefill_target
 from tinygrad.nn.split_kv import mla_combine, split_kv
 
 
 def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int|Tensor, scale:float) -> Tensor:
   """q_latent: (T, H, L), as latent_query makes it; q: float32 (T, H, head), each head's last R numbers rotated; cache: (C, L+R), with the tokens
   from pos on written; pos: a number or Variable, or int32 (1,) on the device -> float32 (T, H, L), softmax(q·k·scale)·v"""
-  if isinstance(pos, Tensor) and cpu.device(): return cpu.mla_attention(q_latent, q.flatten(1), cache, pos, scale)
-  if q_latent.shape[0] > 1 and cpu.device() and cpu_prefill.attention_fits(q_latent.shape[2]):
-    return cpu_prefill.mla_attention(q_latent, q.flatten(1), cache, pos, scale)
+  if isinstance(pos, Tensor) and cpu.device(): return cpu.mla_attention_decode(q_latent, q, cache, pos, scale)
+  if q_latent.shape[0] > 1 and cpu.device() and cpu_prefill.attention_takes(q_latent.shape[2]):
+    return cpu_prefill.mla_attention_prefill(q_latent, q, cache, on_device(pos), scale)
   if isinstance(pos, Tensor) and q_latent.shape[0] == 1:
     t = target_of()
     assert t is not None, "a position on the device is for kernels"

@@ -12,9 +12,9 @@ from tinygrad.nn.intrinsics import Target
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, launch, load4, silu
 from tinygrad.nn.matmul import HALF_SCALE, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
 from tinygrad.nn.matvec import DeferredMatrix, MatvecPart, RowSegments, linear_part, matvec
-from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, serves
+from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, takes
 from tinygrad.nn.norm_linear import decode_target, prefill_target, rows_of
-from tinygrad.nn.routing import LEAST_SUM, Routing, TopKInKernel, choose_experts, choose_experts_prefill, sort_by_expert
+from tinygrad.nn.routing import Routing, TopKInKernel, choose_experts, choose_experts_prefill, sort_by_expert
 
 def gate_up_part(weights:Sequence[Weight], b:dict[str, UOp], names:Sequence[str], y:UOp) -> MatvecPart:
   """y[i] = silu(gate row i · x) · (up row i · x)"""
@@ -25,9 +25,8 @@ def gate_up_part(weights:Sequence[Weight], b:dict[str, UOp], names:Sequence[str]
 def gate_up(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weight|None=None) -> list[Tensor]:
   """silu(gate·n) · (up·n) with n = RMSNorm(x), and router·n. x: float32 (T, D); weights: gate and up, (F, D); router: (E, D)
   -> float32 (T, F) and, with a router, (T, E)"""
-  if x.shape[0] == 1 and cpu.fits(*weights, *([] if router is None else [router])):
-    return [cpu.gate_up(x, norm, weights), *([] if router is None else cpu.norm_linear(x, norm, [router]))]
-  if x.shape[0] > 1 and cpu.fits(*weights, *([] if router is None else [router])): return cpu_prefill.gate_up(x, norm, weights, router)
+  if cpu.takes(*weights, *([] if router is None else [router])):
+    return (cpu.gate_up_decode if x.shape[0] == 1 else cpu_prefill.gate_up_prefill)(x, norm, weights, router)
   if t := decode_target(x, x.shape[1]): return gate_up_decode(t, x, norm, weights, router)
   if router is None and (t := prefill_target(x, *weights[0].shape)): return [gate_up_prefill(t, rms_norm_half(t, x, norm)[0], weights)]
   return gate_up_ops(x, norm, weights, router)
@@ -37,7 +36,7 @@ def gate_up_ops(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weigh
   return [(gate(n).silu() * up(n)).contiguous(), *([] if router is None else [router(n)])]
 
 def gate_up_decode(t:Target, x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weight|None=None) -> list[Tensor]:
-  if serves(t, QL_SHEXP_MSL, weights, *([] if router is None else [[router]])): return gate_up_msl(x, norm, weights, router)
+  if takes(t, QL_SHEXP_MSL, weights, *([] if router is None else [[router]])): return gate_up_msl(x, norm, weights, router)
   def body(b:dict[str, UOp]) -> list[UOp]:
     parts = [gate_up_part(weights, b, ("gate", "up"), b["y"])]
     if router is not None: parts.append(linear_part(router.shape[0], rows_of(router.matrix(b, "router")), b["logits"], router.integer))
@@ -50,9 +49,8 @@ def gate_up_decode(t:Target, x:Tensor, norm:Norm, weights:tuple[Weight, Weight],
 def expert_gate_up(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
   """The chosen experts' silu(gate·n) · (up·n) times their weight, n = RMSNorm(x). x: float32 (T, D); weights: gate and up, (E, F, D);
   logits: float32 (T, E) -> float32 (T, K, F), and the choice, int32 (T, K)"""
-  if cpu.fits(*weights):
-    sel, scale = cpu.choose_experts(logits, routing, LEAST_SUM)
-    return (cpu.gate_up if x.shape[0] == 1 else cpu_prefill.expert_gate_up)(x, norm, weights, sel, scale), sel
+  if cpu.takes(*weights):
+    return (cpu.expert_gate_up_decode if x.shape[0] == 1 else cpu_prefill.expert_gate_up_prefill)(x, norm, weights, logits, routing)
   if t := decode_target(x, x.shape[1]): return expert_gate_up_decode(t, x, norm, weights, logits, routing)
   return expert_gate_up_ops(x, norm, weights, logits, routing)
 
@@ -61,7 +59,7 @@ def expert_gate_up_ops(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logit
   return (gate(each, sel).silu() * up(each, sel) * scale.unsqueeze(-1)).contiguous(), sel
 
 def expert_gate_up_decode(t:Target, x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
-  if serves(t, QL_MOE_MSL, weights): return expert_gate_up_msl(x, norm, weights, logits, routing)
+  if takes(t, QL_MOE_MSL, weights): return expert_gate_up_msl(x, norm, weights, logits, routing)
   (E, F, _), K = weights[0].shape, routing.count
   def body(b:dict[str, UOp]) -> list[UOp]:
     (gate, up), chosen = (w.matrix(b, name) for w, name in zip(weights, ("gate", "up"))), TopKInKernel(t, routing, E, b["logits"], b.get("bias"))
@@ -84,10 +82,8 @@ def expert_gate_up_decode(t:Target, x:Tensor, norm:Norm, weights:tuple[Weight, W
 def expert_down(hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, Weight]|None=None) -> Tensor:
   """residual + Σ_k down[sel[k]] · hidden[k] + the shared expert's down times its hidden vector. hidden: float32 (T, K, F), weighted already;
   down: (E, D, F); residual: float32 (T, D); shared: float32 (T, G) and (D, G) -> float32 (T, D)"""
-  if cpu.fits(down, *([] if shared is None else [shared[1]])):
-    own = cpu if hidden.shape[0] == 1 else cpu_prefill
-    y = own.expert_down(hidden, down, sel, residual)
-    return y if shared is None else own.norm_linear(shared[0], None, [shared[1]], residual=y)[0]
+  if cpu.takes(down, *([] if shared is None else [shared[1]])):
+    return (cpu.expert_down_decode if hidden.shape[0] == 1 else cpu_prefill.expert_down_prefill)(hidden, down, sel, residual, shared)
   if t := decode_target(hidden, hidden.shape[2], *([] if shared is None else [shared[0].shape[1]])):
     return expert_down_decode(t, hidden, down, sel, residual, shared)
   return expert_down_ops(hidden, down, sel, residual, shared)
@@ -97,7 +93,7 @@ def expert_down_ops(hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, sha
   return (out if shared is None else out + shared[1](shared[0])).contiguous()
 
 def expert_down_decode(t:Target, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, Weight]|None=None) -> Tensor:
-  if serves(t, QL_MOE_MSL, [down], *([] if shared is None else [[shared[1]]])): return expert_down_msl(hidden, down, sel, residual, shared)
+  if takes(t, QL_MOE_MSL, [down], *([] if shared is None else [[shared[1]]])): return expert_down_msl(hidden, down, sel, residual, shared)
   (E, D, F), K = down.shape, sel.shape[1]
   each, segments = F // UNIT, [K * F // UNIT]   # a row of the product runs through all chosen experts, and on through the shared one
   if shared is not None: segments.append(shared[0].shape[1] // UNIT)

@@ -12,7 +12,7 @@ from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Weight, launch, load4, 
 from tinygrad.nn.latent_cache import cache_row
 from tinygrad.nn.matmul import HALF_SCALE, matmul, rms_norm_half
 from tinygrad.nn.matvec import RowSegments, linear_part, matvec
-from tinygrad.nn.metal_mul_mat_id import QL_SHEXP_MSL, mul_mat_msl, serves
+from tinygrad.nn.metal_mul_mat_id import QL_SHEXP_MSL, mul_mat_msl, takes
 from tinygrad.nn.split_kv import padded, query_place, uses_tensor_cores
 
 def decode_target(x:Tensor, *widths:int) -> Target|None:
@@ -42,14 +42,19 @@ def position(pos:UOp|int|Tensor) -> Tensor:
   def body(b:dict[str, UOp]) -> list[UOp]: return [b["pos"][UOp.special(1, "lidx0")].store(pos)]
   return launch("position", {"pos": Tensor.empty(1, dtype=dtypes.int32)}, {}, body)[0]
 
+def on_device(pos:UOp|int|Tensor) -> Tensor:
+  """As position, on the CPU"""
+  if not isinstance(pos, int): return position(pos)
+  return cpu.launch("position", {"pos": Tensor.empty(1, dtype=dtypes.int32)}, {}, "", f"pos[0] = {pos};")[0]
+
 def rows_of(matrix:Matrix, first:UOp|int=0) -> Callable[[UOp], RowSegments]: return lambda i: [(matrix, first + i)]
 
 def norm_linear(x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
   """x: float32 (T, in); weights: matrices (out_i, in) of RMSNorm(x), or of x without a norm; rope rotates the heads of the first product, residual
   (T, out_0) is added to it -> float32 (T, out_i) each"""
-  if x.shape[0] == 1 and cpu.fits(*weights) and (rope is None or isinstance(rope.pos, Tensor)):
-    return cpu.norm_linear(x, norm, weights, rope, residual)
-  if x.shape[0] > 1 and cpu.fits(*weights): return cpu_prefill.norm_linear(x, norm, weights, rope, residual)
+  if cpu.takes(*weights) and (x.shape[0] > 1 or rope is None or isinstance(rope.pos, Tensor)):
+    form = cpu.norm_linear_decode if x.shape[0] == 1 else cpu_prefill.norm_linear_prefill
+    return form(x, norm, weights, rope, None if rope is None else on_device(rope.pos), residual)
   if (t := decode_target(x, x.shape[1])) and (rope is None or isinstance(rope.pos, Tensor)):
     return norm_linear_decode(t, x, norm, weights, rope, residual)
   if t := prefill_target(x, x.shape[1]): return norm_linear_prefill(t, x, norm, weights, rope, residual)
@@ -69,7 +74,7 @@ def norm_linear_prefill(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Wei
   return [y, *[matmul(t, n, w, factor=factor) for w in rest]]
 
 def norm_linear_decode(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
-  if norm is None and rope is None and len(weights) == 1 and residual is not None and serves(t, QL_SHEXP_MSL, weights):
+  if norm is None and rope is None and len(weights) == 1 and residual is not None and takes(t, QL_SHEXP_MSL, weights):
     return [mul_mat_msl(x, weights[0], residual=residual)]
   outs = {f"y{i}": Tensor.empty(1, w.shape[0], dtype=dtypes.float) for i, w in enumerate(weights)}
   ins = {"x": x, **({"norm": norm.weight} if norm else {}), **({"rope": rope.table, "pos": rope.pos} if rope else {}),
@@ -89,8 +94,8 @@ def norm_linear_decode(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weig
 def latent_query(q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   """The heads' queries in latent space, and the tokens' rows of the cache: [RMSNorm(kv)[:L] | RoPE(kv[L:])] written from pos on.
   q: float32 (T, H·head); kv: float32 (T, L+R); k_b: (H, L, nope); cache: (C, L+R) -> float32 (T, H, L), or as split_kv wants it, and the cache"""
-  if cpu.fits(k_b) and isinstance(rope.pos, Tensor): return cpu.latent_query(q, kv, k_b, norm, cache, rope)
-  if q.shape[0] > 1 and cpu.fits(k_b): return cpu_prefill.latent_query(q, kv, k_b, norm, cache, rope)
+  if cpu.takes(k_b) and isinstance(rope.pos, Tensor): return cpu.latent_query_decode(q, kv, k_b, norm, cache, rope, rope.pos)
+  if q.shape[0] > 1 and cpu.takes(k_b): return cpu_prefill.latent_query_prefill(q, kv, k_b, norm, cache, rope, on_device(rope.pos))
   if (t := decode_target(q, k_b.shape[2])) and isinstance(rope.pos, Tensor): return latent_query_decode(t, q, kv, k_b, norm, cache, rope)
   if (t := prefill_target(q, k_b.shape[2])): return latent_query_prefill(t, q, kv, k_b, norm, cache, rope)
   return latent_query_ops(q, kv, k_b, norm, cache, rope)
