@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple, Sequence
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import prod
-from tinygrad.nn.cpu import ROTATE, TYPES, PackedWeight, block_unit, choose_experts, group_bytes, launch, optional, row_groups
+from tinygrad.nn.cpu import ROTATE, TYPES, PackedWeight, block_unit, choose_experts, group_bytes, launch, optional
 from tinygrad.nn.cpu_layout import ROWS
 from tinygrad.nn.kernel import UNIT, Norm, Rope, Unit, empty
 from tinygrad.nn.routing import Routing
