@@ -72,7 +72,7 @@ class PackedWeight(Weight, Protocol):
 
 def takes(*weights:Any) -> bool:
   """Whether these kernels take such weights: interleaved, on a CPU"""
-  return all(weight.layout is not None and is_cpu(weight.planes["stream"].device) for weight in weights)
+  return all(weight.layout is not None and is_cpu(weight.device) for weight in weights)
 
 def row_groups(weight:PackedWeight) -> int: return -(-weight.shape[-2] // ROWS)
 def group_bytes(weight:PackedWeight) -> int: return weight.shape[-1] // (weight.layout.units * UNIT) * weight.layout.nbytes
@@ -228,7 +228,7 @@ def optional(**buffers:Tensor|None) -> dict[str, Tensor]:
 # ---- linear layers of a token ----
 
 def mul_mat_decode(vectors:Tensor, weight:PackedWeight, ids:Tensor|None=None) -> Tensor:
-  """A matrix, a stack with one a head, or the matrices that ids name, times vectors; shapes as in mul_mat of apps/quantized.py"""
+  """As mul_mat of nn/norm_linear.py, of one token"""
   (*stack, rows, width), groups, size = weight.shape, row_groups(weight), group_bytes(weight)
   shape = (*(vectors.shape[:-1] if ids is None else ids.shape), rows)
   matrices, items = prod(stack), prod(shape[:-1])
@@ -285,7 +285,9 @@ def norm_linear_decode(vector:Tensor, norm:Norm|None, weights:Sequence[PackedWei
 # ---- attention of a token ----
 
 def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, pos:Tensor) -> tuple[Tensor, Tensor]:
-  """As latent_query of nn/norm_linear.py, of one token. The thread with the first job writes the cache's row."""
+  """A token's queries in latent space, and its row of the cache, [RMSNorm(kv[:L]) | RoPE(kv[L:])], written at pos. query: float32 (1, H·head); kv:
+  float32 (1, L+R); k_b: (H, L, nope); cache: (rows, L+R); pos: int32 (1,) -> float32 (1, H, L), and the cache. The thread with the first job writes
+  the row."""
   (H, L, nope), dim, groups, size = k_b.shape, cache.shape[1], row_groups(k_b), group_bytes(k_b)
   body = f"""if (job == 0) {{
     float f = rms(kv, {L}, {norm.eps!r}f);
@@ -312,8 +314,13 @@ def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, ca
 
 DECODE_KEYS = 16  # positions of the cache that a thread reads at a time
 
+def attention_takes(latent:int, dim:int) -> bool:
+  """Whether mla_attention_decode takes such a latent and such rows of the cache: whole vectors"""
+  return latent % ROWS == 0 and dim % ROWS == 0
+
 def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, pos:Tensor, scale:float) -> Tensor:
-  """As mla_attention of nn/mla_attention.py, of one token. A thread takes a share of the heads and reads the cache once for all of them:
+  """softmax(query·key·scale)·value of one token. q_latent: float32 (1, H, L); query: float32 (1, H·head), each head's last numbers rotated; cache:
+  (rows, L+R); pos: int32 (1,) -> float32 (1, H, L). A thread takes a share of the heads and reads the cache once for all of them:
 
     for 16 keys of the cache:
       for each head of the thread:
@@ -323,7 +330,6 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, pos:Tensor
         context = context · shrink + Σ weight · key[:L]
     context /= total, for each head"""
   (_, H, L), dim = q_latent.shape, cache.shape[1]
-  query = query.flatten(1)
   head = query.shape[1] // H
   key = f"p < some ? (float)cache[(from + p) * {dim}L + i] : 0"
   product = f"*(v16f*)(query + h * {dim} + i) * *(v16f*)(keys + (p + k) * {dim} + i)"
@@ -393,10 +399,9 @@ def choose_experts(logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
   sel, weights = launch(name, outs, {"logits": logits, **optional(bias=bias)}, "", body, T)
   return sel, weights
 
-def gate_up_chosen(vector:Tensor, norm:Norm, weights:tuple[PackedWeight, PackedWeight], sel:Tensor|None=None, scale:Tensor|None=None) -> Tensor:
+def gate_up_chosen(vector:Tensor, norm:Norm, gate:PackedWeight, up:PackedWeight, sel:Tensor|None=None, scale:Tensor|None=None) -> Tensor:
   """silu(gate·n) · (up·n) with n = RMSNorm(vector): of gate and up, (F, D) -> float32 (1, F), or of the matrices of a stack, (E, F, D), that
   sel names, int32 (1, K), times scale, float32 (1, K) -> (1, K, F)"""
-  gate, up = weights
   (*stack, F, D), groups, chosen = gate.shape, row_groups(gate), 1 if sel is None else sel.shape[1]
   expert = f"clamp(sel[k], {stack[0]})" if stack else "0"
   body = f"""{stage_buffers(D)}stage(x, norm, rms(x, {D}, {norm.eps!r}f), {D}, X, P, S);
@@ -412,15 +417,15 @@ def gate_up_chosen(vector:Tensor, norm:Norm, weights:tuple[PackedWeight, PackedW
   mem = (gate.nbytes + up.nbytes) * chosen // prod(stack)
   return launch(name, outs, ins, dot("dot_gate", gate) + dot("dot_up", up), body, chosen * groups, mem)[0]
 
-def gate_up_decode(vector:Tensor, norm:Norm, weights:tuple[PackedWeight, PackedWeight], router:PackedWeight|None=None) -> list[Tensor]:
+def gate_up_decode(vector:Tensor, norm:Norm, gate:PackedWeight, up:PackedWeight, router:PackedWeight|None=None) -> list[Tensor]:
   """As gate_up of nn/moe.py, of one token"""
-  return [gate_up_chosen(vector, norm, weights), *([] if router is None else norm_linear_decode(vector, norm, [router]))]
+  return [gate_up_chosen(vector, norm, gate, up), *([] if router is None else norm_linear_decode(vector, norm, [router]))]
 
-def expert_gate_up_decode(vector:Tensor, norm:Norm, weights:tuple[PackedWeight, PackedWeight], logits:Tensor,
+def expert_gate_up_decode(vector:Tensor, norm:Norm, gate:PackedWeight, up:PackedWeight, logits:Tensor,
                           routing:Routing) -> tuple[Tensor, Tensor]:
   """As expert_gate_up of nn/moe.py, of one token"""
   sel, scale = choose_experts(logits, routing)
-  return gate_up_chosen(vector, norm, weights, sel, scale), sel
+  return gate_up_chosen(vector, norm, gate, up, sel, scale), sel
 
 def expert_down_decode(hidden:Tensor, down:PackedWeight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, PackedWeight]|None=None) -> Tensor:
   """As expert_down of nn/moe.py, of one token. A row's sum runs through all chosen experts; the shared expert's is a launch of its own."""

@@ -200,13 +200,13 @@ def norm_linear_prefill(tokens:Tensor, norm:Norm|None, weights:Sequence[PackedWe
   return [linear(tiles, first, T, rope, pos, residual), *(linear(tiles, weight, T) for weight in rest)]
 
 def mul_mat_prefill(tokens:Tensor, weight:PackedWeight) -> Tensor:
-  """As mul_mat of apps/quantized.py, without ids"""
+  """As mul_mat of nn/norm_linear.py, without ids"""
   return linear(pack_tiles(tokens, heads=prod(weight.shape[:-2])), weight, tokens.shape[0])
 
 # ---- attention ----
 
 def latent_query_prefill(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, pos:Tensor) -> tuple[Tensor, Tensor]:
-  """As latent_query of nn/norm_linear.py. pos: int32 (1,) on the device, the first token's"""
+  """As latent_query_decode, of T tokens; pos is the first one's"""
   (H, L, nope), T, dim = k_b.shape, query.shape[0], cache.shape[1]
   body = f"""for (; job < last; job++) {{
     const float* from = kv + job * {dim}; const float* turn = rope + (pos[0] + job) * {rope.table.shape[1] * 2}L;
@@ -271,8 +271,8 @@ def online_softmax(heads:int, latent:int) -> str:
         }}"""
 
 def mla_attention_prefill(q_latent:Tensor, query:Tensor, cache:Tensor, pos:Tensor, scale:float) -> Tensor:
-  """As mla_attention of nn/mla_attention.py. A column is a head's query of a token, in order; a thread takes every n-th of the jobs, as later
-  tokens see more of the cache. A job, 8 tiles of queries:
+  """As mla_attention_decode, of T tokens from pos on, each seeing the cache up to its own row. A column is a head's query of a token, in order; a
+  thread takes every n-th of the jobs, as later tokens see more of the cache. A job, 8 tiles of queries:
 
     for 64 keys of the cache, up to the last that the job's last token sees:
       for each tile:
@@ -280,7 +280,7 @@ def mla_attention_prefill(q_latent:Tensor, query:Tensor, cache:Tensor, pos:Tenso
         weights, shrink = softmax so far, of the keys that a column's token sees
         context = context · shrink + values · weights
     context /= total"""
-  (T, H, L), dim, query = q_latent.shape, cache.shape[1], query.flatten(1)
+  (T, H, L), dim = q_latent.shape, cache.shape[1]
   columns, sums = T * H, L // 32 * 24  # of all jobs; vectors of a tile's context
   jobs = -(-columns // QUERY_COLUMNS)
   body = f"""long start = pos[0], length = start + {T};
@@ -314,10 +314,9 @@ top[{QUERY_COLUMNS}], total[{QUERY_COLUMNS}];
 
 # ---- feed-forward ----
 
-def gate_up_prefill(tokens:Tensor, norm:Norm, weights:tuple[PackedWeight, PackedWeight], router:PackedWeight|None=None) -> list[Tensor]:
+def gate_up_prefill(tokens:Tensor, norm:Norm, gate:PackedWeight, up:PackedWeight, router:PackedWeight|None=None) -> list[Tensor]:
   """As gate_up of nn/moe.py"""
-  T, (gate, up), tiles = tokens.shape[0], weights, pack_tiles(tokens, norm)
-  width = gate.shape[0]
+  T, width, tiles = tokens.shape[0], gate.shape[0], pack_tiles(tokens, norm)
   swiglu = Epilogue(f"put(y + n * {width}L + g * 16, s[0] / (1 + exp16(-s[0])) * s[1], {width} - (int)g * 16);")
   hidden = tile_products(f"gate_up_{gate.label}_{T}", empty(tokens, T, width), tiles, {"gate": gate, "up": up}, T, swiglu)
   return [hidden, *([] if router is None else [linear(tiles, router, T)])]
@@ -348,17 +347,17 @@ def grouped_products(tokens:Tensor, weights:dict[str, PackedWeight], sel:Tensor,
   return tile_products(name, empty(tokens, T, chosen, rows), tiles, weights, T * chosen, epilogue, choices)
 
 def mul_mat_id_prefill(tokens:Tensor, weight:PackedWeight, ids:Tensor) -> Tensor:
-  """As mul_mat of apps/quantized.py, with ids"""
+  """As mul_mat of nn/norm_linear.py, with ids"""
   rows = weight.shape[1]
   return grouped_products(tokens, {"gate": weight}, ids, Epilogue(each_group(rows, f"put(y + n * {rows}L + row, s[h], {rows} - (int)row);")))
 
-def expert_gate_up_prefill(tokens:Tensor, norm:Norm, weights:tuple[PackedWeight, PackedWeight], logits:Tensor,
+def expert_gate_up_prefill(tokens:Tensor, norm:Norm, gate:PackedWeight, up:PackedWeight, logits:Tensor,
                            routing:Routing) -> tuple[Tensor, Tensor]:
   """As expert_gate_up of nn/moe.py"""
-  (sel, scale), rows = choose_experts(logits, routing), weights[0].shape[1]
+  (sel, scale), rows = choose_experts(logits, routing), gate.shape[1]
   swiglu = f"put(y + n * {rows}L + g * 16, s[0] / (1 + exp16(-s[0])) * s[1] * scale[n], {rows} - (int)g * 16);"
   normed = rms_norm(tokens, norm).unsqueeze(1)
-  return grouped_products(normed, dict(zip(("gate", "up"), weights)), sel, Epilogue(swiglu, {"scale": scale})), sel
+  return grouped_products(normed, {"gate": gate, "up": up}, sel, Epilogue(swiglu, {"scale": scale})), sel
 
 def rms_norm(tokens:Tensor, norm:Norm) -> Tensor:
   T, D = tokens.shape
