@@ -7,7 +7,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, interleaved, packer, split_planes
 from tinygrad.apps.rope import Rope, rope_table
-from tinygrad.nn import cpu, embedding, routing
+from tinygrad.nn import cpu, cpu_layout, embedding, routing
 from tinygrad.nn.mla_attention import latent_attention
 from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up
 from tinygrad.nn.norm_linear import norm_linear
@@ -59,7 +59,7 @@ def test_packer_by_parts(monkeypatch):
   shape = (3, 53, 96)
   data, _ = random_weight(T.Q4_0, shape)
   planes = {name: p.numpy() for name, p in split_planes(T.Q4_0, shape, Tensor(data)).items()}
-  monkeypatch.setattr(cpu, "PART", 1)
+  monkeypatch.setattr(cpu_layout, "PACK_BYTES", 1)
   np.testing.assert_array_equal(packer(T.Q4_0)(shape, data).numpy(), interleaved(T.Q4_0).interleave(shape, planes))
 
 @KINDS
@@ -154,7 +154,7 @@ def test_choose_experts(gating: int, experts: int):
   for b in (None, bias):
     for normalize in (False, True):
       how = routing.Routing(3, gating, normalize, 1.8, b)
-      (sel, weights), (sel_ops, weights_ops) = cpu.choose_experts(logits, how, routing.LEAST_SUM), routing.choose_experts(logits, how)
+      (sel, weights), (sel_ops, weights_ops) = cpu.choose_experts(logits, how), routing.choose_experts(logits, how)
       assert sel.tolist() == sel_ops.tolist()
       same(weights, weights_ops)
 

@@ -24,6 +24,7 @@ from tinygrad.device import LRUAllocator
 from tinygrad.dtype import DType, _from_np_dtype, _to_np_dtype
 from tinygrad.helpers import Context, prod
 from tinygrad.nn import cpu
+from tinygrad.nn.cpu_layout import Layout, Packer
 from tinygrad.nn.embedding import embedding
 from tinygrad.nn.kernel import UNIT, Matrix, Unit
 from tinygrad.nn.norm_linear import mul_mat
@@ -268,15 +269,15 @@ def _give_back() -> None:
     while kept and not (options and options.host): super(LRUAllocator, allocator).free(kept.pop(), size, options)
 
 @functools.cache
-def interleaved(kind:GGMLType) -> cpu.Layout:
+def interleaved(kind:GGMLType) -> Layout:
   """The layout of the CPU's kernels"""
   elements, nbytes = block_size(kind)
   units = max(elements // UNIT, 1)
   planes = split_planes(kind, (1, units * UNIT), np.zeros(units * UNIT // elements * nbytes, np.uint8).view(Numbers))
-  return cpu.Layout({name: (_from_np_dtype(p.dtype), p.size) for name, p in planes.items()}, units)
+  return Layout({name: (_from_np_dtype(p.dtype), p.size) for name, p in planes.items()}, units)
 
 @functools.cache
-def packer(kind:GGMLType) -> cpu.Packer:
+def packer(kind:GGMLType) -> Packer:
   """The CPU's way from a file's blocks to the layout. Planes hold the file's bits, rearranged: which bit goes where is seen in the planes of blocks
   that hold the numbers of their bits, a binary digit a block"""
   layout, (elements, nbytes) = interleaved(kind), block_size(kind)
@@ -290,9 +291,9 @@ def packer(kind:GGMLType) -> cpu.Packer:
     bits = np.unpackbits(entries.view(np.uint8), axis=1, bitorder="little").reshape(len(digits), entries.shape[1], -1)
     inverted[name] = bits[0]
     origins[name] = ((bits[1:] ^ bits[0]).astype(np.uint32) << np.arange(len(digits) - 1, dtype=np.uint32).reshape(-1, 1, 1)).sum(0)
-  return cpu.Packer(layout, origins, inverted, nbytes)
+  return Packer(layout, origins, inverted, nbytes, Device.DEFAULT)
 
-def deinterleave(layout:cpu.Layout, shape:tuple[int, ...], stream:Tensor) -> Planes:
+def deinterleave(layout:Layout, shape:tuple[int, ...], stream:Tensor) -> Planes:
   """The planes of a stream, unrealized"""
   def back(name:str, p:Tensor) -> Tensor: return p.reshape(*p.shape[:-1], shape[-1] // UNIT, -1) if name.startswith("q") else p
   return {name: back(name, p) for name, p in layout.planes(shape, stream).items()}

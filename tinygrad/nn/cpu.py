@@ -1,192 +1,90 @@
-"""Decoding on the CPU: the primitives as C with vector extensions, no intrinsics, so that AVX2, AVX-512 and ARM compile the same source.
+"""The primitives as C for the CPU: the text that all kernels share, how one is launched, and the forms of decoding.
 
-Layout: 16 rows are interleaved, block by block, in one ascending stream of words (`Layout`): a vector's lane is a row, and a row's sum never
-leaves its lane. Codes lie four to a word, byte by byte; a byte is masked where it stands, and x is scaled by the power of two that undoes its
-place. Zeros and minimums go through sums of x over 16 weights. Every thread stages x, norm included, for itself, and takes a share of the
-groups of 16 rows: nothing is shared, sums are float32 in one order whatever the number of threads.
+Text. Vector extensions and no intrinsics, so that AVX2, AVX-512 and ARM compile the same source; one instruction, a product of bytes, is asm where
+the CPU has it. Weights lie as nn/cpu_layout.py says, 16 rows interleaved. A format becomes C by the code that builds the GPUs' kernels from it
+(apps/quantized.py), given `CExpr` in a UOp's place.
+
+Arithmetic. Activations are staged: RMSNorm applied, and for codes scaled by the power of two that undoes a byte's place in its word, or in fixed
+point of 24 bits, as exact as floats are beside a unit's largest. A code is masked where it stands and never shifted. Zeros and minimums are folded
+in through the activations' sums over 16. Sums are float32, in one order whatever the number of threads.
+
+Threads. Each takes a share of the groups of 16 rows and stages the activations for itself: nothing is shared, and nothing is waited for.
 """
 from __future__ import annotations
-import ctypes
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Sequence
-import numpy as np
+from typing import Any, Callable, Protocol, Sequence
 from tinygrad import Device, Tensor, UOp, dtypes
-from tinygrad.device import TinyELF
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.helpers import NUM_CPU_THREADS, prod
-from tinygrad.nn.kernel import UNIT
+from tinygrad.helpers import prod
+from tinygrad.nn.cpu_layout import ROWS, Layout, threads
+from tinygrad.nn.kernel import UNIT, Norm, Rope, Unit, Weight, empty
+from tinygrad.nn.routing import LEAST_SUM, Routing
 from tinygrad.renderer import Estimates
 from tinygrad.renderer.cstyle import ClangRenderer
-from tinygrad.runtime.ops_cpu import CPUProgram
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
-ROWS = 16     # of a group
-PART = 1 << 22  # bytes of the stream that a thread makes at a time
+def is_cpu(device:str) -> bool:
+  """Whether these kernels run on a device: the CPU, or NULL where it renders C"""
+  return device.split(":")[0] in ("CPU", "NULL") and isinstance(Device[device].renderer, ClangRenderer)
 
 def device() -> str|None:
-  """The device whose kernels these are: the CPU, or NULL where it stands for it"""
-  name = Device.DEFAULT.split(":")[0]
-  return Device.DEFAULT if name in ("CPU", "NULL") and isinstance(Device[Device.DEFAULT].renderer, ClangRenderer) else None
+  """The default device, where these kernels run on it"""
+  return Device.DEFAULT if is_cpu(Device.DEFAULT) else None
 
-def is_cpu(device:str) -> bool: return (own := globals()["device"]()) is not None and device.split(":")[0] == own.split(":")[0]
-
-# ---- the layout ----
-
-@dataclass(frozen=True)
-class Field:
-  """A plane's share of a block: `entries` of 16 rows each, from byte `offset` of the block, or of every unit"""
-  dtype: DType
-  entries: int
-  offset: int
-  of_unit: bool
-
-class Layout:
-  """Where a block of 16 rows holds what. planes: {name: (dtype, entries a block)}; first what the block has once, then unit by unit the rest"""
-  def __init__(self, planes:dict[str, tuple[DType, int]], units:int):
-    self.units, self.fields = units, {}
-    size = {False: 0, True: 0}
-    for name, (dtype, entries) in planes.items():
-      of_unit = units > 1 and entries % units == 0
-      each = entries // units if of_unit else entries
-      self.fields[name] = Field(dtype, each, size[of_unit], of_unit)
-      size[of_unit] += each * ROWS * dtype.itemsize
-    self.once, self.unit = size[False], size[True]
-    self.nbytes = self.once + self.unit * units
-  def shape(self, shape:tuple[int, ...], blocks:int) -> tuple[int, ...]: return (*shape[:-2], -(-shape[-2] // ROWS), blocks, self.nbytes // 4)
-
-  def interleave(self, shape:tuple[int, ...], planes:dict[str, np.ndarray]) -> np.ndarray:
-    """uint32 (…, groups, blocks, words a block) of the planes of a matrix or a stack; lacking rows are zeros"""
-    rows, groups = shape[-2], -(-shape[-2] // ROWS)
-    name, f = next(iter(self.fields.items()))
-    blocks = planes[name].size // (prod(shape[:-1]) * f.entries * (self.units if f.of_unit else 1))
-    out = np.zeros(self.shape(shape, blocks), np.uint32)
-    every = out.view(np.uint8).reshape(-1, groups, blocks, self.nbytes)
-    for name, f in self.fields.items():
-      units, size = self.units if f.of_unit else 1, f.entries * ROWS * f.dtype.itemsize
-      part = every[..., self.once:].reshape(*every.shape[:3], units, -1) if f.of_unit else every[..., :self.once].reshape(*every.shape[:3], 1, -1)
-      plane = planes[name].reshape(-1, rows, blocks, units, f.entries)
-      place = part[..., f.offset:f.offset + size].view(plane.dtype).reshape(*part.shape[:4], f.entries, ROWS)
-      for r in range(ROWS): place[:, :len(range(r, rows, ROWS)), ..., r] = plane[:, r::ROWS]
-    return out
-
-  def planes(self, shape:tuple[int, ...], stream:Tensor) -> dict[str, Tensor]:
-    """The planes again, as views and shifts: (…, rows, entries of a row)"""
-    *stack, groups, blocks, _ = stream.shape
-    out = {}
-    for name, f in self.fields.items():
-      units, size = self.units if f.of_unit else 1, f.dtype.itemsize
-      words = (stream[..., self.once // 4:] if f.of_unit else stream[..., :self.once // 4]).reshape(*stack, groups, blocks, units, -1)
-      words = words[..., f.offset // 4:f.offset // 4 + f.entries * ROWS * size // 4]
-      if size < 4: words = (words.unsqueeze(-1) >> (Tensor.arange(4 // size, dtype=dtypes.uint32) * (8 * size))) & ((1 << (8 * size)) - 1)
-      n = len(stack)
-      p = words.reshape(*stack, groups, blocks, units * f.entries, ROWS).permute(*range(n + 1), n + 3, n + 1, n + 2)
-      p = p.reshape(*stack, groups * ROWS, blocks * units * f.entries)[..., :shape[-2], :]
-      out[name] = p.bitcast(f.dtype) if size == 4 else p.cast({1: dtypes.uint8, 2: dtypes.uint16}[size]).bitcast(f.dtype)
-    return out
-
-# ---- from the file's bytes to the layout, in one pass ----
-
-PACK = """typedef unsigned v16u __attribute__((ext_vector_type(16), aligned(4))); typedef unsigned word __attribute__((aligned(1)));
-typedef unsigned short v16s __attribute__((ext_vector_type(16), aligned(2))); typedef unsigned char v16b __attribute__((ext_vector_type(16), aligned(1)));
-typedef unsigned char byte; typedef unsigned long long u64;
-static inline __attribute__((always_inline)) v16u load(const byte* p, const u64* at) {
-  v16u v;
-  _Pragma("clang loop unroll(full)") for (int r = 0; r < 16; r++) v[r] = *(const word*)(p + at[r]);
-  return v;
-}
-#define PUT(type, o, e) *(type*)(out + (o)) = __builtin_convertvector((e) & there, type)
-"""
-
-class Packer:
-  """Makes the stream of the file's blocks. origins: for each plane uint (entries, bits), which bit of a block each bit is, counted from 1; 0: none;
-  inverted: the same shape, the bits that are turned over. nbytes: of `layout.units` units in the file"""
-  def __init__(self, layout:Layout, origins:dict[str, np.ndarray], inverted:dict[str, np.ndarray], nbytes:int):
-    self.layout, self.nbytes, lines, loaded = layout, nbytes, [], set()
-    for name, f in layout.fields.items():
-      for entry, (bits, turned) in enumerate(zip(origins[name], inverted[name])):
-        # the bits that one loaded word holds at one distance from where they go are one mask
-        masks:dict[tuple[int, int], int] = {}
-        for to, bit in enumerate(map(int, bits)):
-          if not bit: continue
-          start = min(max((bit - 1) // 8 - to // 8, 0), nbytes - 4)
-          of = (start, bit - 1 - start * 8 - to)
-          masks[of] = masks.get(of, 0) | 1 << to
-        parts = []
-        for (start, right), mask in masks.items():
-          if start not in loaded: lines.append(f"const v16u w{start} = load(raw + {start}, at);")
-          loaded.add(start)
-          moved = f"w{start}" if right == 0 else f"(w{start} {'>>' if right > 0 else '<<'} {abs(right)}u)"
-          parts.append(moved if mask == 0xffffffff else f"({moved} & {mask}u)")
-        flip = sum(1 << to for to, turn in enumerate(turned) if turn)
-        unit, e = divmod(entry, f.entries) if f.of_unit else (0, entry)
-        offset = (layout.once + unit * layout.unit if f.of_unit else 0) + f.offset + e * ROWS * f.dtype.itemsize
-        kind = {4: "v16u", 2: "v16s", 1: "v16b"}[f.dtype.itemsize]
-        lines.append(f"PUT({kind}, {offset}, ({' | '.join(parts)}){f' ^ {flip}u' if flip else ''});")
-    self.source = f"""{PACK}
-/* groups of 16 rows from `first` up to `last`, counted through all matrices; rows that a matrix lacks are zeros */
-__attribute__((min_vector_width(512))) void pack(byte* out, const byte* file, u64 rows, u64 blocks, u64 first, u64 last) {{
-  u64 groups = (rows + 15) / 16, size = blocks * {nbytes}, at[16];
-  out += first * blocks * {layout.nbytes};
-  for (u64 j = first; j < last; j++) {{
-    u64 row = j % groups * 16;
-    const byte* raw = file + (j / groups * rows + row) * size;
-    v16u there;
-    for (int r = 0; r < 16; r++) {{ there[r] = row + r < rows ? -1u : 0; at[r] = row + r < rows ? r * size : 0; }}
-    for (u64 b = 0; b < blocks; b++, raw += {nbytes}, out += {layout.nbytes}) {{
-      {chr(10).join(lines)}
-    }}
-  }}
-}}
-"""
-    dev = Device[Device.DEFAULT]
-    self.program = CPUProgram(dev, TinyELF(ClangRenderer(dev.renderer.target).compiler.compile_cached(self.source), "pack", dev.renderer.target, ()))
-
-  def __call__(self, shape:tuple[int, ...], data:np.ndarray) -> Tensor:
-    """The stream of a matrix or a stack. data: uint8, its bytes in the file"""
-    *stack, rows, width = shape
-    blocks, matrices = width // (self.layout.units * UNIT), prod(stack)
-    stream = Tensor.empty(*self.layout.shape(shape, blocks), dtype=dtypes.uint32)
-    out, file, jobs = stream.uop.buffer.ensure_allocated()._buf.va_addr, data.ctypes.data, matrices * -(-rows // ROWS)
-    def part(first:int) -> None: self.program.fxn(*map(ctypes.c_uint64, (out, file, rows, blocks, first, min(first + each, jobs))))
-    each = max(PART // (blocks * self.layout.nbytes), 1)
-    if jobs <= each: part(0)
-    else:
-      with ThreadPoolExecutor(threads()) as pool: list(pool.map(part, range(0, jobs, each)))
-    return stream
-
-# ---- a format's description as C code ----
+# ---- a format as C code ----
 
 VECTORS = {dtypes.float: "v16f", dtypes.half: "v16h", dtypes.uint32: "v16u", dtypes.uint16: "v16s", dtypes.uint8: "v16b", dtypes.int8: "v16c"}
 
 class CExpr:
-  """An expression in C of 16 lanes that is built as a kernel's value is (apps/quantized.py), by the same code"""
+  """A C expression of 16 lanes. It has the operators of a UOp that formats are written in (apps/quantized.py)."""
   def __init__(self, text:str, dtype:DType): self.text, self.dtype = text, dtype
-  def _of(self, x:Any) -> str:
-    if isinstance(x, CExpr): return x.text
-    return f"(({VECTORS[self.dtype]})({f'{float(x)!r}f' if self.dtype is dtypes.float else f'{x}u'}))"
-  def _op(self, op:str, x:Any) -> CExpr: return CExpr(f"({self.text} {op} {self._of(x)})", self.dtype)
-  def __and__(self, x): return self._op("&", x)
-  def __or__(self, x): return self._op("|", x)
-  def __xor__(self, x): return self._op("^", x)
-  def __rshift__(self, x): return self._op(">>", x)
-  def __lshift__(self, x): return self._op("<<", x)
-  def __add__(self, x): return self._op("+", x)
-  def __sub__(self, x): return self._op("-", x)
-  def __mul__(self, x): return self._op("*", x)
-  def __lt__(self, x): return self._op("<", x)
-  def eq(self, x): return self._op("==", x)
-  def where(self, a, b) -> CExpr:
-    of = next((y for y in (a, b) if isinstance(y, CExpr)), CExpr("", dtypes.float))
-    kind = VECTORS[of.dtype]
-    return CExpr(f"(({kind})((((v16u){self.text}) & ((v16u){of._of(a)})) | (~((v16u){self.text}) & ((v16u){of._of(b)}))))", of.dtype)
-  def maximum(self, x): return CExpr(f"__builtin_elementwise_max({self.text}, {self._of(x)})", self.dtype)
-  def const_like(self, x): return CExpr(self._of(x), self.dtype)
+  def _operand(self, other:Any) -> str:
+    if isinstance(other, CExpr): return other.text
+    return f"(({VECTORS[self.dtype]})({f'{float(other)!r}f' if self.dtype is dtypes.float else f'{other}u'}))"
+  def _binary(self, sign:str, other:Any) -> CExpr: return CExpr(f"({self.text} {sign} {self._operand(other)})", self.dtype)
+  def __and__(self, other:Any) -> CExpr: return self._binary("&", other)
+  def __or__(self, other:Any) -> CExpr: return self._binary("|", other)
+  def __xor__(self, other:Any) -> CExpr: return self._binary("^", other)
+  def __rshift__(self, other:Any) -> CExpr: return self._binary(">>", other)
+  def __lshift__(self, other:Any) -> CExpr: return self._binary("<<", other)
+  def __add__(self, other:Any) -> CExpr: return self._binary("+", other)
+  def __sub__(self, other:Any) -> CExpr: return self._binary("-", other)
+  def __mul__(self, other:Any) -> CExpr: return self._binary("*", other)
+  def __lt__(self, other:Any) -> CExpr: return self._binary("<", other)
+  def eq(self, other:Any) -> CExpr: return self._binary("==", other)
+  def where(self, true:Any, false:Any) -> CExpr:
+    typed = next((value for value in (true, false) if isinstance(value, CExpr)), CExpr("", dtypes.float))
+    chosen = f"((v16u){self.text}) & ((v16u){typed._operand(true)})"
+    other = f"~((v16u){self.text}) & ((v16u){typed._operand(false)})"
+    return CExpr(f"(({VECTORS[typed.dtype]})(({chosen}) | ({other})))", typed.dtype)
+  def maximum(self, other:Any) -> CExpr: return CExpr(f"__builtin_elementwise_max({self.text}, {self._operand(other)})", self.dtype)
+  def const_like(self, value:Any) -> CExpr: return CExpr(self._operand(value), self.dtype)
   def cast(self, dtype:DType) -> CExpr:
     if dtype is self.dtype: return self
     if dtype is dtypes.float and self.dtype is dtypes.uint32: return CExpr(f"FLOAT({self.text})", dtype)  # codes: the sign is never set
     return CExpr(f"__builtin_convertvector({self.text}, {VECTORS[dtype]})", dtype)
   def bitcast(self, dtype:DType) -> CExpr: return CExpr(f"(({VECTORS[dtype]}){self.text})", dtype)
+
+class PackedWeight(Weight, Protocol):
+  """A weight matrix whose planes are one interleaved stream, planes["stream"]"""
+  layout: Layout
+  planes: dict[str, Tensor]
+  def unit_of_block(self, plane:Callable[[str, int], CExpr], unit:int) -> Unit: ...
+
+def takes(*weights:Any) -> bool:
+  """Whether these kernels take such weights: interleaved, on a CPU"""
+  return all(weight.layout is not None and is_cpu(weight.device) for weight in weights)
+
+def row_groups(weight:PackedWeight) -> int: return -(-weight.shape[-2] // ROWS)
+def group_bytes(weight:PackedWeight) -> int: return weight.shape[-1] // (weight.layout.units * UNIT) * weight.layout.nbytes
+
+def block_unit(weight:PackedWeight, unit:int) -> Unit:
+  """A unit of a block, the block being at B"""
+  def plane(name:str, entry:int) -> CExpr:
+    dtype = weight.layout.fields[name].dtype
+    return CExpr(f"AT({VECTORS[dtype]}, {weight.layout.offset(name, entry)})", dtype)
+  return weight.unit_of_block(plane, unit)
+
+# ---- the text that kernels share ----
 
 PRELUDE = """typedef float v16f __attribute__((ext_vector_type(16), aligned(4))); typedef float v8f __attribute__((ext_vector_type(8), aligned(4)));
 typedef float v4f __attribute__((ext_vector_type(4), aligned(4))); typedef int v16i __attribute__((ext_vector_type(16), aligned(4)));
@@ -207,7 +105,8 @@ FN int clamp(int i, int n) { return i < 0 ? 0 : i < n ? i : n - 1; }
 FN v16f exp16(v16f x) {
   x = __builtin_elementwise_min(__builtin_elementwise_max(x, (v16f)(-87.0f)), (v16f)(88.0f));
   v16f n = (x * 1.44269504f + 12582912.0f) - 12582912.0f, r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  v16f p = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r + 1.6666665459e-1f) * r + 5.0000001201e-1f;
+  v16f p = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r + 1.6666665459e-1f) * r + \
+5.0000001201e-1f;
   return (p * r * r + r + 1.0f) * (v16f)((__builtin_convertvector(n, v16i) + 127) << 23);
 }
 FN float exp1(float x) { return exp16((v16f)(x))[0]; }
@@ -225,7 +124,8 @@ typedef int v16d __attribute__((vector_size(64)));
 #define INTEGER(t) __builtin_convertvector(t, v16f)
 /* 32 numbers as signed bytes in three planes of a fixed-point number of 24 bits, and its unit: as exact as floats are beside the largest */
 FN void fixed(const float* x, float* P) {
-  v16f a = *(const v16f*)x, b = *(const v16f*)(x + 16), m = __builtin_elementwise_max(__builtin_elementwise_max(a, -a), __builtin_elementwise_max(b, -b));
+  v16f a = *(const v16f*)x, b = *(const v16f*)(x + 16), \
+m = __builtin_elementwise_max(__builtin_elementwise_max(a, -a), __builtin_elementwise_max(b, -b));
   float most = 0;
   for (int i = 0; i < 16; i++) most = m[i] > most ? m[i] : most;
   P[24] = most / 8355000; /* 127 in each byte is 8355711: room for rounding */
@@ -258,38 +158,35 @@ FN void stage(const float* x, const float* norm, float factor, int n, float* X, 
 }
 """
 
-def of_block(w:Any, layout:Layout, u:int) -> Any:
-  """The unit u of a block, at B"""
-  def plane(name:str, i:int) -> CExpr:
-    f = layout.fields[name]
-    base = layout.once + i // f.entries * layout.unit + i % f.entries * ROWS * f.dtype.itemsize if f.of_unit else i * ROWS * f.dtype.itemsize
-    return CExpr(f"AT({VECTORS[f.dtype]}, {base + f.offset})", f.dtype)
-  return w.unit_of_block(plane, u)
+def stage_buffers(width:int) -> str: return f"float X[{width}], P[{width}], S[{width // 16}];\n"
 
-def dot(name:str, w:Any) -> str:
-  """The C function that adds the products of 16 rows, one stream at B, with staged x. Codes meet x in fixed point where the CPU has products of bytes"""
-  layout, width, lines = w.layout, w.shape[-1], []
-  for u in range(layout.units):
-    unit = of_block(w, layout, u)
-    half = UNIT // len(unit.scales)
-    for g, (scale, minimum) in enumerate(unit.scales):
-      part, floats, fixed = range(g * half, (g + 1) * half), [], []
-      if unit.floats is not None: floats = [f"t[{k % 4}] += {unit.floats[k].text} * X[{u * UNIT + k}];" for k in part]
-      else:
-        for k in part[::4]:
-          word = unit.words[k // 4].text
-          places = (f"FLOAT({byte})" for byte in ("q & 255u", "q & 65280u", "q & 16711680u", "q >> 24"))
-          floats.append(f"{{ v16u q = {word};" + "".join(f"t[{i}] += {value} * P[{u * UNIT + k + i}];" for i, value in enumerate(places)) + "}")
-          fixed.append(f"{{ v16u q = {word};" + "".join(f"CODES(n{p}, q, (const byte*)(P + {u * UNIT}) + {p * UNIT + k});" for p in range(3)) + "}")
-      partial = [*floats, "const v16f t0 = (t[0] + t[1]) + (t[2] + t[3]);"]
-      if fixed:
-        total = f"((INTEGER(n2) * 65536.0f + INTEGER(n1) * 256.0f) + INTEGER(n0)) * P[{u * UNIT + 24}]"
-        partial = ["#ifdef CODES", "v16d n0 = {0}, n1 = {0}, n2 = {0};", *fixed, f"const v16f t0 = {total};", "#else", "v16f t[4] = {0};", *partial, "#endif"]
-      else: partial.insert(0, "v16f t[4] = {0};")
-      sums = [f"S[{u * 2 + h}]" for h in range(2)]
-      total = sums[g] if len(unit.scales) == 2 else " + ".join(sums)
-      zero = f" - {float(unit.zero)}f * s" if unit.floats is None and unit.zero else ""
-      lines += ["{", *partial, f"const float s = {total}; *y += {scale.text} * (t0{zero}){'' if minimum is None else f' + {minimum.text} * s'};", "}"]
+def unit_dot(unit:Unit, part:int, start:int) -> list[str]:
+  """Statements that add to *y the products of the weights of a scale, the one numbered `part` in a unit that starts at number `start` of X"""
+  scale, minimum = unit.scales[part]
+  count, products, fixed = UNIT // len(unit.scales), [], []
+  weights = range(part * count, (part + 1) * count)
+  if unit.floats is not None: products = [f"t[{k % 4}] += {unit.floats[k].text} * X[{start + k}];" for k in weights]
+  else:
+    for k in weights[::4]:
+      word = f"{{ v16u q = {unit.words[k // 4].text};"
+      codes = ("q & 255u", "q & 65280u", "q & 16711680u", "q >> 24")
+      products.append(word + "".join(f"t[{i}] += FLOAT({code}) * P[{start + k + i}];" for i, code in enumerate(codes)) + "}")
+      fixed.append(word + "".join(f"CODES(n{i}, q, (const byte*)(P + {start}) + {i * UNIT + k});" for i in range(3)) + "}")
+  lines = ["v16f t[4] = {0};", *products, "const v16f t0 = (t[0] + t[1]) + (t[2] + t[3]);"]
+  if fixed:
+    dot = f"((INTEGER(n2) * 65536.0f + INTEGER(n1) * 256.0f) + INTEGER(n0)) * P[{start + 24}]"
+    lines = ["#ifdef CODES", "v16d n0 = {0}, n1 = {0}, n2 = {0};", *fixed, f"const v16f t0 = {dot};", "#else", *lines, "#endif"]
+  sums = [f"S[{start // 16 + half}]" for half in range(2)]
+  zero = f" - {float(unit.zero)}f * s" if unit.floats is None and unit.zero else ""
+  return [*lines, f"const float s = {sums[part] if len(unit.scales) == 2 else ' + '.join(sums)}; "
+                  f"*y += {scale.text} * (t0{zero}){'' if minimum is None else f' + {minimum.text} * s'};"]
+
+def dot(name:str, weight:PackedWeight) -> str:
+  """The C function that adds to *y the products of a group of 16 rows, whose stream is at B, with staged activations"""
+  layout, width, lines = weight.layout, weight.shape[-1], []
+  for index in range(layout.units):
+    unit = block_unit(weight, index)
+    for part in range(len(unit.scales)): lines += ["{", *unit_dot(unit, part, index * UNIT), "}"]
   elements, body = layout.units * UNIT, "\n    ".join(lines)
   return f"""FN void {name}(const byte* B, const float* X, const float* P, const float* S, v16f* y) {{
   for (int b = 0; b < {width // elements}; b++, B += {layout.nbytes}, X += {elements}, P += {elements}, S += {elements // 16}) {{
@@ -298,61 +195,57 @@ def dot(name:str, w:Any) -> str:
 }}
 """
 
-# ---- launches ----
+# ---- launching ----
 
 TYPES = {dtypes.float: "float", dtypes.half: "__fp16", dtypes.int32: "int", dtypes.uint32: "unsigned"}
 
-def threads() -> int: return max(NUM_CPU_THREADS.value, 1)
-
 def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], functions:str, body:str, jobs:int=0, mem:int=0) -> list[Tensor]:
-  """Runs a kernel in C. Buffers have their names there; of `jobs` a thread, `core` of `cores`, does those from `job` up to `last`; none: one
-  thread does it all.
-  Returns the outs, written."""
+  """Runs a kernel in C on the first tensor's device; its buffers have the names given. Returns the outs, written.
+  jobs: how many the threads share: thread `core` of `cores` does those from `job` up to `last`. Without jobs one thread does everything.
+  mem: bytes that the kernel moves; without it, the bytes of all buffers."""
   names, tensors = [*outs, *ins], [t.flatten() for t in (*outs.values(), *ins.values())]
-  n, over = len(names), threads() if jobs > 1 else 1
-  arguments = [f"{TYPES[t.dtype]}* restrict {name}" for name, t in zip(names, tensors)] + ["int core_id"] * (over > 1)
-  core = "core_id" if over > 1 else "0"
-  share = f"const long core = {core}, cores = {over}; long job = core * {jobs} / cores, last = (core + 1) * {jobs} / cores;\n" if jobs else ""
+  count, cores = len(names), threads() if jobs > 1 else 1
+  arguments = [f"{TYPES[t.dtype]}* restrict {name}" for name, t in zip(names, tensors)] + ["int core_id"] * (cores > 1)
+  core = "core_id" if cores > 1 else "0"
+  share = f"const long core = {core}, cores = {cores}; long job = core * {jobs} / cores, last = (core + 1) * {jobs} / cores;\n" if jobs else ""
   source = f"{PRELUDE}{functions}WIDE void {name}({', '.join(arguments)}) {{\n{share}{body}\n}}\n"
-  variables = (UOp.param(n, dtypes.int, (), vmin_vmax=(0, over - 1), name="core_id", addrspace=AddrSpace.ALU),) if over > 1 else ()
+  variables = (UOp.param(count, dtypes.int, (), vmin_vmax=(0, cores - 1), name="core_id", addrspace=AddrSpace.ALU),) if cores > 1 else ()
   mem = mem or sum(t.nbytes() for t in tensors)
-  estimates = Estimates(0, mem, mem)
+  estimates, target = Estimates(0, mem, mem), Device[tensors[0].device].renderer.target
   def fxn(*buffers:UOp) -> UOp:
-    params = tuple(b.base for b in buffers)
+    params = tuple(buffer.base for buffer in buffers)
     sink = UOp.sink(*params, *variables, arg=KernelInfo(name=name, estimates=estimates))
-    info = ProgramInfo(name=name, global_size=(over, 1, 1), local_size=(1, 1, 1), vars=variables, globals=tuple(range(n)),
-                       outs=tuple(range(len(outs))), ins=tuple(range(len(outs), n)), target=Device[Device.DEFAULT].renderer.target)
+    info = ProgramInfo(name=name, global_size=(cores, 1, 1), local_size=(1, 1, 1), vars=variables, globals=tuple(range(count)),
+                       outs=tuple(range(len(outs))), ins=tuple(range(len(outs), count)), target=target)
     return UOp(Ops.PROGRAM, src=(sink, UOp(Ops.LINEAR, src=(*params, *variables, sink)), UOp(Ops.SOURCE, arg=source)), arg=info)
   written = tensors[0].custom_kernel(*tensors[1:], fxn=fxn)
-  return [w.reshape(t.shape) for w, t in zip(written, outs.values())]
+  return [w.reshape(out.shape) for w, out in zip(written, outs.values())]
 
-def fits(*weights:Any) -> bool:
-  """Whether these are the CPU's, interleaved"""
-  return device() is not None and all(w.layout is not None for w in weights)
+def optional(**buffers:Tensor|None) -> dict[str, Tensor]:
+  """The buffers that there are"""
+  return {name: buffer for name, buffer in buffers.items() if buffer is not None}
 
-def groups(w:Any) -> int: return -(-w.shape[-2] // ROWS)
-def group_bytes(w:Any) -> int: return w.shape[-1] // (w.layout.units * UNIT) * w.layout.nbytes
-def staged(n:int) -> str: return f"float X[{n}], P[{n}], S[{n // 16}];\n"
+# ---- linear layers of a token ----
 
-def mul_mat(x:Tensor, w:Any, ids:Tensor|None, out_shape:tuple[int, ...]) -> Tensor:
-  """As in quantized.mul_mat, of one token"""
-  *stack, rows, width = w.shape
-  G, size, matrices, items = groups(w), group_bytes(w), prod(stack), prod(out_shape[:-1])
-  body = f"""{staged(width)}
+def mul_mat_decode(vectors:Tensor, weight:PackedWeight, ids:Tensor|None=None) -> Tensor:
+  """As mul_mat of nn/norm_linear.py, of one token"""
+  (*stack, rows, width), groups, size = weight.shape, row_groups(weight), group_bytes(weight)
+  shape = (*(vectors.shape[:-1] if ids is None else ids.shape), rows)
+  matrices, items = prod(stack), prod(shape[:-1])
+  body = f"""{stage_buffers(width)}
   while (job < last) {{
-    long item = job / {G}, g = job % {G};
-    stage(x + item / {items // prod(x.shape[:-1])} * {width}L, 0, 0, {width}, X, P, S);
-    const byte* W = (const byte*)w + (long){f"clamp(ids[item], {matrices})" if ids is not None else "item"} * {G * size};
-    for (; g < {G} && job < last; g++, job++) {{
+    long item = job / {groups}, g = job % {groups};
+    stage(x + item / {items // prod(vectors.shape[:-1])} * {width}L, 0, 0, {width}, X, P, S);
+    const byte* W = (const byte*)w + (long){f"clamp(ids[item], {matrices})" if ids is not None else "item"} * {groups * size};
+    for (; g < {groups} && job < last; g++, job++) {{
       v16f s = 0;
       dot(W + g * {size}, X, P, S, &s);
       put(y + item * {rows}L + g * 16, s, {rows} - (int)g * 16);
     }}
   }}"""
-  outs, ins = {"y": Tensor.empty(*out_shape, dtype=dtypes.float)}, {"x": x, "w": w.planes["stream"]}
-  if ids is not None: ins["ids"] = ids
-  name = f"mul_mat{'' if ids is None else '_id'}_{w.label}_{items}"
-  return launch(name, outs, ins, dot("dot", w), body, items * G, w.nbytes if ids is None else w.nbytes // matrices * items)[0]
+  outs, ins = {"y": empty(vectors, *shape)}, {"x": vectors, "w": weight.planes["stream"], **optional(ids=ids)}
+  name = f"mul_mat{'' if ids is None else '_id'}_{weight.label}_{items}"
+  return launch(name, outs, ins, dot("dot", weight), body, items * groups, weight.nbytes if ids is None else weight.nbytes // matrices * items)[0]
 
 ROTATE = """FN v16f rotate(v16f v, int row, int head, int nope, const float* turn) {
   for (int r = 0; r < 16; r += 2) {
@@ -365,31 +258,37 @@ ROTATE = """FN v16f rotate(v16f v, int row, int head, int nope, const float* tur
 }
 """
 
-def norm_linear(x:Tensor, norm:Any, weights:Sequence[Any], rope:Any=None, pos:Tensor|None=None, residual:Tensor|None=None) -> list[Tensor]:
-  D, first, body, functions = x.shape[1], 0, "", ROTATE if rope else ""
-  ins = {"x": x, **({"norm": norm.weight} if norm else {}), **({"rope": rope.table, "pos": pos} if rope else {}),
-         **({} if residual is None else {"residual": residual})}
-  for i, w in enumerate(weights):
-    functions += dot(f"dot{i}", w)
-    ins[f"w{i}"] = w.planes["stream"]
-    finish, rows = "", w.shape[0]
+def norm_linear_decode(vector:Tensor, norm:Norm|None, weights:Sequence[PackedWeight], rope:Rope|None=None, pos:Tensor|None=None,
+                       residual:Tensor|None=None) -> list[Tensor]:
+  """As norm_linear of nn/norm_linear.py, of one token. pos: int32 (1,) on the device, with rope"""
+  width, first, body, functions = vector.shape[1], 0, "", ROTATE if rope else ""
+  ins = {"x": vector, **optional(norm=norm.weight if norm else None, rope=rope.table if rope else None, pos=pos, residual=residual)}
+  for i, weight in enumerate(weights):
+    functions += dot(f"dot{i}", weight)
+    ins[f"w{i}"] = weight.planes["stream"]
+    finish, rows = "", weight.shape[0]
     if rope and i == 0: finish += f"s = rotate(s, g * 16, {rope.head}, {rope.nope}, rope + pos[0] * {rope.table.shape[1] * 2}L);"
     if residual is not None and i == 0: finish += f"for (int r = 0; r < 16 && g * 16 + r < {rows}; r++) s[r] += residual[g * 16 + r];"
-    body += f"""for (; job < last && job < {first + groups(w)}; job++) {{
+    body += f"""for (; job < last && job < {first + row_groups(weight)}; job++) {{
     int g = job - {first}; v16f s = 0;
-    dot{i}((const byte*)w{i} + g * {group_bytes(w)}L, X, P, S, &s);
+    dot{i}((const byte*)w{i} + g * {group_bytes(weight)}L, X, P, S, &s);
     {finish} put(y{i} + g * 16, s, {rows} - g * 16);
   }}
   """
-    first += groups(w)
-  body = staged(D) + f"stage(x, {f'norm, rms(x, {D}, {norm.eps!r}f)' if norm else '0, 0'}, {D}, X, P, S);\n  " + body
+    first += row_groups(weight)
+  stage = f"stage(x, {f'norm, rms(x, {width}, {norm.eps!r}f)' if norm else '0, 0'}, {width}, X, P, S);\n  "
   parts = {"norm": norm, "linear": weights, "rope": rope, "residual": residual}
-  name = "_".join([part for part, there in parts.items() if there is not None] + [w.label for w in weights])
-  outs = {f"y{i}": Tensor.empty(1, w.shape[0], dtype=dtypes.float) for i, w in enumerate(weights)}
-  return launch(name, outs, ins, functions, body, first, sum(w.nbytes for w in weights))
+  name = "_".join([part for part, there in parts.items() if there is not None] + [weight.label for weight in weights])
+  outs = {f"y{i}": empty(vector, 1, weight.shape[0]) for i, weight in enumerate(weights)}
+  return launch(name, outs, ins, functions, stage_buffers(width) + stage + body, first, sum(weight.nbytes for weight in weights))
 
-def latent_query(q:Tensor, kv:Tensor, k_b:Any, norm:Any, cache:Tensor, rope:Any, pos:Tensor) -> tuple[Tensor, Tensor]:
-  (H, L, nope), dim, G, size = k_b.shape, cache.shape[1], groups(k_b), group_bytes(k_b)
+# ---- attention of a token ----
+
+def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, pos:Tensor) -> tuple[Tensor, Tensor]:
+  """A token's queries in latent space, and its row of the cache, [RMSNorm(kv[:L]) | RoPE(kv[L:])], written at pos. query: float32 (1, H·head); kv:
+  float32 (1, L+R); k_b: (H, L, nope); cache: (rows, L+R); pos: int32 (1,) -> float32 (1, H, L), and the cache. The thread with the first job writes
+  the row."""
+  (H, L, nope), dim, groups, size = k_b.shape, cache.shape[1], row_groups(k_b), group_bytes(k_b)
   body = f"""if (job == 0) {{
     float f = rms(kv, {L}, {norm.eps!r}f);
     {TYPES[cache.dtype]}* row = cache + pos[0] * {dim}L; const float* turn = rope + pos[0] * {rope.table.shape[1] * 2}L;
@@ -399,43 +298,56 @@ def latent_query(q:Tensor, kv:Tensor, k_b:Any, norm:Any, cache:Tensor, rope:Any,
       row[{L} + i] = a * c - b * s; row[{L} + i + 1] = a * s + b * c;
     }}
   }}
-  {staged(nope)}for (; job < last;) {{
-    long h = job / {G}, g = job % {G};
+  {stage_buffers(nope)}for (; job < last;) {{
+    long h = job / {groups}, g = job % {groups};
     stage(q + h * {rope.head}, 0, 0, {nope}, X, P, S);
-    for (; g < {G} && job < last; g++, job++) {{
+    for (; g < {groups} && job < last; g++, job++) {{
       v16f s = 0;
       dot((const byte*)w + job * {size}L, X, P, S, &s);
       put(q_latent + h * {L} + g * 16, s, {L} - (int)g * 16);
     }}
   }}"""
-  outs = {"q_latent": Tensor.empty(1, H, L, dtype=dtypes.float), "cache": cache}
-  ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "pos": pos, "w": k_b.planes["stream"]}
-  q_latent, written = launch(f"latent_query_{k_b.label}", outs, ins, dot("dot", k_b), body, H * G, k_b.nbytes)
+  outs = {"q_latent": empty(query, 1, H, L), "cache": cache}
+  ins = {"q": query, "kv": kv, "norm": norm.weight, "rope": rope.table, "pos": pos, "w": k_b.planes["stream"]}
+  q_latent, written = launch(f"latent_query_{k_b.label}", outs, ins, dot("dot", k_b), body, H * groups, k_b.nbytes)
   return q_latent, written
 
-AT_ONCE = 16  # positions
+DECODE_KEYS = 16  # positions of the cache that a thread reads at a time
 
-def attention_takes(heads:int, latent:int, dim:int) -> bool: return latent % ROWS == 0 and dim % ROWS == 0
+def attention_takes(latent:int, dim:int) -> bool:
+  """Whether mla_attention_decode takes such a latent and such rows of the cache: whole vectors"""
+  return latent % ROWS == 0 and dim % ROWS == 0
 
-def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:float) -> Tensor:
-  """A thread takes a share of the heads: it reads the cache once for all of them, AT_ONCE positions at a time; softmax is online, as on GPUs"""
+def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, pos:Tensor, scale:float) -> Tensor:
+  """softmax(query·key·scale)·value of one token. q_latent: float32 (1, H, L); query: float32 (1, H·head), each head's last numbers rotated; cache:
+  (rows, L+R); pos: int32 (1,) -> float32 (1, H, L). A thread takes a share of the heads and reads the cache once for all of them:
+
+    for 16 keys of the cache:
+      for each head of the thread:
+        score = query · key, for each of the 16
+        now = max(top, scores), shrink = exp(top - now), weight = exp(score - now)
+        total = total · shrink + Σ weight
+        context = context · shrink + Σ weight · key[:L]
+    context /= total, for each head"""
   (_, H, L), dim = q_latent.shape, cache.shape[1]
-  head = q.shape[1] // H
+  head = query.shape[1] // H
+  key = f"p < some ? (float)cache[(from + p) * {dim}L + i] : 0"
+  product = f"*(v16f*)(query + h * {dim} + i) * *(v16f*)(keys + (p + k) * {dim} + i)"
   body = f"""int n = pos[0] + 1;
-  float query[{H * dim}], keys[{AT_ONCE * dim}], top[{H}], total[{H}];
+  float query[{H * dim}], keys[{DECODE_KEYS * dim}], top[{H}], total[{H}];
   for (int h = job; h < last; h++) {{
     top[h] = -1e30f; total[h] = 0;
     for (int i = 0; i < {L}; i++) {{ query[h * {dim} + i] = q_latent[h * {L} + i] * {scale!r}f; context[h * {L} + i] = 0; }}
     for (int i = {L}; i < {dim}; i++) query[h * {dim} + i] = q[h * {head} + {head - dim} + i] * {scale!r}f;
   }}
-  for (int from = 0; from < n; from += {AT_ONCE}) {{
-    int some = n - from < {AT_ONCE} ? n - from : {AT_ONCE};
-    for (int p = 0; p < {AT_ONCE}; p++) for (int i = 0; i < {dim}; i++) keys[p * {dim} + i] = p < some ? (float)cache[(from + p) * {dim}L + i] : 0;
+  for (int from = 0; from < n; from += {DECODE_KEYS}) {{
+    int some = n - from < {DECODE_KEYS} ? n - from : {DECODE_KEYS};
+    for (int p = 0; p < {DECODE_KEYS}; p++) for (int i = 0; i < {dim}; i++) keys[p * {dim} + i] = {key};
     for (int h = job; h < last; h++) {{
       v16f score = -1e30f; float* y = context + h * {L};
       for (int p = 0; p < some; p += 4) {{
         v16f t[4] = {{0}};
-        for (int i = 0; i < {dim}; i += 16) for (int k = 0; k < 4; k++) t[k] += *(v16f*)(query + h * {dim} + i) * *(v16f*)(keys + (p + k) * {dim} + i);
+        for (int i = 0; i < {dim}; i += 16) for (int k = 0; k < 4; k++) t[k] += {product};
         for (int k = 0; k < 4; k++) if (p + k < some) score[p + k] = sum16(t[k]);
       }}
       float old = top[h], now = old;
@@ -451,14 +363,17 @@ def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:flo
     }}
   }}
   for (int h = job; h < last; h++) for (int i = 0; i < {L}; i++) context[h * {L} + i] /= total[h];"""
-  outs, ins = {"context": Tensor.empty(1, H, L, dtype=dtypes.float)}, {"q_latent": q_latent, "q": q, "cache": cache, "pos": pos}
+  outs, ins = {"context": empty(q_latent, 1, H, L)}, {"q_latent": q_latent, "q": query, "cache": cache, "pos": pos}
   return launch(f"mla_attention_{H}_{L}_{dim - L}", outs, ins, "", body, H, cache.nbytes())[0]
 
-def choose_experts(logits:Tensor, routing:Any, least_sum:float) -> tuple[Tensor, Tensor]:
-  """gating: 1 softmax, 2 sigmoid, 3 softmax over the chosen. logits: (T, E)"""
+# ---- feed-forward of a token ----
+
+def choose_experts(logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
+  """As choose_experts of nn/routing.py, of any number of tokens. An expert's rank is the number of experts before it."""
   (T, E), bias, count, gating, normalize, scale = logits.shape, routing.bias, routing.count, routing.gating, routing.normalize, routing.scale
   score = {1: "exp1(logits[e] - top)", 2: "1 / (1 + exp1(-logits[e]))", 3: "logits[e]"}[gating]
-  body = f"""for (logits += job * {E}, sel += job * {count}, weights += job * {count}; job < last; job++, logits += {E}, sel += {count}, weights += {count}) {{
+  next_token = f"job++, logits += {E}, sel += {count}, weights += {count}"
+  body = f"""for (logits += job * {E}, sel += job * {count}, weights += job * {count}; job < last; {next_token}) {{
   float score[{E}], choice[{E}], top = logits[0], total = 0;
   for (int e = 1; e < {E}; e++) top = logits[e] > top ? logits[e] : top;
   for (int e = 0; e < {E}; e++) total += score[e] = {score};
@@ -476,74 +391,91 @@ def choose_experts(logits:Tensor, routing:Any, least_sum:float) -> tuple[Tensor,
   {f'for (int k = 0; k < {count}; k++) weights[k] /= total;' if gating == 3 else ''}
   total = 0;
   for (int k = 0; k < {count}; k++) total += weights[k];
-  float factor = {scale!r}f{f' / (total > {least_sum!r}f ? total : {least_sum!r}f)' if normalize else ''};
+  float factor = {scale!r}f{f' / (total > {LEAST_SUM!r}f ? total : {LEAST_SUM!r}f)' if normalize else ''};
   for (int k = 0; k < {count}; k++) weights[k] *= factor;
   }}"""
-  outs = {"sel": Tensor.empty(T, count, dtype=dtypes.int32), "weights": Tensor.empty(T, count, dtype=dtypes.float)}
+  outs = {"sel": empty(logits, T, count, dtype=dtypes.int32), "weights": empty(logits, T, count)}
   name = f"choose_{count}_of_{E}_{gating}{f'_{T}' if T > 1 else ''}"
-  sel, weights = launch(name, outs, {"logits": logits, **({} if bias is None else {"bias": bias})}, "", body, T)
+  sel, weights = launch(name, outs, {"logits": logits, **optional(bias=bias)}, "", body, T)
   return sel, weights
 
-def gate_up(x:Tensor, norm:Any, weights:tuple[Any, Any], sel:Tensor|None=None, scale:Tensor|None=None) -> Tensor:
-  gate, up = weights
-  (*stack, F, D), G, K = gate.shape, groups(gate), 1 if sel is None else sel.shape[1]
+def gate_up_chosen(vector:Tensor, norm:Norm, gate:PackedWeight, up:PackedWeight, sel:Tensor|None=None, scale:Tensor|None=None) -> Tensor:
+  """silu(gate·n) · (up·n) with n = RMSNorm(vector): of gate and up, (F, D) -> float32 (1, F), or of the matrices of a stack, (E, F, D), that
+  sel names, int32 (1, K), times scale, float32 (1, K) -> (1, K, F)"""
+  (*stack, F, D), groups, chosen = gate.shape, row_groups(gate), 1 if sel is None else sel.shape[1]
   expert = f"clamp(sel[k], {stack[0]})" if stack else "0"
-  body = f"""{staged(D)}stage(x, norm, rms(x, {D}, {norm.eps!r}f), {D}, X, P, S);
+  body = f"""{stage_buffers(D)}stage(x, norm, rms(x, {D}, {norm.eps!r}f), {D}, X, P, S);
   for (; job < last; job++) {{
-    long k = job / {G}, g = job % {G}, at = (long){expert} * {G} + g; v16f a = 0, b = 0;
+    long k = job / {groups}, g = job % {groups}, at = (long){expert} * {groups} + g; v16f a = 0, b = 0;
     dot_gate((const byte*)gate + at * {group_bytes(gate)}, X, P, S, &a);
     dot_up((const byte*)up + at * {group_bytes(up)}, X, P, S, &b);
     put(y + k * {F} + g * 16, a / (1 + exp16(-a)) * b{' * scale[k]' if stack else ''}, {F} - (int)g * 16);
   }}"""
-  ins = {"x": x, "norm": norm.weight, **({} if sel is None or scale is None else {"sel": sel, "scale": scale}),
-         "gate": gate.planes["stream"], "up": up.planes["stream"]}
-  y = Tensor.empty(*((1, K, F) if stack else (1, F)), dtype=dtypes.float)
-  mem = (gate.nbytes + up.nbytes) * K // prod(stack)
-  name = f"gate_up_{f'{K}_of_' if stack else ''}{gate.label}"
-  return launch(name, {"y": y}, ins, dot("dot_gate", gate) + dot("dot_up", up), body, K * G, mem)[0]
+  ins = {"x": vector, "norm": norm.weight, **optional(sel=sel, scale=scale), "gate": gate.planes["stream"], "up": up.planes["stream"]}
+  outs = {"y": empty(vector, *((1, chosen, F) if stack else (1, F)))}
+  name = f"gate_up_{f'{chosen}_of_' if stack else ''}{gate.label}"
+  mem = (gate.nbytes + up.nbytes) * chosen // prod(stack)
+  return launch(name, outs, ins, dot("dot_gate", gate) + dot("dot_up", up), body, chosen * groups, mem)[0]
 
-def expert_down(hidden:Tensor, down:Any, sel:Tensor, residual:Tensor) -> Tensor:
-  (E, D, F), K, G, size = down.shape, sel.shape[1], groups(down), group_bytes(down)
-  body = f"""{staged(K * F)}stage(x, 0, 0, {K * F}, X, P, S);
+def gate_up_decode(vector:Tensor, norm:Norm, gate:PackedWeight, up:PackedWeight, router:PackedWeight|None=None) -> list[Tensor]:
+  """As gate_up of nn/moe.py, of one token"""
+  return [gate_up_chosen(vector, norm, gate, up), *([] if router is None else norm_linear_decode(vector, norm, [router]))]
+
+def expert_gate_up_decode(vector:Tensor, norm:Norm, gate:PackedWeight, up:PackedWeight, logits:Tensor,
+                          routing:Routing) -> tuple[Tensor, Tensor]:
+  """As expert_gate_up of nn/moe.py, of one token"""
+  sel, scale = choose_experts(logits, routing)
+  return gate_up_chosen(vector, norm, gate, up, sel, scale), sel
+
+def expert_down_decode(hidden:Tensor, down:PackedWeight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, PackedWeight]|None=None) -> Tensor:
+  """As expert_down of nn/moe.py, of one token. A row's sum runs through all chosen experts; the shared expert's is a launch of its own."""
+  (E, D, F), chosen, groups = down.shape, sel.shape[1], row_groups(down)
+  body = f"""{stage_buffers(chosen * F)}stage(x, 0, 0, {chosen * F}, X, P, S);
   for (; job < last; job++) {{
     v16f s = 0;
-    for (int k = 0; k < {K}; k++)
-      dot((const byte*)w + ((long)clamp(sel[k], {E}) * {G} + job) * {size}, X + k * {F}, P + k * {F}, S + k * {F // 16}, &s);
+    for (int k = 0; k < {chosen}; k++)
+      dot((const byte*)w + ((long)clamp(sel[k], {E}) * {groups} + job) * {group_bytes(down)}, X + k * {F}, P + k * {F}, S + k * {F // 16}, &s);
     for (int r = 0; r < 16 && job * 16 + r < {D}; r++) s[r] += residual[job * 16 + r];
     put(y + job * 16, s, {D} - (int)job * 16);
   }}"""
   ins = {"x": hidden, "sel": sel, "residual": residual, "w": down.planes["stream"]}
-  outs = {"y": Tensor.empty(1, D, dtype=dtypes.float)}
-  return launch(f"expert_down_{K}_{down.label}", outs, ins, dot("dot", down), body, G, down.nbytes * K // E)[0]
+  name = f"expert_down_{chosen}_{down.label}"
+  out = launch(name, {"y": empty(hidden, 1, D)}, ins, dot("dot", down), body, groups, down.nbytes * chosen // E)[0]
+  return out if shared is None else norm_linear_decode(shared[0], None, [shared[1]], residual=out)[0]
 
-def embedding(ids:Tensor, w:Any) -> Tensor:
-  (vocab, D), T, lines = w.shape, ids.shape[0], []
-  for u in range(w.layout.units):
-    unit = of_block(w, w.layout, u)
+# ---- the two ends of a step ----
+
+def embedding(ids:Tensor, weight:PackedWeight) -> Tensor:
+  """As embedding of nn/embedding.py, of any number of tokens. A lane of each vector of 16 rows is read."""
+  (vocab, D), T, lines = weight.shape, ids.shape[0], []
+  block = weight.layout.units * UNIT
+  for index in range(weight.layout.units):
+    unit = block_unit(weight, index)
     for k in range(UNIT):
       scale, minimum = unit.scales[k * len(unit.scales) // UNIT]
       value = unit.floats[k] if unit.floats is not None else ((unit.words[k // 4] >> (8 * (k % 4))) & 255).cast(dtypes.float) - float(unit.zero)
-      weight = value * scale if minimum is None else value * scale + minimum
-      lines.append(f"y[b * {w.layout.units * UNIT} + {u * UNIT + k}] = ({weight.text})[id % 16];")
+      number = value * scale if minimum is None else value * scale + minimum
+      lines.append(f"y[b * {block} + {index * UNIT + k}] = ({number.text})[id % 16];")
   body = f"""for (y += job * {D}; job < last; job++, y += {D}) {{
     int id = clamp(ids[job], {vocab});
-    const byte* B = (const byte*)w + id / 16 * {group_bytes(w)}L;
-    for (int b = 0; b < {D // (w.layout.units * UNIT)}; b++, B += {w.layout.nbytes}) {{ {chr(10).join(lines)} }}
+    const byte* B = (const byte*)w + id / 16 * {group_bytes(weight)}L;
+    for (int b = 0; b < {D // block}; b++, B += {weight.layout.nbytes}) {{ {chr(10).join(lines)} }}
   }}"""
-  outs = {"y": Tensor.empty(T, D, dtype=dtypes.float)}
-  return launch(f"embedding_{w.label}{f'_{T}' if T > 1 else ''}", outs, {"ids": ids, "w": w.planes["stream"]}, "", body, T, D * T * 8)[0]
+  name = f"embedding_{weight.label}{f'_{T}' if T > 1 else ''}"
+  return launch(name, {"y": empty(ids, T, D)}, {"ids": ids, "w": weight.planes["stream"]}, "", body, T, D * T * 8)[0]
 
-def argmax(x:Tensor) -> Tensor:
-  V = x.shape[0]
+def argmax(values:Tensor) -> Tensor:
+  """As argmax of nn/embedding.py: by one thread, the largest value first and then its place"""
+  count = values.shape[0]
   body = f"""v16f best = x[0]; float top = x[0]; int i = 0;
-  for (; i + 16 <= {V}; i += 16) best = __builtin_elementwise_max(best, *(const v16f*)(x + i));
+  for (; i + 16 <= {count}; i += 16) best = __builtin_elementwise_max(best, *(const v16f*)(x + i));
   for (int r = 0; r < 16; r++) top = best[r] > top ? best[r] : top;
-  for (; i < {V}; i++) top = x[i] > top ? x[i] : top;
-  for (i = 0; i < {V} - 1 && x[i] != top; i++);
+  for (; i < {count}; i++) top = x[i] > top ? x[i] : top;
+  for (i = 0; i < {count} - 1 && x[i] != top; i++);
   y[0] = i;"""
-  return launch(f"argmax_{V}", {"y": Tensor.empty(1, dtype=dtypes.int32)}, {"x": x}, "", body)[0]
+  return launch(f"argmax_{count}", {"y": empty(values, 1, dtype=dtypes.int32)}, {"x": values}, "", body)[0]
 
 def advance(pos:Tensor, token:Tensor) -> Tensor:
-  """As in embedding.advance"""
-  outs, ins = {"moved": Tensor.empty(1, dtype=dtypes.int32)}, {"pos": pos, "token": token}
+  """As advance of nn/embedding.py"""
+  outs, ins = {"moved": empty(pos, 1, dtype=dtypes.int32)}, {"pos": pos, "token": token}
   return launch("advance", outs, ins, "", "moved[0] = pos[0] = pos[0] + (token[0] >= 0);")[0]

@@ -1,19 +1,25 @@
-"""Many tokens on the CPU: products as float32 register tiles over weights that are dequantized a piece of a row at a time.
+"""Many tokens on the CPU: products as float32 register tiles, over weights that are dequantized a piece of a row at a time.
 
-x lies in *tiles* of 12 columns (tokens, or tokens that chose an expert): (tiles, in, 12), zeros where there are fewer, so that a row of weights meets
-12 neighbours. A job is two groups of 16 rows: it dequantizes up to 256 weights of each row into the nearest cache, multiplies them by all tiles of
-its matrix, 24 sums in registers, and goes on along the row. A weight is read and dequantized once for all columns, an expert's once for the tokens
-that chose it. Attention is made of the same tiles, with 16 positions of the cache in the rows' place.
+Tiles. Activations lie in tiles of 12 columns (tokens, or tokens that chose an expert): (tiles, in, 12), zeros where there are fewer columns, so that
+a vector of 16 rows' weights meets 12 neighbouring numbers.
+
+Products. A job is two groups of 16 rows. It dequantizes up to 256 weights of each row into the nearest cache, multiplies them by all tiles of its
+matrix, 24 sums in registers, and goes on along the row. A weight is read and dequantized once for all columns, an expert's once for the tokens that
+chose it.
+
+Attention. The same tiles: 16 keys of the cache stand in the rows' place, a head's query of a token is a column.
 """
 from __future__ import annotations
-from typing import Any, Sequence
-from tinygrad import Tensor, UOp, dtypes
+from typing import NamedTuple, Sequence
+from tinygrad import Tensor, dtypes
 from tinygrad.helpers import prod
-from tinygrad.nn.cpu import ROTATE, ROWS, TYPES, group_bytes, groups, launch, of_block
-from tinygrad.nn.kernel import UNIT
+from tinygrad.nn.cpu import ROTATE, TYPES, PackedWeight, block_unit, choose_experts, group_bytes, launch, optional
+from tinygrad.nn.cpu_layout import ROWS
+from tinygrad.nn.kernel import UNIT, Norm, Rope, Unit, empty
+from tinygrad.nn.routing import Routing
 
-COLUMNS = 12    # of a tile
-DEPTH = 128     # weights of a row at a time, or a block of more
+COLUMNS = 12  # of a tile
+DEPTH = 128   # weights of a row that a job takes at a time, or a block where that has more
 
 # a[g * 12 + c] += sum over k of the row vector W[g][k] times the number k of column c
 TIMES = """#define APART static __attribute__((noinline)) WIDE  /* compiled once, called for thousands of cycles of work */
@@ -51,30 +57,31 @@ APART void times(floats W0, floats W1, long step, floats X, int n, int columns, 
 
 FILLED = "FN int filled(const int* table) { int n = 12; while (n && table[n - 1] < 0) n--; return n; }\n"
 
-def tiles(columns:int) -> int: return -(-columns // COLUMNS)
-def depth(w:Any) -> int: return max(DEPTH, w.layout.units * UNIT)
+def tile_count(columns:int) -> int: return -(-columns // COLUMNS)
+def depth(weight:PackedWeight) -> int: return max(DEPTH, weight.layout.units * UNIT)
 
-def unpack(name:str, w:Any) -> str:
-  """The C function that makes the weights of `n` numbers of 16 rows, a stream at B: D[k][row]"""
-  layout, lines = w.layout, []
-  for u in range(layout.units):
-    unit = of_block(w, layout, u)
-    half = UNIT // len(unit.scales)
-    for g, (scale, minimum) in enumerate(unit.scales):
-      zero = float(unit.zero) if unit.floats is None else 0.0
-      least = " + ".join([*([f"scale * {-zero}f"] if zero else []), *([] if minimum is None else [minimum.text])])
-      lines.append(f"{{ const v16f scale = {scale.text}{f', least = {least}' if least else ''};")
-      if unit.floats is None: lines.append("const v16f second = scale * (1.0f / 256), third = scale * (1.0f / 65536);")
-      for k in range(g * half, (g + 1) * half):
-        def put(value:str) -> None: lines.append(f"*(v16f*)(D + {(u * UNIT + k) * ROWS}) = {value}{' + least' if least else ''};")
-        if unit.floats is not None: put(f"{unit.floats[k].text} * scale")
-        elif k % 4 == 0: lines.append(f"{{ v16u q = {unit.words[k // 4].text};")
-        if unit.floats is None:
-          put(("FLOAT(q & 255u) * scale", "FLOAT(q & 65280u) * second", "FLOAT(q & 16711680u) * third", "FLOAT(q >> 24) * scale")[k % 4])
-          if k % 4 == 3: lines.append("}")
-      lines.append("}")
-  elements = layout.units * UNIT
-  body = "\n    ".join(lines)
+def store_weights(unit:Unit, part:int, start:int) -> list[str]:
+  """Statements that store the weights of a scale, the one numbered `part` in a unit that starts at weight `start` of D"""
+  scale, minimum = unit.scales[part]
+  count, zero = UNIT // len(unit.scales), float(unit.zero) if unit.floats is None else 0.0
+  least = " + ".join([*([f"scale * {-zero}f"] if zero else []), *([] if minimum is None else [minimum.text])])
+  lines = [f"{{ const v16f scale = {scale.text}{f', least = {least}' if least else ''};"]
+  if unit.floats is None: lines.append("const v16f second = scale * (1.0f / 256), third = scale * (1.0f / 65536);")
+  codes = ("FLOAT(q & 255u) * scale", "FLOAT(q & 65280u) * second", "FLOAT(q & 16711680u) * third", "FLOAT(q >> 24) * scale")
+  for k in range(part * count, (part + 1) * count):
+    if unit.floats is None and k % 4 == 0: lines.append(f"{{ v16u q = {unit.words[k // 4].text};")
+    value = codes[k % 4] if unit.floats is None else f"{unit.floats[k].text} * scale"
+    lines.append(f"*(v16f*)(D + {(start + k) * ROWS}) = {value}{' + least' if least else ''};")
+    if unit.floats is None and k % 4 == 3: lines.append("}")
+  return [*lines, "}"]
+
+def unpack(name:str, weight:PackedWeight) -> str:
+  """The C function that dequantizes `n` weights of each of 16 rows, whose stream is at B, into D[weight][row]"""
+  layout, lines = weight.layout, []
+  for index in range(layout.units):
+    unit = block_unit(weight, index)
+    for part in range(len(unit.scales)): lines += store_weights(unit, part, index * UNIT)
+  elements, body = layout.units * UNIT, "\n    ".join(lines)
   return f"""APART void {name}(const byte* B, int n, float* D) {{
   for (; n > 0; n -= {elements}, B += {layout.nbytes}, D += {elements * ROWS}) {{
     {body}
@@ -82,12 +89,12 @@ def unpack(name:str, w:Any) -> str:
 }}
 """
 
-def pack(x:Tensor, norm:Any=None, heads:int=1, width:int=0, table:Tensor|None=None, share:int=1) -> Tensor:
-  """x: float32 (T, …), of each row (or head's part of it) the first `width` numbers, or RMSNorm of the row -> float32 (tiles, width, 12).
-  Tiles hold the tokens in order, head by head; or, for column i, the row table[i] // share of x"""
-  T, row = x.shape[0], prod(x.shape[1:]) // heads
-  if table is not None: T, row = prod(x.shape) // x.shape[-1], x.shape[-1]
-  width, of_head = width or row, tiles(T)
+def pack_tiles(tokens:Tensor, norm:Norm|None=None, heads:int=1, width:int=0, table:Tensor|None=None, share:int=1) -> Tensor:
+  """Tiles of tokens: float32 (T, …) -> (tiles, width, 12). A column is the first `width` numbers of a row, or of a head's part of it; with a norm,
+  RMSNorm of the row. Tiles hold the tokens in order, head by head. With a table, column i is the row table[i] // share of all rows."""
+  T, row = tokens.shape[0], prod(tokens.shape[1:]) // heads
+  if table is not None: T, row = prod(tokens.shape[:-1]), tokens.shape[-1]
+  width, of_head = width or row, tile_count(T)
   count = heads * of_head if table is None else table.shape[0] // COLUMNS
   column = f"table[job * 12 + c] < 0 ? -1 : table[job * 12 + c] / {share}" if table is not None else f"job % {of_head} * 12 + c"
   there = "column >= 0" if table is not None else f"column < {T}"
@@ -102,26 +109,45 @@ def pack(x:Tensor, norm:Any=None, heads:int=1, width:int=0, table:Tensor|None=No
       if (from[c]) for (int k = 0; k < 16; k++) P[(i + k) * 12 + c] = from[c][i + k]{' * factor[c] * norm[i + k]' if norm else ''};
       else for (int k = 0; k < 16; k++) P[(i + k) * 12 + c] = 0;
   }}"""
-  ins = {"x": x, **({"norm": norm.weight} if norm else {}), **({} if table is None else {"table": table})}
+  ins = {"x": tokens, **optional(norm=norm.weight if norm else None, table=table)}
   name = f"pack_{count}_{row}_{width}_{heads}{'_norm' if norm else ''}{'' if table is None else f'_{share}'}"
-  return launch(name, {"y": Tensor.empty(count, width, COLUMNS, dtype=dtypes.float)}, ins, "", body, count)[0]
+  return launch(name, {"y": empty(tokens, count, width, COLUMNS)}, ins, "", body, count)[0]
 
-def products(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], x:Tensor, weights:Sequence[tuple[str, Any]], T:int, finish:str,
-             functions:str="", chosen:bool=False) -> list[Tensor]:
-  """MatvecPart of a matrix or a stack times the tiles of x. One weight: a job is its groups `g` and `g + 1`; two (gate and up): their groups `g`.
-  chosen: the tiles of matrix m are starts[m] up to starts[m + 1], and of its column i the choice table[i]; else each has all T tokens.
-  finish: C on the sums s[0] and s[1] of column `n` (a token, or a choice)"""
-  w = weights[0][1]
-  (*stack, rows, width), G, n, KB = w.shape, groups(w), tiles(T), max(depth(v) for _, v in weights)
+class Epilogue(NamedTuple):
+  """What a product does with its sums, as C code: s[0] and s[1] are vectors of 16 rows of column `n`, which is a token or a choice"""
+  code: str
+  ins: dict[str, Tensor] = {}
+  functions: str = ""
+
+class SortedChoices(NamedTuple):
+  """The choices of experts in tiles, expert by expert. starts: int32 (E + 1,), each expert's first tile; table: int32 (tiles · 12,), the choice of
+  each column, token · K + k, or -1."""
+  starts: Tensor
+  table: Tensor
+
+def tile_products(name:str, out:Tensor, tiles:Tensor, weights:dict[str, PackedWeight], columns:int, epilogue:Epilogue,
+                  choices:SortedChoices|None=None) -> Tensor:
+  """The rows of a matrix or a stack times tiles. One weight: a job is its groups `g` and `g + 1`; two of one shape, gate and up: their groups `g`.
+  Every matrix has `columns` columns in order or, with choices, those of its expert. Returns out, written:
+
+    for each job of the thread:
+      for each piece of the rows:
+        D = weights of the piece, dequantized
+        for each tile of the matrix: sums += D · tile
+      for each column: epilogue"""
+  *stack, rows, width = next(iter(weights.values())).shape
+  groups, of_matrix, piece = -(-rows // ROWS), tile_count(columns), max(map(depth, weights.values()))
   matrices, paired = prod(stack), len(weights) == 2
-  jobs = G if paired else -(-G // 2)
-  first, last = ("starts[m]", "starts[m + 1]") if chosen else (f"m * {n}", f"(m + 1) * {n}")
-  names = [name for name, _ in weights] * (1 if paired else 2)
-  streams = [f"(const byte*){v} + (m * {G}L + {at}) * {group_bytes(u)}L" for v, at, (_, u) in
-             zip(names, ("g", "g") if paired else ("g", f"(g + 1 < {G} ? g + 1 : g)"), [*weights, *weights])]
-  sizes = [f"{v.layout.units * UNIT} * {v.layout.nbytes}" for _, v in [*weights, *weights][:2]]
-  body = f"""float D[{2 * KB * ROWS}]; v16f sums[{n * 24}];
-  long total = {f'starts[{matrices}]' if chosen else matrices * n} * {jobs}L, from = core * total / cores, to = (core + 1) * total / cores;
+  jobs = groups if paired else -(-groups // 2)
+  names, both = (list(weights) * 2)[:2], (list(weights.values()) * 2)[:2]
+  streams = [f"(const byte*){operand} + (m * {groups}L + {group}) * {group_bytes(weight)}L" for operand, weight, group in
+             zip(names, both, ("g", "g" if paired else f"(g + 1 < {groups} ? g + 1 : g)"))]
+  blocks = [f"{weight.layout.units * UNIT} * {weight.layout.nbytes}" for weight in both]
+  chosen = choices is not None
+  first, last = ("starts[m]", "starts[m + 1]") if chosen else (f"m * {of_matrix}", f"(m + 1) * {of_matrix}")
+  filled = "filled(table + t * 12)" if chosen else f"{columns} - (int)(t - first) * 12"
+  body = f"""float D[{2 * piece * ROWS}]; v16f sums[{of_matrix * 24}];
+  long total = {f'starts[{matrices}]' if chosen else matrices * of_matrix} * {jobs}L, from = core * total / cores, to = (core + 1) * total / cores;
   for (long m = 0; m < {matrices}; m++) {{
     long first = {first}, last = {last};
     for (long j = 0; j < {jobs}; j++) {{
@@ -129,60 +155,59 @@ def products(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], x:Tensor, 
       if (first == last || at < from || at >= to) continue;
       long g = j * {1 if paired else 2};
       for (int i = 0; i < (last - first) * 24; i++) sums[i] = 0;
-      for (int k = 0; k < {width}; k += {KB}) {{
-        int n = {width} - k < {KB} ? {width} - k : {KB};
-        unpack_{names[0]}({streams[0]} + k / {sizes[0]}, n, D);
-        unpack_{names[1]}({streams[1]} + k / {sizes[1]}, n, D + {KB * ROWS});
+      for (int k = 0; k < {width}; k += {piece}) {{
+        int n = {width} - k < {piece} ? {width} - k : {piece};
+        unpack_{names[0]}({streams[0]} + k / {blocks[0]}, n, D);
+        unpack_{names[1]}({streams[1]} + k / {blocks[1]}, n, D + {piece * ROWS});
         for (long t = first; t < last; t++)
-          times(D, D + {KB * ROWS}, 16, X + (t * {width} + k) * 12, n, {'filled(table + t * 12)' if chosen else f'{T} - (int)(t - first) * 12'}, sums + (t - first) * 24);
+          times(D, D + {piece * ROWS}, 16, X + (t * {width} + k) * 12, n, {filled}, sums + (t - first) * 24);
       }}
       for (long i = first * 12; i < last * 12; i++) {{
         long n = {'table[i]' if chosen else 'i - first * 12'};
-        if ({'n < 0' if chosen else f'n >= {T}'}) continue;
+        if ({'n < 0' if chosen else f'n >= {columns}'}) continue;
         v16f s[2] = {{sums[(i / 12 - first) * 24 + i % 12], sums[(i / 12 - first) * 24 + 12 + i % 12]}};
-        {finish}
+        {epilogue.code}
       }}
     }}
   }}"""
-  functions = TIMES + "".join(unpack(f"unpack_{name}", v) for name, v in weights) + functions + FILLED
-  ins = {"X": x, **ins, **{name: v.planes["stream"] for name, v in weights}}
-  return launch(name, outs, ins, functions, body, jobs * matrices, sum(v.nbytes for _, v in weights))
+  functions = TIMES + "".join(unpack(f"unpack_{operand}", weight) for operand, weight in weights.items()) + epilogue.functions + FILLED
+  ins = {"X": tiles, **(choices._asdict() if choices is not None else {}), **epilogue.ins,
+         **{operand: weight.planes["stream"] for operand, weight in weights.items()}}
+  return launch(name, {"y": out}, ins, functions, body, jobs * matrices, sum(weight.nbytes for weight in weights.values()))[0]
 
-def both(rows:int, line:str) -> str:
-  """The line for each of the two groups of a job, as s[h] and row r"""
+def each_group(rows:int, line:str) -> str:
+  """The line for each of the two groups of a job, as s[h], whose first row is `row`"""
   return f"for (int h = 0; h < 2 && (g + h) * 16 < {rows}; h++) {{ long row = (g + h) * 16; {line} }}"
 
-def linear(X:Tensor, w:Any, T:int, rope:Any=None, pos:Tensor|None=None, residual:Tensor|None=None) -> Tensor:
-  """float32 (T, out), or (T, H, out) of a stack with a matrix a head. X: as pack makes it"""
-  *stack, rows, width = w.shape
-  H, finish = prod(stack), ""
-  if rope is not None: finish += f"s[h] = rotate(s[h], row, {rope.head}, {rope.nope}, rope + (pos[0] + n) * {rope.table.shape[1] * 2}L);"
-  if residual is not None: finish += f"for (int r = 0; r < 16 && row + r < {rows}; r++) s[h][r] += residual[n * {rows}L + row + r];"
-  finish += f"put(y + (n * {H} + m) * {rows}L + row, s[h], {rows} - (int)row);"
-  ins = {**({"rope": rope.table, "pos": pos} if rope is not None else {}), **({} if residual is None else {"residual": residual})}
-  name = "_".join(["linear", *([] if rope is None else ["rope"]), *([] if residual is None else ["residual"]), w.label, str(T)])
-  return products(name, {"y": Tensor.empty(T, *stack, rows, dtype=dtypes.float)}, ins, X, [("w", w)], T, both(rows, finish),
-                  ROTATE if rope is not None else "")[0]
+# ---- linear layers ----
 
-def on_device(pos:UOp|int|Tensor) -> Tensor:
-  """int32 (1,)"""
-  if isinstance(pos, UOp): return Tensor(pos, dtype=dtypes.int32).reshape(1).contiguous()
-  return pos if isinstance(pos, Tensor) else launch("position", {"pos": Tensor.empty(1, dtype=dtypes.int32)}, {}, "", f"pos[0] = {pos};")[0]
+def linear(tiles:Tensor, weight:PackedWeight, T:int, rope:Rope|None=None, pos:Tensor|None=None, residual:Tensor|None=None) -> Tensor:
+  """The product of T tokens, tiles as pack_tiles makes them: float32 (T, out), or (T, H, out) of a stack with a matrix a head"""
+  *stack, rows, _ = weight.shape
+  matrices, code = prod(stack), ""
+  if rope is not None: code += f"s[h] = rotate(s[h], row, {rope.head}, {rope.nope}, rope + (pos[0] + n) * {rope.table.shape[1] * 2}L);"
+  if residual is not None: code += f"for (int r = 0; r < 16 && row + r < {rows}; r++) s[h][r] += residual[n * {rows}L + row + r];"
+  code += f"put(y + (n * {matrices} + m) * {rows}L + row, s[h], {rows} - (int)row);"
+  ins = optional(rope=rope.table if rope else None, pos=pos, residual=residual)
+  name = "_".join(["linear", *([] if rope is None else ["rope"]), *([] if residual is None else ["residual"]), weight.label, str(T)])
+  epilogue = Epilogue(each_group(rows, code), ins, "" if rope is None else ROTATE)
+  return tile_products(name, empty(tiles, T, *stack, rows), tiles, {"w": weight}, T, epilogue)
 
-def norm_linear(x:Tensor, norm:Any, weights:Sequence[Any], rope:Any=None, pos:Tensor|None=None, residual:Tensor|None=None) -> list[Tensor]:
-  """As in norm_linear.norm_linear"""
-  X = pack(x, norm)
-  return [linear(X, w, x.shape[0], *((rope, pos, residual) if i == 0 else ())) for i, w in enumerate(weights)]
+def norm_linear_prefill(tokens:Tensor, norm:Norm|None, weights:Sequence[PackedWeight], rope:Rope|None=None, pos:Tensor|None=None,
+                        residual:Tensor|None=None) -> list[Tensor]:
+  """As norm_linear of nn/norm_linear.py. pos: int32 (1,) on the device, the first token's, with rope"""
+  tiles, (first, *rest), T = pack_tiles(tokens, norm), weights, tokens.shape[0]
+  return [linear(tiles, first, T, rope, pos, residual), *(linear(tiles, weight, T) for weight in rest)]
 
-def mul_mat(x:Tensor, w:Any) -> Tensor:
-  """A matrix, or one a head: (T, in) or (T, H, in) -> (T, out) or (T, H, out)"""
-  return linear(pack(x, heads=prod(w.shape[:-2])), w, x.shape[0])
+def mul_mat_prefill(tokens:Tensor, weight:PackedWeight) -> Tensor:
+  """As mul_mat of nn/norm_linear.py, without ids"""
+  return linear(pack_tiles(tokens, heads=prod(weight.shape[:-2])), weight, tokens.shape[0])
 
 # ---- attention ----
 
-def latent_query(q:Tensor, kv:Tensor, k_b:Any, norm:Any, cache:Tensor, rope:Any, pos:Tensor) -> tuple[Tensor, Tensor]:
-  """As in norm_linear.latent_query"""
-  (H, L, nope), T, dim = k_b.shape, q.shape[0], cache.shape[1]
+def latent_query_prefill(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, pos:Tensor) -> tuple[Tensor, Tensor]:
+  """As latent_query_decode, of T tokens; pos is the first one's"""
+  (H, L, nope), T, dim = k_b.shape, query.shape[0], cache.shape[1]
   body = f"""for (; job < last; job++) {{
     const float* from = kv + job * {dim}; const float* turn = rope + (pos[0] + job) * {rope.table.shape[1] * 2}L;
     {TYPES[cache.dtype]}* row = cache + (pos[0] + job) * {dim}L; float f = rms(from, {L}, {norm.eps!r}f);
@@ -194,56 +219,47 @@ def latent_query(q:Tensor, kv:Tensor, k_b:Any, norm:Any, cache:Tensor, rope:Any,
   }}"""
   ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "pos": pos}
   written = launch(f"cache_rows_{T}_{dim}_{L}", {"cache": cache}, ins, "", body, T, T * dim * 8)[0]
-  return linear(pack(q, heads=H, width=nope), k_b, T), written
+  return linear(pack_tiles(query, heads=H, width=nope), k_b, T), written
 
-AT_ONCE, TILES = 64, 8  # positions; tiles of queries that share what is read of the cache
+PREFILL_KEYS = 64                      # positions of the cache that a thread reads at a time
+QUERY_TILES = 8                        # that share what is read of the cache
+QUERY_COLUMNS = QUERY_TILES * COLUMNS
 
-def attention_fits(latent:int) -> bool: return latent % (2 * ROWS) == 0
+def attention_takes(latent:int) -> bool:
+  """Whether mla_attention_prefill takes such a latent dimension: whole pairs of 16 numbers"""
+  return latent % (2 * ROWS) == 0
 
-def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int|Tensor, scale:float) -> Tensor:
-  """As in mla_attention.mla_attention. A column is a head's query of a token, in order; a thread takes every n-th of the jobs, as later tokens see
-  more of the cache. Scores are products of 16 positions' keys, turned on the way; sums of values read the cache's rows as they lie"""
-  (T, H, L), dim = q_latent.shape, cache.shape[1]
-  head, columns = q.shape[1] // H, T * H
-  jobs = -(-columns // (TILES * COLUMNS))
-  body = f"""long start = pos[0], length = start + {T};
-  float keys[{AT_ONCE * dim}], values[{AT_ONCE * L}], Q[{TILES * dim * COLUMNS}], P[{AT_ONCE * COLUMNS}], top[{TILES * COLUMNS}], total[{TILES * COLUMNS}];
-  v16f sums[{TILES * L // 32 * 24}];
-  for (long j = core; j < {jobs}; j += cores) {{
-    long begin = j * {TILES * COLUMNS}L, end = begin + {TILES * COLUMNS} < {columns} ? begin + {TILES * COLUMNS} : {columns};
-    for (int i = 0; i < {TILES * L // 32 * 24}; i++) sums[i] = 0;
-    for (int c = 0; c < {TILES * COLUMNS}; c++) {{
+def load_queries(latent:int, dim:int, head:int, scale:float) -> str:
+  """C: the tiles Q of a job's queries, scaled, and its softmax reset"""
+  return f"""for (int c = 0; c < {QUERY_COLUMNS}; c++) {{
       float* to = Q + c / 12 * {dim * COLUMNS} + c % 12; long n = begin + c < end ? begin + c : end - 1;
       top[c] = -1e30f; total[c] = 0;
-      for (int i = 0; i < {L}; i++) to[i * 12] = q_latent[n * {L}L + i] * {scale!r}f;
-      for (int i = {L}; i < {dim}; i++) to[i * 12] = q[n * {head}L + {head - dim} + i] * {scale!r}f;
-    }}
-    for (long from = 0; from <= start + (end - 1) / {H}; from += {AT_ONCE}) {{
-      for (int p = 0; p < {AT_ONCE}; p++) {{
-        const {TYPES[cache.dtype]}* row = cache + (from + p < length ? from + p : 0) * {dim}L;
+      for (int i = 0; i < {latent}; i++) to[i * 12] = q_latent[n * {latent}L + i] * {scale!r}f;
+      for (int i = {latent}; i < {dim}; i++) to[i * 12] = q[n * {head}L + {head - dim} + i] * {scale!r}f;
+    }}"""
+
+def load_keys(latent:int, dim:int, kind:str) -> str:
+  """C: the cache's rows from position `from` on, of the C type `kind`: keys[group of 16][number][position], values[position][number]"""
+  return f"""for (int p = 0; p < {PREFILL_KEYS}; p++) {{
+        const {kind}* row = cache + (from + p < length ? from + p : 0) * {dim}L;
         float* to = keys + p / 16 * {dim * 16} + p % 16;
         for (int i = 0; i < {dim}; i++) to[i * 16] = row[i];
-        for (int i = 0; i < {L}; i++) values[p * {L} + i] = row[i];
-      }}
-      for (int t = 0; t < {TILES} && begin + t * 12 < end; t++) {{
-        long seen = start + (begin + t * 12 + 11) / {H} - from + 1;  /* of these positions, by the tile's last column */
-        if (seen <= 0) continue;
-        v16f scores[{AT_ONCE // 32 * 24}];
-        for (int i = 0; i < {AT_ONCE // 32 * 24}; i++) scores[i] = 0;
-        for (int h = 0; h < {AT_ONCE // 32}; h++)
-          times(keys + h * 2 * {dim * 16}, keys + (h * 2 + 1) * {dim * 16}, 16, Q + t * {dim * COLUMNS}, {dim}, 12, scores + h * 24);
-        v16f* y = sums + t * {L // 32 * 24};
-        for (int c = 0; c < 12; c++) {{
-          long visible = start + (begin + t * 12 + c) / {H} - from + 1; float old = top[t * 12 + c], now = old;
+        for (int i = 0; i < {latent}; i++) values[p * {latent} + i] = row[i];
+      }}"""
+
+def online_softmax(heads:int, latent:int) -> str:
+  """C: each column's scores become weights in P; its maximum `top`, its `total` and its sums so far are brought to the new maximum"""
+  return f"""for (int c = 0; c < 12; c++) {{
+          long visible = start + (begin + t * 12 + c) / {heads} - from + 1; float old = top[t * 12 + c], now = old;
           v16f most = -1e30f;
-          for (int g = 0; g < {AT_ONCE // 16}; g++) {{
+          for (int g = 0; g < {PREFILL_KEYS // 16}; g++) {{
             v16f* s = scores + g / 2 * 24 + g % 2 * 12 + c;
             for (int p = 0; p < 16 && visible < (g + 1) * 16; p++) if (g * 16 + p >= visible) (*s)[p] = -1e30f;
             most = __builtin_elementwise_max(most, *s);
           }}
           for (int p = 0; p < 16; p++) now = most[p] > now ? most[p] : now;
           v16f added = 0;
-          for (int g = 0; g < {AT_ONCE // 16}; g++) {{
+          for (int g = 0; g < {PREFILL_KEYS // 16}; g++) {{
             v16f weight = exp16(scores[g / 2 * 24 + g % 2 * 12 + c] - now);
             for (int p = 0; p < 16; p++) if (g * 16 + p >= visible) weight[p] = 0;
             added += weight;
@@ -251,75 +267,113 @@ def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int|Tensor, s
           }}
           float shrink = exp1(old - now);
           top[t * 12 + c] = now; total[t * 12 + c] = total[t * 12 + c] * shrink + sum16(added);
-          if (now > old) for (int i = 0; i < {L // 32}; i++) {{ y[i * 24 + c] *= shrink; y[i * 24 + 12 + c] *= shrink; }}
-        }}
-        int some = seen < {AT_ONCE} ? seen : {AT_ONCE};
+          if (now > old) for (int i = 0; i < {latent // 32}; i++) {{ y[i * 24 + c] *= shrink; y[i * 24 + 12 + c] *= shrink; }}
+        }}"""
+
+def mla_attention_prefill(q_latent:Tensor, query:Tensor, cache:Tensor, pos:Tensor, scale:float) -> Tensor:
+  """As mla_attention_decode, of T tokens from pos on, each seeing the cache up to its own row. A column is a head's query of a token, in order; a
+  thread takes every n-th of the jobs, as later tokens see more of the cache. A job, 8 tiles of queries:
+
+    for 64 keys of the cache, up to the last that the job's last token sees:
+      for each tile:
+        scores = keys · tile
+        weights, shrink = softmax so far, of the keys that a column's token sees
+        context = context · shrink + values · weights
+    context /= total"""
+  (T, H, L), dim = q_latent.shape, cache.shape[1]
+  columns, sums = T * H, L // 32 * 24  # of all jobs; vectors of a tile's context
+  jobs = -(-columns // QUERY_COLUMNS)
+  body = f"""long start = pos[0], length = start + {T};
+  float keys[{PREFILL_KEYS * dim}], values[{PREFILL_KEYS * L}], Q[{QUERY_COLUMNS * dim}], P[{PREFILL_KEYS * COLUMNS}], \
+top[{QUERY_COLUMNS}], total[{QUERY_COLUMNS}];
+  v16f sums[{QUERY_TILES * sums}];
+  for (long j = core; j < {jobs}; j += cores) {{
+    long begin = j * {QUERY_COLUMNS}L, end = begin + {QUERY_COLUMNS} < {columns} ? begin + {QUERY_COLUMNS} : {columns};
+    for (int i = 0; i < {QUERY_TILES * sums}; i++) sums[i] = 0;
+    {load_queries(L, dim, query.shape[1] // H, scale)}
+    for (long from = 0; from <= start + (end - 1) / {H}; from += {PREFILL_KEYS}) {{
+      {load_keys(L, dim, TYPES[cache.dtype])}
+      for (int t = 0; t < {QUERY_TILES} && begin + t * 12 < end; t++) {{
+        long seen = start + (begin + t * 12 + 11) / {H} - from + 1;  /* of these positions, by the tile's last column */
+        if (seen <= 0) continue;
+        v16f scores[{PREFILL_KEYS // 32 * 24}];
+        for (int i = 0; i < {PREFILL_KEYS // 32 * 24}; i++) scores[i] = 0;
+        for (int h = 0; h < {PREFILL_KEYS // 32}; h++)
+          times(keys + h * 2 * {dim * 16}, keys + (h * 2 + 1) * {dim * 16}, 16, Q + t * {dim * COLUMNS}, {dim}, 12, scores + h * 24);
+        v16f* y = sums + t * {sums};
+        {online_softmax(H, L)}
+        int some = seen < {PREFILL_KEYS} ? seen : {PREFILL_KEYS};
         for (int i = 0; i < {L // 32}; i++) times(values + i * 32, values + i * 32 + 16, {L}, P, some, 12, y + i * 24);
       }}
     }}
     for (long n = begin; n < end; n++) for (int i = 0; i < {L // 16}; i++)
-      *(v16f*)(context + n * {L}L + i * 16) = sums[(n - begin) / 12 * {L // 32 * 24} + i / 2 * 24 + i % 2 * 12 + (n - begin) % 12] / total[n - begin];
+      *(v16f*)(context + n * {L}L + i * 16) = sums[(n - begin) / 12 * {sums} + i / 2 * 24 + i % 2 * 12 + (n - begin) % 12] / total[n - begin];
   }}"""
-  ins = {"q_latent": q_latent, "q": q, "cache": cache, "pos": pos}
-  return launch(f"mla_attention_{T}_{H}_{L}_{dim - L}", {"context": Tensor.empty(T, H, L, dtype=dtypes.float)}, ins, TIMES, body, jobs, cache.nbytes())[0]
+  outs, ins = {"context": empty(q_latent, T, H, L)}, {"q_latent": q_latent, "q": query, "cache": cache, "pos": pos}
+  return launch(f"mla_attention_{T}_{H}_{L}_{dim - L}", outs, ins, TIMES, body, jobs, cache.nbytes())[0]
 
 # ---- feed-forward ----
 
-def gate_up(x:Tensor, norm:Any, weights:tuple[Any, Any], router:Any=None) -> list[Tensor]:
-  """As in moe.gate_up"""
-  T, (gate, up), X = x.shape[0], weights, pack(x, norm)
-  F = gate.shape[0]
-  finish = f"put(y + n * {F}L + g * 16, s[0] / (1 + exp16(-s[0])) * s[1], {F} - (int)g * 16);"
-  y, = products(f"gate_up_{gate.label}_{T}", {"y": Tensor.empty(T, F, dtype=dtypes.float)}, {}, X, [("gate", gate), ("up", up)], T, finish)
-  return [y, *([] if router is None else [linear(X, router, T)])]
+def gate_up_prefill(tokens:Tensor, norm:Norm, gate:PackedWeight, up:PackedWeight, router:PackedWeight|None=None) -> list[Tensor]:
+  """As gate_up of nn/moe.py"""
+  T, width, tiles = tokens.shape[0], gate.shape[0], pack_tiles(tokens, norm)
+  swiglu = Epilogue(f"put(y + n * {width}L + g * 16, s[0] / (1 + exp16(-s[0])) * s[1], {width} - (int)g * 16);")
+  hidden = tile_products(f"gate_up_{gate.label}_{T}", empty(tokens, T, width), tiles, {"gate": gate, "up": up}, T, swiglu)
+  return [hidden, *([] if router is None else [linear(tiles, router, T)])]
 
-def sort_by_expert(sel:Tensor, experts:int) -> tuple[Tensor, Tensor]:
-  """The choices of each expert in order, in tiles. sel: int32 (T, K) -> int32 (E + 1,), each expert's first tile, and int32 (tiles · 12,), what a column
-  is: a choice, token · K + k, or -1"""
-  choices = prod(sel.shape)
-  most = choices // COLUMNS + min(experts, choices)
+def sort_by_expert(sel:Tensor, experts:int) -> SortedChoices:
+  """The choices of each expert in order. sel: int32 (T, K)"""
+  count = prod(sel.shape)
+  tiles = count // COLUMNS + min(experts, count)  # at most
   body = f"""int tile = 0;
-  for (int i = 0; i < {most * COLUMNS}; i++) table[i] = -1;
+  for (int i = 0; i < {tiles * COLUMNS}; i++) table[i] = -1;
   for (int e = 0; e < {experts}; e++) {{
     starts[e] = tile;
     int n = tile * 12;
-    for (int i = 0; i < {choices}; i++) if (clamp(sel[i], {experts}) == e) table[n++] = i;
+    for (int i = 0; i < {count}; i++) if (clamp(sel[i], {experts}) == e) table[n++] = i;
     tile = (n + 11) / 12;
   }}
   starts[{experts}] = tile;"""
-  outs = {"starts": Tensor.empty(experts + 1, dtype=dtypes.int32), "table": Tensor.empty(most * COLUMNS, dtype=dtypes.int32)}
-  starts, table = launch(f"by_expert_{choices}_{experts}", outs, {"sel": sel}, "", body)
-  return starts, table
+  outs = {"starts": empty(sel, experts + 1, dtype=dtypes.int32), "table": empty(sel, tiles * COLUMNS, dtype=dtypes.int32)}
+  return SortedChoices(*launch(f"sort_by_expert_{count}_{experts}", outs, {"sel": sel}, "", body))
 
-def mul_mat_id(x:Tensor, weights:Sequence[Any], sel:Tensor, scale:Tensor|None=None) -> Tensor:
-  """The matrices that sel names, (T, K), times x, (T, 1 or K, in) -> (T, K, out); of two, gate and up, silu(gate·x) · (up·x) · scale"""
-  (E, rows, _), (T, K) = weights[0].shape, sel.shape
-  starts, table = sort_by_expert(sel, E)
-  X = pack(x, table=table, share=K // x.shape[1])
-  ins = {"starts": starts, "table": table, **({} if scale is None else {"scale": scale})}
-  if len(weights) == 2: finish = f"put(y + n * {rows}L + g * 16, s[0] / (1 + exp16(-s[0])) * s[1] * scale[n], {rows} - (int)g * 16);"
-  else: finish = both(rows, f"put(y + n * {rows}L + row, s[h], {rows} - (int)row);")
-  name = f"{'gate_up' if len(weights) == 2 else 'mul_mat'}_id_{weights[0].label}_{T}_{K}"
-  return products(name, {"y": Tensor.empty(T, K, rows, dtype=dtypes.float)}, ins, X, list(zip(("gate", "up"), weights)), T * K, finish, chosen=True)[0]
+def grouped_products(tokens:Tensor, weights:dict[str, PackedWeight], sel:Tensor, epilogue:Epilogue) -> Tensor:
+  """Products of the matrices that sel names, int32 (T, K), with tokens, float32 (T, 1 or K, in) -> (T, K, out)"""
+  name, weight = next(iter(weights.items()))
+  (experts, rows, _), (T, chosen) = weight.shape, sel.shape
+  choices = sort_by_expert(sel, experts)
+  tiles = pack_tiles(tokens, table=choices.table, share=chosen // tokens.shape[1])
+  name = f"{'gate_up' if len(weights) == 2 else 'mul_mat'}_id_{weight.label}_{T}_{chosen}"
+  return tile_products(name, empty(tokens, T, chosen, rows), tiles, weights, T * chosen, epilogue, choices)
 
-def expert_gate_up(x:Tensor, norm:Any, weights:tuple[Any, Any], sel:Tensor, scale:Tensor) -> Tensor:
-  """As in moe.expert_gate_up, of a choice"""
-  return mul_mat_id(rms_norm(x, norm).unsqueeze(1), weights, sel, scale)
+def mul_mat_id_prefill(tokens:Tensor, weight:PackedWeight, ids:Tensor) -> Tensor:
+  """As mul_mat of nn/norm_linear.py, with ids"""
+  rows = weight.shape[1]
+  return grouped_products(tokens, {"gate": weight}, ids, Epilogue(each_group(rows, f"put(y + n * {rows}L + row, s[h], {rows} - (int)row);")))
 
-def rms_norm(x:Tensor, norm:Any) -> Tensor:
-  T, D = x.shape
+def expert_gate_up_prefill(tokens:Tensor, norm:Norm, gate:PackedWeight, up:PackedWeight, logits:Tensor,
+                           routing:Routing) -> tuple[Tensor, Tensor]:
+  """As expert_gate_up of nn/moe.py"""
+  (sel, scale), rows = choose_experts(logits, routing), gate.shape[1]
+  swiglu = f"put(y + n * {rows}L + g * 16, s[0] / (1 + exp16(-s[0])) * s[1] * scale[n], {rows} - (int)g * 16);"
+  normed = rms_norm(tokens, norm).unsqueeze(1)
+  return grouped_products(normed, {"gate": gate, "up": up}, sel, Epilogue(swiglu, {"scale": scale})), sel
+
+def rms_norm(tokens:Tensor, norm:Norm) -> Tensor:
+  T, D = tokens.shape
   body = f"""for (; job < last; job++) {{
     float factor = rms(x + job * {D}L, {D}, {norm.eps!r}f);
     for (int i = 0; i < {D}; i++) y[job * {D}L + i] = x[job * {D}L + i] * factor * norm[i];
   }}"""
-  return launch(f"normalized_{T}_{D}", {"y": Tensor.empty(T, D, dtype=dtypes.float)}, {"x": x, "norm": norm.weight}, "", body, T)[0]
+  return launch(f"rms_norm_{T}_{D}", {"y": empty(tokens, T, D)}, {"x": tokens, "norm": norm.weight}, "", body, T)[0]
 
-def expert_down(hidden:Tensor, down:Any, sel:Tensor, residual:Tensor) -> Tensor:
-  """residual + Σ_k down[sel[k]] · hidden[k]"""
-  each, (T, D), K = mul_mat_id(hidden, [down], sel), residual.shape, sel.shape[1]
+def expert_down_prefill(hidden:Tensor, down:PackedWeight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, PackedWeight]|None=None) -> Tensor:
+  """As expert_down of nn/moe.py. The products of all choices, then a token's sum of them; the shared expert's is a launch of its own."""
+  products, (T, D), chosen = mul_mat_id_prefill(hidden, down, sel), residual.shape, sel.shape[1]
   body = f"""for (; job < last; job++) for (int i = 0; i < {D}; i++) {{
     float s = residual[job * {D}L + i];
-    for (int k = 0; k < {K}; k++) s += each[(job * {K} + k) * {D}L + i];
+    for (int k = 0; k < {chosen}; k++) s += each[(job * {chosen} + k) * {D}L + i];
     y[job * {D}L + i] = s;
   }}"""
-  return launch(f"sum_{K}_{T}_{D}", {"y": Tensor.empty(T, D, dtype=dtypes.float)}, {"each": each, "residual": residual}, "", body, T)[0]
+  out = launch(f"sum_{chosen}_{T}_{D}", {"y": empty(hidden, T, D)}, {"each": products, "residual": residual}, "", body, T)[0]
+  return out if shared is None else norm_linear_prefill(shared[0], None, [shared[1]], residual=out)[0]

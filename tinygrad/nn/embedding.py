@@ -13,7 +13,7 @@ def embedding(ids:Tensor, weight:Weight) -> Tensor:
   """ids: int32 (T,); weight: (vocab, D) -> float32 (T, D)"""
   return weight[ids].dequantize().contiguous()
 
-@embedding.form("cpu_decode", takes=lambda ids, weight: cpu.fits(weight))
+@embedding.form("cpu_decode", takes=lambda ids, weight: cpu.takes(weight))
 def embedding_cpu(ids:Tensor, weight:Weight) -> Tensor: return cpu.embedding(ids, weight)
 
 @embedding.form("decode", takes=lambda ids, weight: ids.shape[0] == 1 and target_of(weight.device) is not None and weight.shape[1] % UNIT == 0)

@@ -13,10 +13,10 @@ from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, silu
 from tinygrad.nn.matmul import HALF_SCALE, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
 from tinygrad.nn.matvec import DeferredMatrix, MatvecPart, RowSegments, linear_part, matvec
-from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, serves
+from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, takes
 from tinygrad.nn.norm_linear import decode_target, mul_mat, norm_linear, prefill_target, rows_of
 from tinygrad.nn.primitive import primitive
-from tinygrad.nn.routing import LEAST_SUM, Routing, TopKInKernel, choose_experts, choose_experts_prefill, sort_by_expert
+from tinygrad.nn.routing import Routing, TopKInKernel, choose_experts, choose_experts_prefill, sort_by_expert
 from tinygrad.nn.step import Step
 
 class FeedForward(NamedTuple):
@@ -38,16 +38,16 @@ def gate_up(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weigh
   normed = norm(x).contiguous()
   return [(mul_mat(normed, gate).silu() * mul_mat(normed, up)).contiguous(), *[mul_mat(normed, weight) for weight in present(router)]]
 
-@gate_up.form("cpu_decode", takes=lambda step, x, norm, gate, up, router: cpu.fits(*present(gate, up, router)) and step.one_token)
+@gate_up.form("cpu_decode", takes=lambda step, x, norm, gate, up, router: cpu.takes(*present(gate, up, router)) and step.one_token)
 def gate_up_cpu(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
-  return [cpu.gate_up(x, norm, (gate, up)), *[cpu.norm_linear(x, norm, [weight])[0] for weight in present(router)]]
+  return cpu.gate_up_decode(x, norm, gate, up, router)
 
-@gate_up.form("cpu_prefill", takes=lambda step, x, norm, gate, up, router: cpu.fits(*present(gate, up, router)) and step.many_tokens)
+@gate_up.form("cpu_prefill", takes=lambda step, x, norm, gate, up, router: cpu.takes(*present(gate, up, router)) and step.many_tokens)
 def gate_up_cpu_prefill(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
-  return cpu_prefill.gate_up(x, norm, (gate, up), router)
+  return cpu_prefill.gate_up_prefill(x, norm, gate, up, router)
 
 @gate_up.form("msl", takes=lambda step, x, norm, gate, up, router:
-              serves(decode_target(step, gate, x.shape[1]), QL_SHEXP_MSL, [gate, up], present(router)))
+              takes(decode_target(step, gate, x.shape[1]), QL_SHEXP_MSL, [gate, up], present(router)))
 def gate_up_metal(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
   return gate_up_msl(x, norm, (gate, up), router)
 
@@ -93,18 +93,16 @@ def expert_gate_up(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logit
   (sel, scale), normed = choose_experts(logits, routing), norm(x).contiguous().unsqueeze(1)
   return (mul_mat(normed, gate, sel).silu() * mul_mat(normed, up, sel) * scale.unsqueeze(-1)).contiguous(), sel
 
-@expert_gate_up.form("cpu_decode", takes=lambda step, x, norm, gate, up, logits, routing: cpu.fits(gate, up) and step.one_token)
+@expert_gate_up.form("cpu_decode", takes=lambda step, x, norm, gate, up, logits, routing: cpu.takes(gate, up) and step.one_token)
 def expert_gate_up_cpu(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
-  sel, scale = cpu.choose_experts(logits, routing, LEAST_SUM)
-  return cpu.gate_up(x, norm, (gate, up), sel, scale), sel
+  return cpu.expert_gate_up_decode(x, norm, gate, up, logits, routing)
 
-@expert_gate_up.form("cpu_prefill", takes=lambda step, x, norm, gate, up, logits, routing: cpu.fits(gate, up) and step.many_tokens)
+@expert_gate_up.form("cpu_prefill", takes=lambda step, x, norm, gate, up, logits, routing: cpu.takes(gate, up) and step.many_tokens)
 def expert_gate_up_cpu_prefill(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
-  sel, scale = cpu.choose_experts(logits, routing, LEAST_SUM)
-  return cpu_prefill.expert_gate_up(x, norm, (gate, up), sel, scale), sel
+  return cpu_prefill.expert_gate_up_prefill(x, norm, gate, up, logits, routing)
 
 @expert_gate_up.form("msl", takes=lambda step, x, norm, gate, up, logits, routing:
-                     serves(decode_target(step, gate, x.shape[1]), QL_MOE_MSL, [gate, up]))
+                     takes(decode_target(step, gate, x.shape[1]), QL_MOE_MSL, [gate, up]))
 def expert_gate_up_metal(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
   return expert_gate_up_msl(x, norm, (gate, up), logits, routing)
 
@@ -140,18 +138,16 @@ def expert_down(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tens
 
 def shared_down(shared:Shared|None) -> list[Weight]: return [] if shared is None else [shared[1]]
 
-@expert_down.form("cpu_decode", takes=lambda step, hidden, down, sel, residual, shared: cpu.fits(down, *shared_down(shared)) and step.one_token)
+@expert_down.form("cpu_decode", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.one_token)
 def expert_down_cpu(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
-  out = cpu.expert_down(hidden, down, sel, residual)
-  return out if shared is None else cpu.norm_linear(shared[0], None, [shared[1]], residual=out)[0]
+  return cpu.expert_down_decode(hidden, down, sel, residual, shared)
 
-@expert_down.form("cpu_prefill", takes=lambda step, hidden, down, sel, residual, shared: cpu.fits(down, *shared_down(shared)) and step.many_tokens)
+@expert_down.form("cpu_prefill", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.many_tokens)
 def expert_down_cpu_prefill(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
-  out = cpu_prefill.expert_down(hidden, down, sel, residual)
-  return out if shared is None else cpu_prefill.norm_linear(shared[0], None, [shared[1]], residual=out)[0]
+  return cpu_prefill.expert_down_prefill(hidden, down, sel, residual, shared)
 
 @expert_down.form("msl", takes=lambda step, hidden, down, sel, residual, shared:
-                  serves(decode_target(step, down, *(weight.shape[-1] for weight in (down, *shared_down(shared)))), QL_MOE_MSL, [down],
+                  takes(decode_target(step, down, *(weight.shape[-1] for weight in (down, *shared_down(shared)))), QL_MOE_MSL, [down],
                          *([weight] for weight in shared_down(shared))))
 def expert_down_metal(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
   return expert_down_msl(hidden, down, sel, residual, shared)

@@ -11,7 +11,7 @@ from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Weight, empty, launch, load4, rotated
 from tinygrad.nn.matmul import HALF_SCALE, matmul, rms_norm_half
 from tinygrad.nn.matvec import DeferredMatrix, RowSegments, linear_part, matvec
-from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, serves
+from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, takes
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step
 
@@ -40,15 +40,15 @@ def mul_mat(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
   or a stack (E, out, in) of which ids, int32 (T, K), name those of a token (clamped), x: (T, 1 or K, in) -> (T, K, out)"""
   return (x.unsqueeze(-2) * (weight if ids is None else weight[ids]).dequantize()).sum(-1)
 
-@mul_mat.form("cpu_decode", takes=lambda x, weight, ids: cpu.fits(weight) and x.shape[0] == 1)
-def mul_mat_cpu(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: return cpu.mul_mat(x, weight, ids, product_shape(x, weight, ids))
+@mul_mat.form("cpu_decode", takes=lambda x, weight, ids: cpu.takes(weight) and x.shape[0] == 1)
+def mul_mat_cpu(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: return cpu.mul_mat_decode(x, weight, ids)
 
-@mul_mat.form("cpu_prefill", takes=lambda x, weight, ids: cpu.fits(weight))
+@mul_mat.form("cpu_prefill", takes=lambda x, weight, ids: cpu.takes(weight))
 def mul_mat_cpu_prefill(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
-  return cpu_prefill.mul_mat(x, weight) if ids is None else cpu_prefill.mul_mat_id(x, [weight], ids)
+  return cpu_prefill.mul_mat_prefill(x, weight) if ids is None else cpu_prefill.mul_mat_id_prefill(x, weight, ids)
 
 @mul_mat.form("msl", takes=lambda x, weight, ids: ids is not None and x.shape[0] == 1 and weight.shape[-1] % UNIT == 0 and
-                                                  serves(target_of(weight.device), QL_MOE_MSL, [weight]))
+                                                  takes(target_of(weight.device), QL_MOE_MSL, [weight]))
 def mul_mat_id_msl(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: return mul_mat_msl(x, weight, ids)
 
 @mul_mat.form("decode", takes=lambda x, weight, ids: target_of(weight.device) is not None and weight.shape[-1] % UNIT == 0)
@@ -83,17 +83,17 @@ def norm_linear(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], r
   return [first if residual is None else (residual + first).contiguous(), *rest]
 
 @norm_linear.form("cpu_decode", takes=lambda step, x, norm, weights, rope, residual:
-                  cpu.fits(*weights) and step.one_token and (rope is None or step.on_device))
+                  cpu.takes(*weights) and step.one_token and (rope is None or step.on_device))
 def norm_linear_cpu(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
-  return cpu.norm_linear(x, norm, weights, rope, step.start if rope else None, residual)
+  return cpu.norm_linear_decode(x, norm, weights, rope, step.start if rope else None, residual)
 
-@norm_linear.form("cpu_prefill", takes=lambda step, x, norm, weights, rope, residual: cpu.fits(*weights) and step.many_tokens)
+@norm_linear.form("cpu_prefill", takes=lambda step, x, norm, weights, rope, residual: cpu.takes(*weights) and step.many_tokens)
 def norm_linear_cpu_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
-  return cpu_prefill.norm_linear(x, norm, weights, rope, step.device_start(x.device) if rope else None, residual)
+  return cpu_prefill.norm_linear_prefill(x, norm, weights, rope, step.device_start(x.device) if rope else None, residual)
 
 @norm_linear.form("msl", takes=lambda step, x, norm, weights, rope, residual:
                   norm is None and rope is None and len(weights) == 1 and residual is not None and
-                  serves(decode_target(step, weights[0], x.shape[1]), QL_SHEXP_MSL, weights))
+                  takes(decode_target(step, weights[0], x.shape[1]), QL_SHEXP_MSL, weights))
 def norm_linear_msl(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   return [mul_mat_msl(x, weights[0], residual=residual)]
 
