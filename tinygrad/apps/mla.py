@@ -20,11 +20,11 @@ from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT
 from tinygrad.nn.matmul import HALF_SCALE
 from tinygrad.nn.mla_attention import mla_attention
-from tinygrad.nn.mla_prefill import fits as mla_prefill_fits
+from tinygrad.nn.mla_prefill import takes as mla_prefill_takes
 from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up, moe_prefill
 from tinygrad.nn.norm_linear import heads_linear, latent_query, norm_linear, prefill_target
 from tinygrad.nn.routing import Routing
-from tinygrad.nn.split_kv import fits as attention_fits
+from tinygrad.nn.split_kv import takes as attention_takes
 from tinygrad.dtype import DType
 from tinygrad.nn import cpu
 
@@ -236,14 +236,14 @@ class Transformer:
     """Whether every step of many tokens has a kernel that reads their position on the device"""
     c, t = self.config, target_of()
     fit = t is not None and t.mma is not None and all(w % UNIT == 0 and w > UNIT for w in self._widths)
-    return fit and mla_prefill_fits(t, c.kv_lora_rank, c.cache_dim)
+    return fit and mla_prefill_takes(t, c.kv_lora_rank, c.cache_dim)
   @property
   def kernels_fit(self) -> bool:
     """Whether every step of decoding one token has a kernel on this device, so that its position may live there"""
     c, t = self.config, target_of()
     fit = all(w % UNIT == 0 for w in self._widths)
     if cpu.device(): return fit and c.rope_dim % cpu.ROWS == 0
-    return fit and t is not None and attention_fits(t, c.n_heads, c.kv_lora_rank, c.rope_dim)
+    return fit and t is not None and attention_takes(t, c.n_heads, c.kv_lora_rank, c.rope_dim)
 
   @property
   def weight_bytes_a_token(self) -> int:

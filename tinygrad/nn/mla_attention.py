@@ -13,7 +13,7 @@ from __future__ import annotations
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.intrinsics import target_of
-from tinygrad.nn.mla_prefill import fits as mla_prefill_fits, mla_prefill
+from tinygrad.nn.mla_prefill import mla_prefill, takes as mla_prefill_takes
 from tinygrad.nn.norm_linear import position, prefill_target
 from tinygrad.nn.split_kv import mla_combine, split_kv
 
@@ -28,7 +28,7 @@ def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int|Tensor, s
     t = target_of()
     assert t is not None, "a position on the device is for kernels"
     return mla_combine(t, *split_kv(t, q_latent[0], q[0], cache, pos, scale), cache, pos).unsqueeze(0)
-  if (t := prefill_target(q_latent)) and mla_prefill_fits(t, q_latent.shape[2], cache.shape[1]):
+  if (t := prefill_target(q_latent)) and mla_prefill_takes(t, q_latent.shape[2], cache.shape[1]):
     return mla_prefill(t, q_latent, q.flatten(1), cache, position(pos), scale)
   return mla_attention_ops(q_latent.cast(dtypes.float), q.cast(dtypes.float), cache, pos, scale)
 

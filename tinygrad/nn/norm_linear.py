@@ -9,7 +9,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Weight, launch, load4, rotated
-from tinygrad.nn.latent_cache import cache_row
+from tinygrad.nn.latent_cache import CacheRow, cache_row
 from tinygrad.nn.matmul import HALF_SCALE, matmul, rms_norm_half
 from tinygrad.nn.matvec import RowSegments, linear_part, matvec
 from tinygrad.nn.metal_mul_mat_id import QL_SHEXP_MSL, mul_mat_msl, serves
@@ -106,7 +106,7 @@ def latent_query_prefill(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, c
   (H, L, _), threads = k_b.shape, 128
   def body(b:dict[str, UOp]) -> list[UOp]:
     token, thread = UOp.special(q.shape[0], "gidx0"), UOp.special(threads, "lidx0")
-    return cache_row(t, b, L, cache.shape[1], norm.eps, token, thread, threads, token * 0, 0)
+    return cache_row(CacheRow(t, L, cache.shape[1], norm.eps, threads, slot=0), b, token, thread, token * 0)
   written = launch(f"cache_rows_{q.shape[0]}_{cache.shape[1]}", {"cache": cache},
                    {"kv": kv, "norm": norm.weight, "rope": rope.table, "pos": position(rope.pos)}, body)[0]
   return matmul(t, q.reshape(-1, H, q.shape[1] // H), k_b, dtype=dtypes.half), written
@@ -120,7 +120,7 @@ def latent_query_decode(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, ca
     def out_index(i:UOp) -> UOp: return query_place(item, i, L) if tiles else item * L + i
     part = linear_part(L, rows_of(k_b.matrix(b, "w"), item * L), b["q_latent"], k_b.integer, out_index)
     def row(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:  # one block writes it, the others load nothing for it
-      return cache_row(t, b, L, cache.shape[1], norm.eps, block * 0, thread, threads, wait_zero, 4, block.eq(0) & item.eq(0))
+      return cache_row(CacheRow(t, L, cache.shape[1], norm.eps, threads, slot=4), b, block * 0, thread, wait_zero, block.eq(0) & item.eq(0))
     return matvec(t, [nope // UNIT], load4(b["q"], item * rope.head), [part], extra_stores=row, items=H)
   q_latent = Tensor.empty(1, padded(H), L, dtype=dtypes.half) if tiles else Tensor.empty(1, H, L, dtype=dtypes.float)
   outs = {"q_latent": q_latent, "cache": cache}
