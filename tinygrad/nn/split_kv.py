@@ -291,7 +291,7 @@ class MmaThread:
     self.tile, self.share = self.warp // self.shares, self.warp % self.shares
     self.wait_zero = pdl_wait(shape.target)
     self.split = Split(shape, buffers, index, self.wait_zero)
-    self.first_head = block * self.heads
+    self.first_head, self.first_latent = block * self.heads, self.warp * LATENT_PER_WARP
 
   # ---- where things are ----
 
@@ -306,9 +306,9 @@ class MmaThread:
     piece_of_row = self.share * self.warp_pieces + piece
     return piece_of_row * self.mma.K + self.in_group * 4, piece_of_row < self.pieces if self.pieces % self.shares else None
 
-  def latent_number(self, half:int) -> UOp:
-    """The first of the lane's four latent numbers in a half of its warp's"""
-    return self.warp * LATENT_PER_WARP + half * 32 + self.lane_group * 4
+  def latent_index(self, first:UOp, half:int) -> UOp:
+    """Of the first of the lane's four numbers in a half of its warp's latent numbers, which begin at `first`"""
+    return first + half * 32 + self.lane_group * 4
 
   def tile_positions(self, start:UOp, tile:int) -> list[UOp]:
     """The lane's positions of a tile, as inner numbers of the weighted sums"""
@@ -343,8 +343,8 @@ class MmaThread:
 
   def load_values(self, start:UOp) -> list[list[list[list[UOp]]]]:
     """By tile, half of the warp's latent numbers and position of the lane: four numbers"""
-    return [[[self.load4("cache", self.split.row(position) + self.warp * LATENT_PER_WARP + half * 32 + self.lane_group * 4) for position in self.tile_positions(start, tile)]
-             for half in range(2)] for tile in range(self.tiles)]
+    def load(half:int, position:UOp) -> list[UOp]: return self.load4("cache", self.latent_index(self.split.row(position) + self.first_latent, half))
+    return [[[load(half, position) for position in self.tile_positions(start, tile)] for half in range(2)] for tile in range(self.tiles)]
 
   def share_scores(self, partial_scores:list[list[UOp]], values:list[list[list[list[UOp]]]]) -> UOp:
     """Scores in shared memory behind a barrier, (shares, heads, pitch). The values are loaded before it: they do not wait for the scores."""
@@ -399,7 +399,7 @@ class MmaThread:
     for product in range(4):
       for i in range(4):
         head, exists = self.head(column, self.in_group * 2 + i % 2)
-        number = self.latent_number(product // 2) + product % 2 * 2 + i // 2
+        number = self.latent_index(self.first_latent, product // 2) + product % 2 * 2 + i // 2
         index = (self.split.index * self.shape.heads + head) * self.shape.latent + number
         stores.append(self.buffers["sums"][gated(index, self.split.active, exists)].store(state.weighted(column, product * 4 + i).load()))
     return stores
