@@ -62,7 +62,7 @@ def prefill_kernel(shape:PrefillLaunch, buffers:dict[str, UOp]) -> list[UOp]:
   step = UOp.range(thread.last_position() // STEP_POSITIONS + 1, 0)
   start = step * STEP_POSITIONS
   shared = thread.share_scores([thread.partial_scores(queries, start, column) for column in range(STEP_POSITIONS // thread.mma.N)])
-  weights, rescales, updates = [], [], []
+  weights, rescales, updates = [], [], []   # the first two by tile
   for tile in range(thread.tiles):
     tile_weights, tile_rescales, stores = thread.softmax(state.after(step), tile, thread.scores(shared, tile, start))
     weights.append(tile_weights)
@@ -90,7 +90,7 @@ class PrefillState:
   def after(self, event:UOp) -> PrefillState: return replace(self, registers=self.registers.after(event))
   def row_max(self, tile:int, row:int) -> UOp: return self.registers[tile * self.rows + row]
   def weight_sum(self, tile:int, row:int) -> UOp: return self.registers[self.tiles * self.rows + tile * self.rows + row]
-  def weighted(self, tile:int, place:tuple[int, int], element:int) -> UOp:
+  def weighted_sum(self, tile:int, place:tuple[int, int], element:int) -> UOp:
     groups, neighbours, elements = self.sums_shape
     group, neighbour = place
     return self.registers[2 * self.tiles * self.rows + ((tile * groups + group) * neighbours + neighbour) * elements + element]
@@ -168,7 +168,8 @@ class PrefillThread:
 
   def share_scores(self, partial_scores:list[list[list[UOp]]]) -> UOp:
     """Partial scores (by column of positions, tile and element) in shared memory behind a barrier, (warps, tokens, SCORES_PITCH)"""
-    scores, stores = local(WARPS * TILE_TOKENS * SCORES_PITCH, dtypes.float, 0), []
+    scores = local(WARPS * TILE_TOKENS * SCORES_PITCH, dtypes.float, 0)
+    stores = []
     for column, tiles in enumerate(partial_scores):
       for tile, elements in enumerate(tiles):
         for value, (row, position) in zip(elements, self.places_c):
@@ -197,7 +198,8 @@ class PrefillThread:
 
   def softmax(self, state:PrefillState, tile:int, scores:list[list[UOp]]) -> tuple[list[list[UOp]], list[UOp], list[UOp]]:
     """(weights as half elements of a, rescale by row, stores) of a tile. row_max is that of all lanes of a row, weight_sum the lane's own."""
-    row_max, rescales, stores = {}, [], []
+    row_max:dict[UOp, UOp] = {}
+    rescales, stores = [], []
     for i, row in enumerate(self.tile_rows):
       old = state.row_max(tile, i).load()
       row_max[row] = self.over_row(total(self.of_row(scores, row), UOp.maximum), UOp.maximum).maximum(old)
@@ -211,27 +213,28 @@ class PrefillThread:
 
   def update_sums(self, state:PrefillState, place:tuple[int, int], weights:list[list[list[UOp]]], rescales:list[list[UOp]], start:UOp) -> list[UOp]:
     """The stores of the weighted sums of a product's latent numbers, in all tiles"""
-    sums = [[state.weighted(tile, place, i).load() * rescales[tile][self.tile_rows.index(row)] for i, (row, _) in enumerate(self.places_c)]
+    sums = [[state.weighted_sum(tile, place, i).load() * rescales[tile][self.tile_rows.index(row)] for i, (row, _) in enumerate(self.places_c)]
             for tile in range(self.tiles)]
     for slab in range(STEP_POSITIONS // SLAB):
       for part in range(self.parts):
         values = [self.load_row(start + (slab * SLAB + depth_of(self.mma, part, depth)), self.latent_index(self.first_latent, place, column))
                   for depth, column in self.places_b]
         sums = [self.mma(weights[tile][slab * self.parts + part], values, sums[tile]) for tile in range(self.tiles)]
-    return [state.weighted(tile, place, i).store(value) for tile in range(self.tiles) for i, value in enumerate(sums[tile])]
+    return [state.weighted_sum(tile, place, i).store(value) for tile in range(self.tiles) for i, value in enumerate(sums[tile])]
 
   def store_context(self, state:PrefillState) -> list[UOp]:
-    inverses = [[1.0 / self.over_row(state.weight_sum(tile, row).load(), UOp.add) for row in range(len(self.tile_rows))] for tile in range(self.tiles)]
+    """The stores of the lane's weighted sums, over the sum of weights of all lanes of the row"""
     stores = []
     for tile in range(self.tiles):
+      inverses = [1.0 / self.over_row(state.weight_sum(tile, i).load(), UOp.add) for i in range(len(self.tile_rows))]
       for i, (row, column) in enumerate(self.places_c):
         token = self.block * TILE_TOKENS + tile * self.mma.M + row
         exists = None if self.shape.tokens % TILE_TOKENS == 0 else token < self.shape.tokens
-        inverse = inverses[tile][self.tile_rows.index(row)]
+        inverse = inverses[self.tile_rows.index(row)]
         first = (token * self.shape.heads + self.head) * self.shape.latent + self.first_latent
         for group in range(self.groups):
           for neighbour in range(NEIGHBOURS):
             index = self.latent_index(first, (group, neighbour), column)
-            value = state.weighted(tile, (group, neighbour), i).load() * inverse
+            value = state.weighted_sum(tile, (group, neighbour), i).load() * inverse
             stores.append(self.buffers["context"][gated(index, exists)].store(value.cast(dtypes.half)))
     return stores

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.nn.intrinsics import MMA_CUDA, Mma, Target, group_reduce, group_sum, of_lane, pdl_wait
+from tinygrad.nn.intrinsics import MMA_CUDA, Target, group_reduce, group_sum, of_lane, pdl_wait
 from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local
 from tinygrad.nn.latent_cache import MASKED_SCORE, row_offset
 from tinygrad.uop.ops import Ops
@@ -28,6 +28,8 @@ MMA_STEP, TILE_POSITIONS = 32, 16  # positions that a block reads at once; that 
 LATENT_PER_WARP = 64               # numbers whose weighted sums a warp makes
 LANE_SUMS = 16                     # of those a lane's, for 8 heads
 COMBINE_WARPS = 8
+ROW_MAX, WEIGHT_SUM = 0, 1         # in stats
+Values = list[list[list[list[UOp]]]]   # what a lane of split_kv_mma reads for the weighted sums, by tile, half, position and number
 
 # ---- what callers ask ----
 
@@ -36,7 +38,7 @@ def uses_tensor_cores(target:Target, latent:int, rope:int) -> bool:
   return target.mma is MMA_CUDA and latent % LATENT_PER_WARP == 0 and (latent + rope) % target.mma.K == 0 and latent // LATENT_PER_WARP in (2, 4, 8)
 
 def takes(target:Target, heads:int, latent:int, rope:int) -> bool:
-  """Whether split_kv_simt serves: lanes share a row evenly, and the sums of a block have room in shared memory"""
+  """Whether lanes share a row evenly, for split_kv_simt and mla_combine, and the sums of a block of split_kv_simt have room in shared memory"""
   shared_bytes = SIMT_WARPS * min(SIMT_HEADS, heads) * (latent + 2) * 4
   return latent % (4 * target.lanes) == 0 and rope % target.lanes == 0 and shared_bytes <= target.shared_bytes
 
@@ -122,18 +124,18 @@ class Split:
 class SoftmaxState:
   """A lane's registers of the online softmax: row_max, weight_sum and some of the weighted sums, for each of some heads"""
   registers: UOp
-  sums: int   # of a head
+  width: int   # weighted sums of a head
 
   @staticmethod
-  def initial(heads:int, sums:int) -> SoftmaxState:
-    registers = UOp.placeholder((heads * (sums + 2),), dtypes.float, slot=2, addrspace=AddrSpace.REG)
-    stores = [registers[head * (sums + 2) + i].store(MASKED_SCORE if i == 0 else 0.0) for head in range(heads) for i in range(sums + 2)]
-    return SoftmaxState(registers.after(UOp.group(*stores)), sums)
+  def initial(heads:int, width:int) -> SoftmaxState:
+    registers = UOp.placeholder((heads * (width + 2),), dtypes.float, slot=2, addrspace=AddrSpace.REG)
+    stores = [registers[head * (width + 2) + i].store(MASKED_SCORE if i == 0 else 0.0) for head in range(heads) for i in range(width + 2)]
+    return SoftmaxState(registers.after(UOp.group(*stores)), width)
 
   def after(self, event:UOp) -> SoftmaxState: return replace(self, registers=self.registers.after(event))
-  def row_max(self, head:int) -> UOp: return self.registers[head * (self.sums + 2)]
-  def weight_sum(self, head:int) -> UOp: return self.registers[head * (self.sums + 2) + 1]
-  def weighted(self, head:int, i:int) -> UOp: return self.registers[head * (self.sums + 2) + 2 + i]
+  def row_max(self, head:int) -> UOp: return self.registers[head * (self.width + 2)]
+  def weight_sum(self, head:int) -> UOp: return self.registers[head * (self.width + 2) + 1]
+  def weighted_sum(self, head:int, i:int) -> UOp: return self.registers[head * (self.width + 2) + 2 + i]
 
 # ---- split_kv_simt ----
 
@@ -161,7 +163,8 @@ def split_kv_simt(shape:SplitLaunch, buffers:dict[str, UOp]) -> list[UOp]:
 class SimtThread:
   """A thread of split_kv_simt. It has the same share of every row: latent_share of the L numbers, in fours, and rope_share of the R."""
   def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp]):
-    self.shape, self.buffers, lanes = shape, buffers, shape.target.lanes
+    self.shape, self.buffers = shape, buffers
+    lanes = shape.target.lanes
     self.heads = group_heads(shape.heads)
     self.latent_share, self.rope_share = shape.latent // lanes, (shape.dim - shape.latent) // lanes
     index, head_group = UOp.special(shape.splits, "gidx0"), UOp.special(shape.heads // self.heads, "gidx1")
@@ -175,7 +178,7 @@ class SimtThread:
   def rope_number(self, i:int) -> UOp: return self.lane * self.rope_share + i
 
   def load_query(self, head:int) -> list[UOp]:
-    """The lane's share of a head's query, float32, in units of log2 of a weight"""
+    """The lane's share of a head's query, float32, times scale · log2(e)"""
     shape, number = self.shape, self.first_head + head
     rotated = number * shape.head_dim + shape.head_dim - (shape.dim - shape.latent)   # where the rotated part begins
     latent_places = [number * shape.latent + self.latent_number(i) for i in range(self.latent_share)]
@@ -205,12 +208,13 @@ class SimtThread:
     old = state.row_max(head).load()
     row_max = reduce(UOp.maximum, scores, old)
     rescale = (old - row_max).exp2()
+    # a warp whose positions were all masked so far has their score as row_max, and a weight of 2^0 for each
     weights = [(position <= self.split.last).where((score - row_max).exp2(), 0.0) for score, position in zip(scores, positions)]
     weight_sum = reduce(UOp.add, weights, state.weight_sum(head).load() * rescale)
     stores = [state.row_max(head).store(row_max), state.weight_sum(head).store(weight_sum)]
     for i in range(self.latent_share):
-      total = reduce(UOp.add, [weight * key[i] for weight, key in zip(weights, keys)], state.weighted(head, i).load() * rescale)
-      stores.append(state.weighted(head, i).store(total))
+      total = reduce(UOp.add, [weight * key[i] for weight, key in zip(weights, keys)], state.weighted_sum(head, i).load() * rescale)
+      stores.append(state.weighted_sum(head, i).store(total))
     return stores
 
   def share(self, state:SoftmaxState) -> tuple[UOp, UOp]:
@@ -220,7 +224,7 @@ class SimtThread:
     stores = []
     for head in range(self.heads):
       row = (self.warp * self.heads + head) * self.shape.latent
-      stores += [sums[row + self.latent_number(i)].store(state.weighted(head, i).load()) for i in range(self.latent_share)]
+      stores += [sums[row + self.latent_number(i)].store(state.weighted_sum(head, i).load()) for i in range(self.latent_share)]
     for head in range(self.heads):
       for i, value in enumerate((state.row_max(head), state.weight_sum(head))):
         stores.append(stats[((self.warp * self.heads + head) * 2 + i).valid(self.lane.eq(0))].store(value.load()))
@@ -229,7 +233,8 @@ class SimtThread:
 
   def combine_warps(self, head:int, sums:UOp, stats:UOp) -> list[UOp]:
     """The stores of a head's sums and stats of the split"""
-    shape, threads, rows = self.shape, SIMT_WARPS * self.shape.target.lanes, [warp * self.heads + head for warp in range(SIMT_WARPS)]
+    shape, threads = self.shape, SIMT_WARPS * self.shape.target.lanes
+    rows = [warp * self.heads + head for warp in range(SIMT_WARPS)]
     maxima = [stats[row * 2].load() for row in rows]
     row_max = reduce(UOp.maximum, maxima)
     rescales = [(maximum - row_max).exp2() for maximum in maxima]
@@ -315,6 +320,7 @@ class MmaThread:
     return [start + tile * TILE_POSITIONS + self.in_group * 4 + i for i in range(4)]
 
   def load4(self, name:str, index:UOp, *conditions:UOp|None) -> list[UOp]:
+    """Four neighbouring numbers of a buffer, where the conditions hold"""
     return [self.buffers[name][gated(index + i, *conditions)].load() for i in range(4)]
 
   # ---- the phases ----
@@ -341,14 +347,15 @@ class MmaThread:
       sums = [self.mma(fragment_a(keys), query[piece], total) for query, total in zip(queries, sums)]
     return sums
 
-  def load_values(self, start:UOp) -> list[list[list[list[UOp]]]]:
-    """By tile, half of the warp's latent numbers and position of the lane: four numbers"""
+  def load_values(self, start:UOp) -> Values:
+    """By tile, half of the warp's latent numbers and position of the lane: four neighbouring numbers"""
     def load(half:int, position:UOp) -> list[UOp]: return self.load4("cache", self.latent_index(self.split.row(position) + self.first_latent, half))
     return [[[load(half, position) for position in self.tile_positions(start, tile)] for half in range(2)] for tile in range(self.tiles)]
 
-  def share_scores(self, partial_scores:list[list[UOp]], values:list[list[list[list[UOp]]]]) -> UOp:
+  def share_scores(self, partial_scores:list[list[UOp]], values:Values) -> UOp:
     """Scores in shared memory behind a barrier, (shares, heads, pitch). The values are loaded before it: they do not wait for the scores."""
-    scores, stores = local(self.shares * self.heads * self.pitch, dtypes.float, 0), []
+    scores = local(self.shares * self.heads * self.pitch, dtypes.float, 0)
+    stores = []
     for column, elements in enumerate(partial_scores):
       for i, value in enumerate(elements):
         row = self.share * self.heads + column * self.mma.N + self.in_group * 2 + i % 2
@@ -358,7 +365,8 @@ class MmaThread:
 
   def scores(self, shared:UOp, column:int, start:UOp) -> list[UOp]:
     """The lane's head's scores of the lane's positions, tile by tile, in base 2"""
-    scores, rows = [], [share * self.heads + column * self.mma.N + self.lane_group for share in range(self.shares)]
+    rows = [share * self.heads + column * self.mma.N + self.lane_group for share in range(self.shares)]
+    scores = []
     for tile in range(self.tiles):
       for i, position in enumerate(self.tile_positions(start, tile)):
         total = reduce(UOp.add, [shared[row * self.pitch + tile * TILE_POSITIONS + self.in_group * 4 + i].load() for row in rows])
@@ -373,17 +381,18 @@ class MmaThread:
     weight_sum = state.weight_sum(column).load() * rescale + reduce(UOp.add, weights)
     return rescale, weights, [state.row_max(column).store(row_max), state.weight_sum(column).store(weight_sum)]
 
-  def update_sums(self, state:SoftmaxState, column:int, rescale:UOp, weights:list[UOp], values:list[list[list[list[UOp]]]]) -> list[UOp]:
+  def update_sums(self, state:SoftmaxState, column:int, rescale:UOp, weights:list[UOp], values:Values) -> list[UOp]:
     """The stores of a column's weighted sums: four products of 16 latent numbers a tile"""
     rescales = [of_lane(self.shape.target, rescale, self.in_group * 8 + i * 4) for i in range(2)]   # of the two heads whose sums the lane has
-    fragments_b, stores = [[weight.cast(dtypes.half) for weight in weights[tile * 4:tile * 4 + 4]] for tile in range(self.tiles)], []
+    fragments_b = [[weight.cast(dtypes.half) for weight in weights[tile * 4:tile * 4 + 4]] for tile in range(self.tiles)]
+    stores = []
     for product in range(4):
-      sums = [state.weighted(column, product * 4 + i).load() * rescales[i % 2] for i in range(4)]
+      sums = [state.weighted_sum(column, product * 4 + i).load() * rescales[i % 2] for i in range(4)]
       for tile, fragment_b in enumerate(fragments_b):
         positions = values[tile][product // 2]
         rows = [[numbers[product % 2 * 2 + row] for numbers in positions] for row in range(2)]
         sums = self.mma(fragment_a(rows), fragment_b, sums)
-      stores += [state.weighted(column, product * 4 + i).store(value) for i, value in enumerate(sums)]
+      stores += [state.weighted_sum(column, product * 4 + i).store(value) for i, value in enumerate(sums)]
     return stores
 
   def store_stats(self, state:SoftmaxState, column:int) -> list[UOp]:
@@ -401,7 +410,7 @@ class MmaThread:
         head, exists = self.head(column, self.in_group * 2 + i % 2)
         number = self.latent_index(self.first_latent, product // 2) + product % 2 * 2 + i // 2
         index = (self.split.index * self.shape.heads + head) * self.shape.latent + number
-        stores.append(self.buffers["sums"][gated(index, self.split.active, exists)].store(state.weighted(column, product * 4 + i).load()))
+        stores.append(self.buffers["sums"][gated(index, self.split.active, exists)].store(state.weighted_sum(column, product * 4 + i).load()))
     return stores
 
 # ---- mla_combine ----
@@ -451,15 +460,15 @@ class CombineThread:
   def row_max(self) -> UOp:
     """Of all splits, in every lane"""
     splits = [self.lane + first for first in range(0, self.shape.splits, self.lanes)]
-    maxima = [(split < self.written).where(self.stat(split, 0), MASKED_SCORE) for split in splits]
+    maxima = [(split < self.written).where(self.stat(split, ROW_MAX), MASKED_SCORE) for split in splits]
     return group_reduce(self.shape.target, reduce(UOp.maximum, maxima), self.lanes, UOp.maximum)
 
   def warp_sums(self, row_max:UOp) -> tuple[UOp, list[UOp]]:
     """(weight_sum, the lane's four sums) of the warp's splits"""
     weight_sums, sums = [], []
     for split in [self.warp + first for first in range(0, self.shape.splits, COMBINE_WARPS)]:
-      weight = (split < self.written).where((self.stat(split, 0) - row_max).exp2(), 0.0)
-      weight_sums.append(weight * self.stat(split, 1))
+      weight = (split < self.written).where((self.stat(split, ROW_MAX) - row_max).exp2(), 0.0)
+      weight_sums.append(weight * self.stat(split, WEIGHT_SUM))
       number = (split * self.shape.heads + self.head) * self.shape.latent + (self.part * self.lanes + self.lane) * 4
       sums.append([weight * self.buffers["sums"][(number + i + self.wait_zero).valid(split < self.written)].load() for i in range(4)])
     return reduce(UOp.add, weight_sums), [reduce(UOp.add, column) for column in zip(*sums)]
