@@ -1,6 +1,6 @@
 """Absorbed attention of many tokens over the latent cache, by tensor cores.
 
-A block takes a tile of 16 tokens of a head, and goes along the cache in steps of 32 positions. Its four warps share the numbers of a row of the
+A block takes 16 tokens of a head, and goes along the cache in steps of 32 positions. Its four warps share the numbers of a row of the
 cache: each has its quarter of the queries in registers, multiplies it with its quarter of the keys, and the four partial scores meet in shared
 memory; each then makes the weighted sums of its quarter of the latent numbers. The softmax is online, float32, in every warp for itself. The
 cache is read from device memory: what a warp has read as keys it reads again as values from the nearest cache.
@@ -16,7 +16,7 @@ from tinygrad.nn.latent_cache import MASKED_SCORE, row_offset
 from tinygrad.nn.matmul import SLAB, depth_of
 from tinygrad.uop.ops import Ops
 
-TILE_TOKENS, STEP_POSITIONS, WARPS = 16, 32, 4   # of a block
+BLOCK_TOKENS, STEP_POSITIONS, WARPS = 16, 32, 4   # of a block
 NEIGHBOURS = 4                                   # latent numbers beside each other that a lane has of a row
 SCORES_PITCH = STEP_POSITIONS + 8                # of a token's scores in shared memory: rows begin in other banks
 
@@ -49,7 +49,7 @@ def mla_prefill(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tens
 def prefill_kernel(shape:PrefillLaunch, buffers:dict[str, UOp]) -> list[UOp]:
   """A block's stores.
     queries = the lane's fragments, in registers; row_max, weight_sum, sums = MASKED_SCORE, 0, 0
-    for each 32 positions up to the tile's last token:
+    for each 32 positions up to the block's last token:
       partial scores = queries · keys, over the warp's quarter of the numbers -> shared memory
       scores = scale · log2(e) · Σ of the four; MASKED_SCORE behind a token's own position
       rescale, row_max = 2^(row_max - max(row_max, scores)), max(row_max, scores)
@@ -96,15 +96,15 @@ class PrefillState:
     return self.registers[2 * self.tiles * self.rows + ((tile * groups + group) * neighbours + neighbour) * elements + element]
 
 class PrefillThread:
-  """A thread of mla_prefill. A tile is a product's tokens; a slab, 16 numbers of a row or 16 positions, is `parts` products deep. tile_rows:
-  the different rows of a tile that a lane has elements of; its rows below are numbers in this list."""
+  """A thread of mla_prefill. A tile is a product's tokens. A slab is 16 numbers of a row, or 16 positions: `parts` products. tile_rows: the
+  different rows of a tile that a lane has elements of."""
   def __init__(self, shape:PrefillLaunch, buffers:dict[str, UOp]):
     assert shape.target.mma is not None
     self.shape, self.buffers, self.mma = shape, buffers, shape.target.mma
     lanes = shape.target.lanes
-    self.tiles, self.parts, self.slabs = TILE_TOKENS // self.mma.M, SLAB // self.mma.K, shape.dim // SLAB
+    self.tiles, self.parts, self.slabs = BLOCK_TOKENS // self.mma.M, SLAB // self.mma.K, shape.dim // SLAB
     self.groups = shape.latent // (WARPS * NEIGHBOURS * self.mma.N)
-    self.head, self.block = UOp.special(shape.heads, "gidx0"), UOp.special(-(-shape.tokens // TILE_TOKENS), "gidx1")
+    self.head, self.block = UOp.special(shape.heads, "gidx0"), UOp.special(-(-shape.tokens // BLOCK_TOKENS), "gidx1")
     thread = UOp.special(WARPS * lanes, "lidx0")
     self.warp, self.lane = thread // lanes, thread % lanes
     self.first_latent = self.warp * (shape.latent // WARPS)
@@ -113,18 +113,18 @@ class PrefillThread:
     self.places_a, self.places_b, self.places_c = ([place(self.lane, i) for i in range(count)]
                                                    for place, count in zip((self.mma.a, self.mma.b, self.mma.c), self.mma.counts))
     self.tile_rows = list(dict.fromkeys(row for row, _ in self.places_a))
-    row_of_lane_0, *rows = [self.mma.a(UOp.const(lane), 0)[0].simplify() for lane in (0, 1, 2, 4, 8, 16)]
-    self.partners = [distance for distance, row in zip((1, 2, 4, 8, 16), rows) if row is row_of_lane_0]   # distances of lanes of the same row
+    def row_of(lane:int) -> UOp: return self.mma.a(UOp.const(lane), 0)[0].simplify()
+    self.partners = [distance for distance in (1, 2, 4, 8, 16) if row_of(distance) is row_of(0)]   # lanes of the same row are so far apart
 
   # ---- where things are ----
 
   def token(self, row:UOp) -> UOp:
     """Of a row of the block's tokens; the last token, where there is none"""
-    return (self.block * TILE_TOKENS + row).minimum(self.shape.tokens - 1)
+    return (self.block * BLOCK_TOKENS + row).minimum(self.shape.tokens - 1)
 
   def last_position(self) -> UOp:
     """Of the block's tokens"""
-    return self.first_position + (self.block * TILE_TOKENS + TILE_TOKENS - 1).minimum(self.shape.tokens - 1)
+    return self.first_position + (self.block * BLOCK_TOKENS + BLOCK_TOKENS - 1).minimum(self.shape.tokens - 1)
 
   def load_row(self, position:UOp, number:UOp, inside:UOp|None=None) -> UOp:
     """A number of a position's row of the cache; of the cache's last row, where the position is behind it"""
@@ -168,12 +168,12 @@ class PrefillThread:
 
   def share_scores(self, partial_scores:list[list[list[UOp]]]) -> UOp:
     """Partial scores (by column of positions, tile and element) in shared memory behind a barrier, (warps, tokens, SCORES_PITCH)"""
-    scores = local(WARPS * TILE_TOKENS * SCORES_PITCH, dtypes.float, 0)
+    scores = local(WARPS * BLOCK_TOKENS * SCORES_PITCH, dtypes.float, 0)
     stores = []
     for column, tiles in enumerate(partial_scores):
       for tile, elements in enumerate(tiles):
         for value, (row, position) in zip(elements, self.places_c):
-          token = self.warp * TILE_TOKENS + tile * self.mma.M + row
+          token = self.warp * BLOCK_TOKENS + tile * self.mma.M + row
           stores.append(scores[token * SCORES_PITCH + column * self.mma.N + position].store(value))
     return scores.after(UOp(Ops.BARRIER, src=tuple(stores)))
 
@@ -185,7 +185,7 @@ class PrefillThread:
         elements = []
         for row, depth in self.places_a:
           position = slab * SLAB + depth_of(self.mma, part, depth)
-          tokens = [warp * TILE_TOKENS + tile * self.mma.M + row for warp in range(WARPS)]
+          tokens = [warp * BLOCK_TOKENS + tile * self.mma.M + row for warp in range(WARPS)]
           score = total([shared[token * SCORES_PITCH + position].load() for token in tokens], UOp.add) * (self.shape.scale * LOG2_E)
           is_seen = start + position <= self.first_position + self.token(tile * self.mma.M + row)
           elements.append(is_seen.where(score, MASKED_SCORE))
@@ -228,8 +228,8 @@ class PrefillThread:
     for tile in range(self.tiles):
       inverses = [1.0 / self.over_row(state.weight_sum(tile, i).load(), UOp.add) for i in range(len(self.tile_rows))]
       for i, (row, column) in enumerate(self.places_c):
-        token = self.block * TILE_TOKENS + tile * self.mma.M + row
-        exists = None if self.shape.tokens % TILE_TOKENS == 0 else token < self.shape.tokens
+        token = self.block * BLOCK_TOKENS + tile * self.mma.M + row
+        exists = None if self.shape.tokens % BLOCK_TOKENS == 0 else token < self.shape.tokens
         inverse = inverses[self.tile_rows.index(row)]
         first = (token * self.shape.heads + self.head) * self.shape.latent + self.first_latent
         for group in range(self.groups):

@@ -34,7 +34,7 @@ Values = list[list[list[list[UOp]]]]   # what a lane of split_kv_mma reads for t
 # ---- what callers ask ----
 
 def uses_tensor_cores(target:Target, latent:int, rope:int) -> bool:
-  """Whether split_kv_mma serves: it knows the fragments of MMA_CUDA, and takes rows of whole products and warps of whole shares"""
+  """Whether split_kv_mma serves: it knows the fragments of MMA_CUDA, and takes rows of whole products and two, four or eight warps"""
   return target.mma is MMA_CUDA and latent % LATENT_PER_WARP == 0 and (latent + rope) % target.mma.K == 0 and latent // LATENT_PER_WARP in (2, 4, 8)
 
 def takes(target:Target, heads:int, latent:int, rope:int) -> bool:
@@ -42,10 +42,12 @@ def takes(target:Target, heads:int, latent:int, rope:int) -> bool:
   shared_bytes = SIMT_WARPS * min(SIMT_HEADS, heads) * (latent + 2) * 4
   return latent % (4 * target.lanes) == 0 and rope % target.lanes == 0 and shared_bytes <= target.shared_bytes
 
-def padded(heads:int) -> int: return -(-heads // 8) * 8
+def padded(heads:int) -> int:
+  """Heads of q_latent as split_kv_mma reads it: whole tiles of eight"""
+  return -(-heads // 8) * 8
 
 def query_place(head:UOp, number:UOp, latent:int) -> UOp:
-  """The index of a head's latent query in q_latent as split_kv_mma reads it: by product, neighbouring lanes read neighbouring quadruples"""
+  """The index of a head's latent query in q_latent as split_kv_mma reads it: of a product's numbers a lane reads four, beside those of its neighbour"""
   return ((head // 8 * (latent // 16) + number // 16) * 32 + head % 8 * 4 + number % 16 // 4) * 4 + number % 4
 
 def group_heads(heads:int) -> int:
