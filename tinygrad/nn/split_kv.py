@@ -47,7 +47,7 @@ def padded(heads:int) -> int:
   return -(-heads // 8) * 8
 
 def query_place(head:UOp, number:UOp, latent:int) -> UOp:
-  """The index of a head's latent query in q_latent as split_kv_mma reads it: of a product's numbers a lane reads four, beside those of its neighbour"""
+  """The index of a number of a head's latent query in q_latent, as split_kv_mma reads it: of a product's numbers a lane reads four neighbours"""
   return ((head // 8 * (latent // 16) + number // 16) * 32 + head % 8 * 4 + number % 16 // 4) * 4 + number % 4
 
 def group_heads(heads:int) -> int:
