@@ -1,4 +1,4 @@
-"""Decoding's attention over splits of the cache against the plain form in float64: both ways of cutting the work, on the mock of CUDA."""
+"""Decoding's attention over splits of the cache against the plain form in float64: split_kv_mma and split_kv_simt, on the mocks of CUDA and Metal."""
 import dataclasses
 from typing import Callable
 import numpy as np, pytest
@@ -34,14 +34,14 @@ def attention(H: int, L: int, R: int, C: int, last: int, seed: int) -> tuple[flo
 SHAPES = [(8, 512, 64, 200, 199), (5, 128, 32, 300, 130), (3, 128, 32, 40, 0), (16, 256, 32, 33, 32), (2, 128, 64, 700, 630)]
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_by_tiles(shape: tuple[int, ...]):
+def test_tensor_cores(shape: tuple[int, ...]):
   with on_cuda():
     assert split_kv.uses_tensor_cores(intrinsics.target_of(Device.DEFAULT), shape[1], shape[2])
     error, halves = attention(*shape, seed=1)
     assert error < halves
 
 @pytest.mark.parametrize("shape,on", [(SHAPES[1], on_cuda), (SHAPES[2], on_cuda), (SHAPES[1], on_metal)])
-def test_by_lanes(shape: tuple[int, ...], on: Callable, monkeypatch: pytest.MonkeyPatch):
+def test_simt(shape: tuple[int, ...], on: Callable, monkeypatch: pytest.MonkeyPatch):
   monkeypatch.setitem(intrinsics.TARGETS, "CUDA", dataclasses.replace(intrinsics.TARGETS["CUDA"], mma=None))
   with on():
     assert not split_kv.uses_tensor_cores(intrinsics.target_of(Device.DEFAULT), shape[1], shape[2])
@@ -63,4 +63,4 @@ def test_a_head_left_out(monkeypatch: pytest.MonkeyPatch):
     context[4] = 0
     return Tensor(context)
   monkeypatch.setitem(globals(), "split_attention", faulty)
-  with pytest.raises(AssertionError, match="^assert 1.0 < "): test_by_tiles(SHAPES[1])
+  with pytest.raises(AssertionError, match="^assert 1.0 < "): test_tensor_cores(SHAPES[1])

@@ -2,6 +2,7 @@
 from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
+from functools import reduce
 from types import FunctionType
 from typing import Any, Callable, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
@@ -69,6 +70,11 @@ def load4(buffer:UOp, offset:UOp|int=0) -> Callable[[UOp], list[UOp]]: return la
 def empty(like:Tensor, *shape:int, dtype:DType=dtypes.float) -> Tensor:
   """Memory that a launch will write, on the device of `like`"""
   return Tensor.empty(*shape, dtype=dtype, device=like.device)
+
+def gated(index:UOp, *conditions:UOp|None) -> UOp:
+  """The index where all conditions hold. None: a condition that always does"""
+  checked = [condition for condition in conditions if condition is not None]
+  return index.valid(reduce(UOp.bitwise_and, checked)) if checked else index
 
 def local(size:int, dtype:DType, slot:int) -> UOp: return UOp.placeholder((size,), dtype, slot=slot, addrspace=AddrSpace.LOCAL)
 

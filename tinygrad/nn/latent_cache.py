@@ -1,34 +1,72 @@
-"""The latent cache: where a token's row lies, and how it is written."""
+"""The latent cache (C, L+R): where the row of a position begins, and how a token's row is written.
+
+A row is [RMSNorm(kv[:L]) | RoPE(kv[L:])]. It is the key of a position for every head, and its first L numbers are the value.
+"""
 from __future__ import annotations
+from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, group_sum
-from tinygrad.nn.kernel import add, local, rotated
+from tinygrad.nn.kernel import local, rotated
 from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
 
-def cache_row(t:Target, b:dict[str, UOp], L:int, dim:int, eps:float, token:UOp, thread:UOp, threads:int, wait_zero:UOp, slot:int,
-              here:UOp|None=None) -> list[UOp]:
-  """A block's stores of a token's row of the cache, [RMSNorm(kv)[:L] | RoPE(kv[L:])], where `here` holds"""
-  pairs, squares = [], None
-  for start in range(0, dim // 2, threads):
-    at = (thread + start) * 2
-    ok, latent = at < dim if here is None else here & (at < dim), at < L
-    pair = [b["kv"][(token * dim + at + i + wait_zero).valid(ok)].load() for i in range(2)]
-    squares = add(squares, (ok & latent).where(pair[0] * pair[0] + pair[1] * pair[1], 0.0))
-    pairs.append((at, ok, latent, pair))
-  assert squares is not None
-  sums, warps = local(threads // t.lanes, dtypes.float, slot), threads // t.lanes
-  mine = sums[(thread // t.lanes).valid((thread % t.lanes).eq(0))].store(group_sum(t, squares, t.lanes))
-  sums, total = sums.after(UOp(Ops.BARRIER, src=(mine,))), None
-  for w in range(warps): total = add(total, sums[w].load())
-  factor, done = (total * (1.0 / L) + eps).rsqrt(), []
-  for at, ok, latent, pair in pairs:
-    turned = rotated(b, (dim - L) // 2, at - L, pair, ok & ~latent, token)
-    for i in range(2):
-      value = latent.where(pair[i] * factor * b["norm"][(at + i).valid(ok & latent)].load(), turned[i])
-      index = (b["pos"][0].load().cast(dtypes.weakint) + token) * dim + at + i
-      done.append(b["cache"][index.valid(ok)].store(value.cast(b["cache"].dtype)))
-  return done
+MASKED_SCORE = -1e30   # of a position that a token does not attend to; finite, so that the difference of two scores is a number
+
+def row_offset(position:UOp, dim:int) -> UOp:
+  """The index of the first number of a position's row, in a flat cache of rows of `dim` numbers"""
+  return position * dim
+
+@dataclass(frozen=True)
+class CacheRow:
+  """What the code of cache_row depends on"""
+  target: Target
+  latent: int    # L
+  dim: int       # L+R
+  eps: float     # of the RMSNorm
+  threads: int   # of the block
+  slot: int      # of its sums in shared memory
+
+class RowPair(NamedTuple):
+  """Two neighbouring numbers of a token's kv. `inside`: the row has them and the block writes it."""
+  number: UOp           # of the first
+  inside: UOp
+  is_latent: UOp        # else of the rotated part
+  values: list[UOp]     # float32
+
+def cache_row(row:CacheRow, buffers:dict[str, UOp], token:UOp, thread:UOp, wait_zero:UOp, active:UOp|None=None) -> list[UOp]:
+  """The stores of a block that writes a token's row at position pos + token. Nothing is read or written where `active` is false.
+  buffers: kv: float32 (T, L+R); norm: float32 (L,), the norm's weight; rope, pos: see `rotated`; cache: (C, L+R)"""
+  pairs = [_load_pair(row, buffers["kv"], token, (thread + start) * 2, wait_zero, active) for start in range(0, row.dim // 2, row.threads)]
+  inverse_rms = _inverse_rms(row, thread, pairs)
+  position = buffers["pos"][0].load().cast(dtypes.weakint) + token
+  return [store for pair in pairs for store in _store_pair(row, buffers, token, position, pair, inverse_rms)]
+
+def _load_pair(row:CacheRow, kv:UOp, token:UOp, number:UOp, wait_zero:UOp, active:UOp|None) -> RowPair:
+  inside = number < row.dim if active is None else active & (number < row.dim)
+  values = [kv[(token * row.dim + number + i + wait_zero).valid(inside)].load() for i in range(2)]
+  return RowPair(number, inside, number < row.latent, values)
+
+def _inverse_rms(row:CacheRow, thread:UOp, pairs:list[RowPair]) -> UOp:
+  """1 / sqrt(mean of the squares of the latent part + eps): warps sum their pairs, and all threads the warps' sums"""
+  lanes, warps = row.target.lanes, row.threads // row.target.lanes
+  squares = [(pair.inside & pair.is_latent).where(pair.values[0] * pair.values[0] + pair.values[1] * pair.values[1], 0.0) for pair in pairs]
+  sums = local(warps, dtypes.float, row.slot)
+  store = sums[(thread // lanes).valid((thread % lanes).eq(0))].store(group_sum(row.target, reduce(UOp.add, squares), lanes))
+  sums = sums.after(UOp(Ops.BARRIER, src=(store,)))
+  total = reduce(UOp.add, [sums[warp].load() for warp in range(warps)])
+  return (total * (1.0 / row.latent) + row.eps).rsqrt()
+
+def _store_pair(row:CacheRow, buffers:dict[str, UOp], token:UOp, position:UOp, pair:RowPair, inverse_rms:UOp) -> list[UOp]:
+  cache, stores = buffers["cache"], []
+  turned = rotated(buffers, (row.dim - row.latent) // 2, pair.number - row.latent, pair.values, pair.inside & ~pair.is_latent, token)
+  for i in range(2):
+    weight = buffers["norm"][(pair.number + i).valid(pair.inside & pair.is_latent)].load()
+    value = pair.is_latent.where(pair.values[i] * inverse_rms * weight, turned[i])
+    index = row_offset(position, row.dim) + pair.number + i
+    stores.append(cache[index.valid(pair.inside)].store(value.cast(cache.dtype)))
+  return stores
 
 # ---- in plain ops ----
 

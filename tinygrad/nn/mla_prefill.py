@@ -1,124 +1,240 @@
-"""Absorbed attention of many tokens over the cache, by tensor cores.
+"""Absorbed attention of many tokens over the latent cache, by tensor cores.
 
-A block takes 16 tokens of a head, and goes along the cache 32 positions at a time; its four warps part the numbers of a cached vector. Each has
-its quarter of the queries in registers, multiplies it with its quarter of the keys, and the quarters of the scores meet in shared memory; each
-then weighs its quarter of the values. The softmax is online, float32, in every warp for itself. The cache is read from where it lies: a warp's keys
-are its values a moment later, and find themselves in the nearest cache.
+A block takes 16 tokens of a head, and goes along the cache in steps of 32 positions. Its four warps share the numbers of a row of the
+cache: each has its quarter of the queries in registers, multiplies it with its quarter of the keys, and the four partial scores meet in shared
+memory; each then makes the weighted sums of its quarter of the latent numbers. The softmax is online, float32, in every warp for itself. The
+cache is read from device memory: what a warp has read as keys it reads again as values from the nearest cache.
 """
 from __future__ import annotations
-import math
+from dataclasses import dataclass, replace
+from typing import Callable
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import Target, shuffle
-from tinygrad.nn.kernel import launch, local, total
+from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local, total
+from tinygrad.nn.latent_cache import MASKED_SCORE, row_offset
 from tinygrad.nn.matmul import SLAB, depth_of
 from tinygrad.uop.ops import Ops
 
-TOKENS, POSITIONS, WARPS = 16, 32, 4
-PITCH = POSITIONS + 8   # of a row of scores in shared memory: rows begin in other banks
-NEVER = -1e30
+BLOCK_TOKENS, STEP_POSITIONS, WARPS = 16, 32, 4   # of a block
+NEIGHBOURS = 4                                   # latent numbers beside each other that a lane has of a row
+SCORES_PITCH = STEP_POSITIONS + 8                # of a token's scores in shared memory: rows begin in other banks
 
-def takes(t:Target, latent:int, dim:int) -> bool:
-  return t.mma is not None and latent % (WARPS * 4 * t.mma.N) == 0 and dim % SLAB == 0
+def takes(target:Target, latent:int, dim:int) -> bool:
+  """Whether the warps share the latent numbers in whole products, and rows are whole slabs"""
+  return target.mma is not None and latent % (WARPS * NEIGHBOURS * target.mma.N) == 0 and dim % SLAB == 0
 
-def mla_prefill(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:float) -> Tensor:
-  """q_latent: (T, H, L); q: (T, H·head), each head's last R numbers rotated; cache: half (C, L+R), with the tokens from pos on written;
-  pos: int32 (1,) -> half (T, H, L), softmax(q·k·scale)·v"""
-  (T, H, L), (C, dim), head, m = q_latent.shape, cache.shape, q.shape[1] // q_latent.shape[1], t.mma
-  assert m is not None
-  down, steps, slabs, share, groups = TOKENS // m.M, SLAB // m.K, dim // SLAB, -(-dim // SLAB // WARPS), L // (WARPS * 4 * m.N)
-  def body(b:dict[str, UOp]) -> list[UOp]:
-    of_head, group, thread = UOp.special(H, "gidx0"), UOp.special(-(-T // TOKENS), "gidx1"), UOp.special(WARPS * t.lanes, "lidx0")
-    warp, lane, start = thread // t.lanes, thread % t.lanes, b["pos"][0].load().maximum(0).minimum(C - 1).cast(dtypes.weakint)
-    def token_of(row:UOp) -> UOp: return (group * TOKENS + row).minimum(T - 1)
-    places = [m.a(lane, e) for e in range(m.counts[0])]
-    row_slots = list(dict.fromkeys(row for row, _ in places))          # the rows of a product that a lane holds numbers of
-    partners = [d for d in (1, 2, 4, 8, 16) if m.a(UOp.const(d), 0)[0].simplify() is m.a(UOp.const(0), 0)[0].simplify()]  # lanes of the same row
-    def over_row(x:UOp, op) -> UOp:
-      for d in partners: x = op(x, shuffle(t, x, d))
-      return x
-    # queries
-    def query(row:UOp, slab:UOp, k:UOp) -> UOp:
-      token, latent = token_of(row), slab * SLAB < L
-      in_latent = b["q_latent"][((token * H + of_head) * L + slab * SLAB + k).valid(latent)].load().cast(dtypes.half)
-      at = (token * H + of_head + 1) * head - dim + slab * SLAB + k
-      in_rope = b["q"][at.valid((slab < slabs) & (slab * SLAB >= L))].load().cast(dtypes.half)
-      return in_latent + in_rope                                      # one of them is 0
-    own_slabs = [i * WARPS + warp for i in range(share)]
-    queries = [[[query(i * m.M + row, slab, depth_of(m, part, k)) for row, k in places] for i in range(down)]
-               for slab in own_slabs for part in range(steps)]
-    # running maximum, sum of weights (a lane's own) and weighted sums
-    rows, each = down * len(row_slots), m.counts[2]
-    state = UOp.placeholder((2 * rows + down * groups * 4 * each,), dtypes.float, slot=0, addrspace=AddrSpace.REG)
-    state = state.after(UOp.group(*[state[i].store(NEVER if i < rows else 0.0) for i in range(state.shape[0])]))
-    last = start + (group * TOKENS + TOKENS - 1).minimum(T - 1)
-    at = UOp.range(last // POSITIONS + 1, 0)
-    now = state.after(at)
-    def key(position:UOp, index:UOp, ok:UOp|None=None) -> UOp:
-      index = (at * POSITIONS + position).minimum(C - 1) * dim + index
-      return b["cache"][index if ok is None else index.valid(ok)].load()
-    scores = local(WARPS * TOKENS * PITCH, dtypes.float, 0)
-    written = []
-    for j in range(POSITIONS // m.N):
-      sums = [[UOp.const(0.0, dtypes.float)] * each for _ in range(down)]
-      for n, slab in enumerate(own_slabs):
-        for part in range(steps):
-          keys = [key(j * m.N + row, slab * SLAB + depth_of(m, part, k), slab < slabs if slabs % WARPS else None)
-                  for k, row in (m.b(lane, e) for e in range(m.counts[1]))]
-          for i in range(down): sums[i] = m(queries[n * steps + part][i], keys, sums[i])
-      for i in range(down):
-        for e in range(each):
-          row, column = m.c(lane, e)
-          written.append(scores[(warp * TOKENS + i * m.M + row) * PITCH + j * m.N + column].store(sums[i][e]))
-    scores = scores.after(UOp(Ops.BARRIER, src=tuple(written)))
-    factor, updates, weights, rescales = scale * math.log2(math.e), [], [], []
-    for i in range(down):
-      found:list[list[list[UOp]]] = []                                 # by slab and step of positions: the lane's elements
-      for slab in range(POSITIONS // SLAB):
-        for part in range(steps):
-          values = []
-          for row, k in places:
-            position = slab * SLAB + depth_of(m, part, k)
-            s = total([scores[(w * TOKENS + i * m.M + row) * PITCH + position].load() for w in range(WARPS)], UOp.add) * factor
-            values.append((at * POSITIONS + position <= start + token_of(i * m.M + row)).where(s, NEVER))
-          found.append(values)
-      row_max = []
-      for r, slot in enumerate(row_slots):
-        old = now[i * len(row_slots) + r].load()
-        own = total([v for values in found for v, (row, _) in zip(values, places) if row is slot], UOp.maximum)
-        row_max.append(top := over_row(own, UOp.maximum).maximum(old))
-        rescales.append((old - top).exp2())
-        updates.append(now[i * len(row_slots) + r].store(top))
-      exps = [[(v - row_max[row_slots.index(row)]).exp2() for v, (row, _) in zip(values, places)] for values in found]
-      for r, slot in enumerate(row_slots):
-        own = total([v for values in exps for v, (row, _) in zip(values, places) if row is slot], UOp.add)
-        at_sum = rows + i * len(row_slots) + r
-        updates.append(now[at_sum].store(now[at_sum].load() * rescales[i * len(row_slots) + r] + own))
-      weights.append([[v.cast(dtypes.half) for v in values] for values in exps])
-    def slot_of(i:int, e:int) -> int: return i * len(row_slots) + row_slots.index(m.c(lane, e)[0])
-    def sum_at(i:int, g:int, n:int, e:int) -> int: return 2 * rows + ((i * groups + g) * 4 + n) * each + e
-    first = warp * (L // WARPS)
-    for g in range(groups):
-      for n in range(4):
-        sums = [[now[sum_at(i, g, n, e)].load() * rescales[slot_of(i, e)] for e in range(each)] for i in range(down)]
-        for slab in range(POSITIONS // SLAB):
-          for part in range(steps):
-            values = [key(slab * SLAB + depth_of(m, part, k), first + (g * m.N + column) * 4 + n)
-                      for k, column in (m.b(lane, e) for e in range(m.counts[1]))]
-            for i in range(down): sums[i] = m(weights[i][slab * steps + part], values, sums[i])
-        updates += [now[sum_at(i, g, n, e)].store(v) for i in range(down) for e, v in enumerate(sums[i])]
-    state = state.after(UOp.group(*updates).end(at))
-    inverse = [1.0 / over_row(state[rows + r].load(), UOp.add) for r in range(rows)]
-    done = []
-    for i in range(down):
-      for e in range(each):
-        row, column = m.c(lane, e)
-        token = group * TOKENS + i * m.M + row
-        for g in range(groups):
-          for n in range(4):
-            index = (token * H + of_head) * L + first + (g * m.N + column) * 4 + n
-            value = state[sum_at(i, g, n, e)].load() * inverse[slot_of(i, e)]
-            done.append(b["y"][index if T % TOKENS == 0 else index.valid(token < T)].store(value.cast(dtypes.half)))
-    return done
+@dataclass(frozen=True)
+class PrefillLaunch:
+  """What the code of mla_prefill depends on"""
+  target: Target
+  tokens: int     # T
+  heads: int      # H
+  latent: int     # L
+  dim: int        # L+R, numbers of a row of the cache
+  head_dim: int   # numbers of a head of q; the last R are rotated
+  capacity: int   # C, positions
+  scale: float    # of the scores
+
+def mla_prefill(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:float) -> Tensor:
+  """q_latent: (T, H, L); q: (T, H·head_dim), each head's last R numbers rotated; cache: half (C, L+R), with the tokens from pos on written;
+  pos: int32 (1,) -> half (T, H, L), softmax(q·k·scale)·v, a token attending to the positions up to its own"""
+  (tokens, heads, latent), (capacity, dim) = q_latent.shape, cache.shape
+  shape = PrefillLaunch(target, tokens, heads, latent, dim, q.shape[1] // heads, capacity, scale)
+  def body(buffers:dict[str, UOp]) -> list[UOp]: return prefill_kernel(shape, buffers)
+  outs = {"context": empty(cache, tokens, heads, latent, dtype=dtypes.half)}
   ins = {"q_latent": q_latent, "q": q, "cache": cache, "pos": pos}
-  return launch(f"mla_prefill_{T}_{H}_{L}_{dim - L}", {"y": Tensor.empty(T, H, L, dtype=dtypes.half)}, ins, body, cache.nbytes())[0]
+  return launch(f"mla_prefill_{tokens}_{heads}_{latent}_{dim - latent}", outs, ins, body, cache.nbytes())[0]
+
+def prefill_kernel(shape:PrefillLaunch, buffers:dict[str, UOp]) -> list[UOp]:
+  """A block's stores.
+    queries = the lane's fragments, in registers; row_max, weight_sum, sums = MASKED_SCORE, 0, 0
+    for each 32 positions up to the block's last token:
+      partial scores = queries · keys, over the warp's quarter of the numbers -> shared memory
+      scores = scale · log2(e) · Σ of the four; MASKED_SCORE behind a token's own position
+      rescale, row_max = 2^(row_max - max(row_max, scores)), max(row_max, scores)
+      weights = 2^(scores - row_max); weight_sum = weight_sum · rescale + Σ weights
+      sums = sums · rescale + weights · values, over the warp's quarter of the latent numbers
+    context = sums / weight_sum"""
+  thread = PrefillThread(shape, buffers)
+  queries = thread.load_queries()
+  state = PrefillState.initial(thread.tiles, len(thread.tile_rows), (thread.groups, NEIGHBOURS, thread.mma.counts[2]))
+  step = UOp.range(thread.last_position() // STEP_POSITIONS + 1, 0)
+  start = step * STEP_POSITIONS
+  shared = thread.share_scores([thread.partial_scores(queries, start, column) for column in range(STEP_POSITIONS // thread.mma.N)])
+  weights, rescales, updates = [], [], []   # the first two by tile
+  for tile in range(thread.tiles):
+    tile_weights, tile_rescales, stores = thread.softmax(state.after(step), tile, thread.scores(shared, tile, start))
+    weights.append(tile_weights)
+    rescales.append(tile_rescales)
+    updates += stores
+  for group in range(thread.groups):
+    for neighbour in range(NEIGHBOURS): updates += thread.update_sums(state.after(step), (group, neighbour), weights, rescales, start)
+  return thread.store_context(state.after(UOp.group(*updates).end(step)))
+
+@dataclass(frozen=True)
+class PrefillState:
+  """A lane's registers of the online softmax: row_max and weight_sum of its rows of each product over tokens (a tile), and its weighted sums"""
+  registers: UOp
+  tiles: int
+  rows: int                          # of a tile
+  sums_shape: tuple[int, int, int]   # of a tile: groups, neighbours, elements of a product
+
+  @staticmethod
+  def initial(tiles:int, rows:int, sums_shape:tuple[int, int, int]) -> PrefillState:
+    groups, neighbours, elements = sums_shape
+    registers = UOp.placeholder((tiles * (2 * rows + groups * neighbours * elements),), dtypes.float, slot=0, addrspace=AddrSpace.REG)
+    stores = [registers[i].store(MASKED_SCORE if i < tiles * rows else 0.0) for i in range(registers.shape[0])]
+    return PrefillState(registers.after(UOp.group(*stores)), tiles, rows, sums_shape)
+
+  def after(self, event:UOp) -> PrefillState: return replace(self, registers=self.registers.after(event))
+  def row_max(self, tile:int, row:int) -> UOp: return self.registers[tile * self.rows + row]
+  def weight_sum(self, tile:int, row:int) -> UOp: return self.registers[self.tiles * self.rows + tile * self.rows + row]
+  def weighted_sum(self, tile:int, place:tuple[int, int], element:int) -> UOp:
+    groups, neighbours, elements = self.sums_shape
+    group, neighbour = place
+    return self.registers[2 * self.tiles * self.rows + ((tile * groups + group) * neighbours + neighbour) * elements + element]
+
+class PrefillThread:
+  """A thread of mla_prefill. A tile is a product's tokens. A slab is 16 numbers of a row, or 16 positions: `parts` products. tile_rows: the
+  different rows of a tile that a lane has elements of."""
+  def __init__(self, shape:PrefillLaunch, buffers:dict[str, UOp]):
+    assert shape.target.mma is not None
+    self.shape, self.buffers, self.mma = shape, buffers, shape.target.mma
+    lanes = shape.target.lanes
+    self.tiles, self.parts, self.slabs = BLOCK_TOKENS // self.mma.M, SLAB // self.mma.K, shape.dim // SLAB
+    self.groups = shape.latent // (WARPS * NEIGHBOURS * self.mma.N)
+    self.head, self.block = UOp.special(shape.heads, "gidx0"), UOp.special(-(-shape.tokens // BLOCK_TOKENS), "gidx1")
+    thread = UOp.special(WARPS * lanes, "lidx0")
+    self.warp, self.lane = thread // lanes, thread % lanes
+    self.first_latent = self.warp * (shape.latent // WARPS)
+    self.first_position = buffers["pos"][0].load().maximum(0).minimum(shape.capacity - 1).cast(dtypes.weakint)
+    self.own_slabs = [i * WARPS + self.warp for i in range(-(-self.slabs // WARPS))]
+    self.places_a, self.places_b, self.places_c = ([place(self.lane, i) for i in range(count)]
+                                                   for place, count in zip((self.mma.a, self.mma.b, self.mma.c), self.mma.counts))
+    self.tile_rows = list(dict.fromkeys(row for row, _ in self.places_a))
+    def row_of(lane:int) -> UOp: return self.mma.a(UOp.const(lane), 0)[0].simplify()
+    self.partners = [distance for distance in (1, 2, 4, 8, 16) if row_of(distance) is row_of(0)]   # lanes of the same row are so far apart
+
+  # ---- where things are ----
+
+  def token(self, row:UOp) -> UOp:
+    """Of a row of the block's tokens; the last token, where there is none"""
+    return (self.block * BLOCK_TOKENS + row).minimum(self.shape.tokens - 1)
+
+  def last_position(self) -> UOp:
+    """Of the block's tokens"""
+    return self.first_position + (self.block * BLOCK_TOKENS + BLOCK_TOKENS - 1).minimum(self.shape.tokens - 1)
+
+  def load_row(self, position:UOp, number:UOp, inside:UOp|None=None) -> UOp:
+    """A number of a position's row of the cache; of the cache's last row, where the position is behind it"""
+    return self.buffers["cache"][gated(row_offset(position.minimum(self.shape.capacity - 1), self.shape.dim) + number, inside)].load()
+
+  def latent_index(self, first:UOp, place:tuple[int, int], column:UOp) -> UOp:
+    """Of a product's column, where `first` is the warp's first latent number. A lane's numbers of the products (group, 0 … 3) are neighbours."""
+    group, neighbour = place
+    return first + (group * self.mma.N + column) * NEIGHBOURS + neighbour
+
+  def over_row(self, value:UOp, op:Callable[[UOp, UOp], UOp]) -> UOp:
+    """op over the lanes of the same rows, in every one of them"""
+    for distance in self.partners: value = op(value, shuffle(self.shape.target, value, distance))
+    return value
+
+  # ---- the phases ----
+
+  def load_queries(self) -> list[list[list[UOp]]]:
+    """By product of the warp's slabs and tile: the lane's elements of a (tokens, numbers)"""
+    return [[[self.load_query(tile * self.mma.M + row, slab, depth_of(self.mma, part, depth)) for row, depth in self.places_a]
+             for tile in range(self.tiles)] for slab in self.own_slabs for part in range(self.parts)]
+
+  def load_query(self, row:UOp, slab:UOp, number:UOp) -> UOp:
+    """A number of a slab of a token's query [q_latent | rotated part], half; 0 behind its last slab"""
+    shape, token, first = self.shape, self.token(row), slab * SLAB
+    latent = self.buffers["q_latent"][((token * shape.heads + self.head) * shape.latent + first + number).valid(first < shape.latent)].load()
+    index = (token * shape.heads + self.head + 1) * shape.head_dim - shape.dim + first + number
+    rotated = self.buffers["q"][index.valid((slab < self.slabs) & (first >= shape.latent))].load()
+    return latent.cast(dtypes.half) + rotated.cast(dtypes.half)   # one of them is 0
+
+  def partial_scores(self, queries:list[list[list[UOp]]], start:UOp, column:int) -> list[list[UOp]]:
+    """By tile: the lane's elements of c (tokens, positions), over the warp's quarter of the numbers, for a product's positions"""
+    sums = [[UOp.const(0.0, dtypes.float)] * self.mma.counts[2] for _ in range(self.tiles)]
+    for i, slab in enumerate(self.own_slabs):
+      inside = slab < self.slabs if self.slabs % WARPS else None
+      for part in range(self.parts):
+        keys = [self.load_row(start + (column * self.mma.N + position), slab * SLAB + depth_of(self.mma, part, depth), inside)
+                for depth, position in self.places_b]
+        sums = [self.mma(query, keys, score) for query, score in zip(queries[i * self.parts + part], sums)]
+    return sums
+
+  def share_scores(self, partial_scores:list[list[list[UOp]]]) -> UOp:
+    """Partial scores (by column of positions, tile and element) in shared memory behind a barrier, (warps, tokens, SCORES_PITCH)"""
+    scores = local(WARPS * BLOCK_TOKENS * SCORES_PITCH, dtypes.float, 0)
+    stores = []
+    for column, tiles in enumerate(partial_scores):
+      for tile, elements in enumerate(tiles):
+        for value, (row, position) in zip(elements, self.places_c):
+          token = self.warp * BLOCK_TOKENS + tile * self.mma.M + row
+          stores.append(scores[token * SCORES_PITCH + column * self.mma.N + position].store(value))
+    return scores.after(UOp(Ops.BARRIER, src=tuple(stores)))
+
+  def scores(self, shared:UOp, tile:int, start:UOp) -> list[list[UOp]]:
+    """By product of the step's positions: the lane's elements of a (tokens, positions), in base 2"""
+    scores = []
+    for slab in range(STEP_POSITIONS // SLAB):
+      for part in range(self.parts):
+        elements = []
+        for row, depth in self.places_a:
+          position = slab * SLAB + depth_of(self.mma, part, depth)
+          tokens = [warp * BLOCK_TOKENS + tile * self.mma.M + row for warp in range(WARPS)]
+          score = total([shared[token * SCORES_PITCH + position].load() for token in tokens], UOp.add) * (self.shape.scale * LOG2_E)
+          is_seen = start + position <= self.first_position + self.token(tile * self.mma.M + row)
+          elements.append(is_seen.where(score, MASKED_SCORE))
+        scores.append(elements)
+    return scores
+
+  def of_row(self, elements:list[list[UOp]], row:UOp) -> list[UOp]:
+    """Those of the lane's elements of a, of all products, that are in a row of the tile"""
+    return [value for product in elements for value, (place, _) in zip(product, self.places_a) if place is row]
+
+  def softmax(self, state:PrefillState, tile:int, scores:list[list[UOp]]) -> tuple[list[list[UOp]], list[UOp], list[UOp]]:
+    """(weights as half elements of a, rescale by row, stores) of a tile. row_max is that of all lanes of a row, weight_sum the lane's own."""
+    row_max:dict[UOp, UOp] = {}
+    rescales, stores = [], []
+    for i, row in enumerate(self.tile_rows):
+      old = state.row_max(tile, i).load()
+      row_max[row] = self.over_row(total(self.of_row(scores, row), UOp.maximum), UOp.maximum).maximum(old)
+      rescales.append((old - row_max[row]).exp2())
+      stores.append(state.row_max(tile, i).store(row_max[row]))
+    weights = [[(score - row_max[row]).exp2() for score, (row, _) in zip(product, self.places_a)] for product in scores]
+    for i, row in enumerate(self.tile_rows):
+      weight_sum = state.weight_sum(tile, i)
+      stores.append(weight_sum.store(weight_sum.load() * rescales[i] + total(self.of_row(weights, row), UOp.add)))
+    return [[weight.cast(dtypes.half) for weight in product] for product in weights], rescales, stores
+
+  def update_sums(self, state:PrefillState, place:tuple[int, int], weights:list[list[list[UOp]]], rescales:list[list[UOp]], start:UOp) -> list[UOp]:
+    """The stores of the weighted sums of a product's latent numbers, in all tiles"""
+    sums = [[state.weighted_sum(tile, place, i).load() * rescales[tile][self.tile_rows.index(row)] for i, (row, _) in enumerate(self.places_c)]
+            for tile in range(self.tiles)]
+    for slab in range(STEP_POSITIONS // SLAB):
+      for part in range(self.parts):
+        values = [self.load_row(start + (slab * SLAB + depth_of(self.mma, part, depth)), self.latent_index(self.first_latent, place, column))
+                  for depth, column in self.places_b]
+        sums = [self.mma(weights[tile][slab * self.parts + part], values, sums[tile]) for tile in range(self.tiles)]
+    return [state.weighted_sum(tile, place, i).store(value) for tile in range(self.tiles) for i, value in enumerate(sums[tile])]
+
+  def store_context(self, state:PrefillState) -> list[UOp]:
+    """The stores of the lane's weighted sums, over the sum of weights of all lanes of the row"""
+    stores = []
+    for tile in range(self.tiles):
+      inverses = [1.0 / self.over_row(state.weight_sum(tile, i).load(), UOp.add) for i in range(len(self.tile_rows))]
+      for i, (row, column) in enumerate(self.places_c):
+        token = self.block * BLOCK_TOKENS + tile * self.mma.M + row
+        exists = None if self.shape.tokens % BLOCK_TOKENS == 0 else token < self.shape.tokens
+        inverse = inverses[self.tile_rows.index(row)]
+        first = (token * self.shape.heads + self.head) * self.shape.latent + self.first_latent
+        for group in range(self.groups):
+          for neighbour in range(NEIGHBOURS):
+            index = self.latent_index(first, (group, neighbour), column)
+            value = state.weighted_sum(tile, (group, neighbour), i).load() * inverse
+            stores.append(self.buffers["context"][gated(index, exists)].store(value.cast(dtypes.half)))
+    return stores

@@ -1,254 +1,489 @@
-"""Absorbed attention of one token over the latent cache, which is split over the blocks of a launch."""
+"""Absorbed attention of one token over the latent cache, whose written rows are cut into equal splits: split_kv, then mla_combine.
+
+Two forms of split_kv: split_kv_mma by tensor cores, split_kv_simt on every other target. Both make the same float32 sums of a split:
+
+  row_max, weight_sum, sums = MASKED_SCORE, 0, 0
+  for positions in steps of the split:
+    scores = scale · log2(e) · query · keys                  query: a head's [q_latent | rotated part]; keys: rows of the cache
+    rescale, row_max = 2^(row_max - max(row_max, scores)), max(row_max, scores)
+    weights = 2^(scores - row_max)
+    weight_sum = weight_sum · rescale + Σ weights
+    sums = sums · rescale + Σ weights · keys[:L]
+"""
 from __future__ import annotations
-import math
-from typing import Callable
+from dataclasses import dataclass, replace
+from functools import reduce
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import MMA_CUDA, Target, group_reduce, group_sum, of_lane, pdl_wait
-from tinygrad.nn.kernel import add, launch, local
+from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local
+from tinygrad.nn.latent_cache import MASKED_SCORE, row_offset
 from tinygrad.uop.ops import Ops
 
-WARPS, HEADS, AT_ONCE = 4, 2, 4  # by lanes: of a block, of a block, positions that a warp reads at once
-TILE, LATENT_PER_WARP = 16, 64             # by tiles: positions, and latent numbers that a warp weighs
-MULTIPROCESSORS = 132            # of a large GPU; by lanes each holds three blocks
-NEVER = -1e30  # a score that no position has; finite, so that differences stay numbers
+MULTIPROCESSORS = 132              # of a large GPU
+SIMT_BLOCKS = 3                    # that a multiprocessor holds
+SIMT_WARPS, SIMT_HEADS = 4, 2      # of a block
+POSITIONS_AT_ONCE = 4              # that a warp reads
+MMA_STEP, TILE_POSITIONS = 32, 16  # positions that a block reads at once; that a product takes
+LATENT_PER_WARP = 64               # numbers whose weighted sums a warp makes
+LANE_SUMS = 16                     # of those a lane's, for 8 heads
+COMBINE_WARPS = 8
+ROW_MAX, WEIGHT_SUM = 0, 1         # in stats
+Values = list[list[list[list[UOp]]]]   # what a lane of split_kv_mma reads for the weighted sums, by tile, half, position and number
 
-def group_heads(heads:int) -> int: return HEADS if heads % HEADS == 0 else 1
+# ---- what callers ask ----
 
-def uses_tensor_cores(t:Target, latent:int, rope:int) -> bool:
-  """Whether tensor cores take the products: whole pieces of numbers, and fragments that share their inner places among lanes"""
-  return t.mma is MMA_CUDA and latent % LATENT_PER_WARP == 0 and (latent + rope) % t.mma.K == 0 and latent // LATENT_PER_WARP in (2, 4, 8)
+def uses_tensor_cores(target:Target, latent:int, rope:int) -> bool:
+  """Whether split_kv_mma serves: it knows the fragments of MMA_CUDA, and takes rows of whole products and two, four or eight warps"""
+  return target.mma is MMA_CUDA and latent % LATENT_PER_WARP == 0 and (latent + rope) % target.mma.K == 0 and latent // LATENT_PER_WARP in (2, 4, 8)
 
-def padded(heads:int) -> int: return -(-heads // 8) * 8
+def takes(target:Target, heads:int, latent:int, rope:int) -> bool:
+  """Whether lanes share a row evenly, for split_kv_simt and mla_combine, and the sums of a block of split_kv_simt have room in shared memory"""
+  shared_bytes = SIMT_WARPS * min(SIMT_HEADS, heads) * (latent + 2) * 4
+  return latent % (4 * target.lanes) == 0 and rope % target.lanes == 0 and shared_bytes <= target.shared_bytes
+
+def padded(heads:int) -> int:
+  """Heads of q_latent as split_kv_mma reads it: whole tiles of eight"""
+  return -(-heads // 8) * 8
 
 def query_place(head:UOp, number:UOp, latent:int) -> UOp:
-  """Where a head's latent query has a number, when tiles are to read it: as the lanes of a warp take a tile's share of it"""
+  """The index of a number of a head's latent query in q_latent, as split_kv_mma reads it: of a product's numbers a lane reads four neighbours"""
   return ((head // 8 * (latent // 16) + number // 16) * 32 + head % 8 * 4 + number % 16 // 4) * 4 + number % 4
 
+def group_heads(heads:int) -> int:
+  """Heads of a block of split_kv_simt"""
+  return SIMT_HEADS if heads % SIMT_HEADS == 0 else 1
+
 def head_tiles(heads:int) -> int:
-  """Tiles of eight heads a block: all, if its registers can hold them"""
+  """Tiles of eight heads of a block of split_kv_mma: at most three, what its registers hold, spread evenly over the blocks"""
   tiles = -(-heads // 8)
   return -(-tiles // -(-tiles // 3))
 
-def plan_splits(t:Target, heads:int, latent:int, cache:Tensor) -> tuple[int, int]:
-  """(splits of a cache, positions that a block reads at once: a split is whole steps of so many)"""
+def plan_splits(target:Target, heads:int, latent:int, cache:Tensor) -> tuple[int, int]:
+  """(splits, step): how many splits fill the machine once, and the positions that a block reads at once. A split is whole steps."""
   positions, dim = cache.shape
-  if uses_tensor_cores(t, latent, dim - latent): step, blocks = 2 * TILE, MULTIPROCESSORS // -(-heads // (8 * head_tiles(heads)))
-  else: step, blocks = WARPS * AT_ONCE, 3 * MULTIPROCESSORS // (heads // group_heads(heads))
+  if uses_tensor_cores(target, latent, dim - latent):
+    step, blocks = MMA_STEP, MULTIPROCESSORS // -(-heads // (8 * head_tiles(heads)))
+  else:
+    step, blocks = SIMT_WARPS * POSITIONS_AT_ONCE, SIMT_BLOCKS * MULTIPROCESSORS // (heads // group_heads(heads))
   return max(min(blocks, -(-positions // step)), 1), step
 
 def split_length(last:UOp, splits:int, step:int) -> UOp:
-  """Positions a split, when `last` is the last one written"""
+  """Positions of a split, when `last` is the last position written"""
   return (last // (splits * step) + 1) * step
 
-def takes(t:Target, heads:int, latent:int, rope:int) -> bool:
-  """Whether the lanes share a cached vector evenly and a block's sums have room in shared memory"""
-  return latent % (4 * t.lanes) == 0 and rope % t.lanes == 0 and WARPS * min(HEADS, heads) * (latent + 2) * 4 <= t.shared_bytes
+# ---- the launches ----
 
-def split_kv(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:float) -> tuple[Tensor, Tensor]:
-  """q_latent: float32 (H, L), or for tiles half (padded(H), L) in the order of query_place; q: float32 (H, nope+R), whose last R numbers are the rotated part; cache: half (C, L+R), written up to pos;
-  pos: int32 (1,) -> float32 (splits, H, L), the splits' weighted sums, and (splits, H, 2), their maximum (in base 2) and sum of weights; splits past
-  pos are not written"""
-  (H, q_dim), L, dim = q.shape, q_latent.shape[1], cache.shape[1]
-  splits, step = plan_splits(t, H, L, cache)
-  form = split_kv_mma if uses_tensor_cores(t, L, dim - L) else split_kv_simt
-  body = form(t, H, L, q_dim, dim, splits, step, scale)
-  outs = {"sums": Tensor.empty(splits, H, L, dtype=dtypes.float), "tops": Tensor.empty(splits, H, 2, dtype=dtypes.float)}
-  sums, row_max = launch(f"mla_{form.__name__}_{splits}_{H}_{L}_{dim - L}", outs, {"q_latent": q_latent, "q": q, "cache": cache, "pos": pos}, body,
-                      cache.nbytes())
-  return sums, row_max
+@dataclass(frozen=True)
+class SplitLaunch:
+  """What the code of split_kv depends on"""
+  target: Target
+  heads: int      # H
+  latent: int     # L
+  dim: int        # L+R, numbers of a row of the cache
+  head_dim: int   # numbers of a head of q; the last R are rotated
+  splits: int
+  step: int       # positions that a block reads at once
+  scale: float    # of the scores
+  @property
+  def log2_scale(self) -> float: return self.scale * LOG2_E   # exp(x) is 2^(x · log2(e))
 
-def split_kv_simt(t:Target, H:int, L:int, q_dim:int, dim:int, splits:int, step:int, scale:float) -> Callable[[dict[str, UOp]], list[UOp]]:
-  R, lanes, G = dim - L, t.lanes, group_heads(H)
-  n, r = L // lanes, R // lanes                                              # of the latent and the rotated part, a lane's share
-  def body(b:dict[str, UOp]) -> list[UOp]:
-    split, group, thread = UOp.special(splits, "gidx0"), UOp.special(H // G, "gidx1"), UOp.special(WARPS * lanes, "lidx0")
-    warp, lane, wait_zero = thread // lanes, thread % lanes, pdl_wait(t)
-    last = b["pos"][0].load().cast(dtypes.weakint)
-    length = split_length(last, splits, step)
-    active = split * length <= last
-    def latent_dim(i:int) -> UOp: return (i // 4 * lanes + lane) * 4 + i % 4
-    def rope_dim(i:int) -> UOp: return lane * r + i
-    factor = scale * math.log2(math.e)
-    query = [[b["q_latent"][(group * G + h) * L + latent_dim(i) + wait_zero].load() * factor for i in range(n)] +
-             [b["q"][(group * G + h) * q_dim + q_dim - R + rope_dim(i) + wait_zero].load() * factor for i in range(r)] for h in range(G)]
-    # running maximum, sum of weights and weighted sums
-    state = UOp.placeholder((G * (n + 2),), dtypes.float, slot=2, addrspace=AddrSpace.REG)
-    state = state.after(UOp.group(*[state[h * (n + 2) + i].store(NEVER if i == 0 else 0.0) for h in range(G) for i in range(n + 2)]))
-    at = UOp.range(active.where(((last - split * length) // step + 1).minimum(length // step), 0), 0)
-    now = state.after(at)
-    keys, valid = [], []
-    for j in range(AT_ONCE):
-      p = split * length + (at * AT_ONCE + j) * WARPS + warp
-      valid.append(p <= last)
-      p = p.minimum(last) + wait_zero
-      keys.append([b["cache"][p * dim + latent_dim(i)].load().cast(dtypes.float) for i in range(n)] +
-                  [b["cache"][p * dim + L + rope_dim(i)].load().cast(dtypes.float) for i in range(r)])
-    updates = []
-    for h in range(G):
-      scores = []
-      for key, ok in zip(keys, valid):
-        s = None
-        for a, k in zip(query[h], key): s = add(s, a * k)
-        scores.append(ok.where(group_sum(t, s, lanes), NEVER))
-      old = now[h * (n + 2)].load()
-      top = old
-      for s in scores: top = top.maximum(s)
-      rescale = (old - top).exp2()
-      weights = [ok.where((s - top).exp2(), 0.0) for s, ok in zip(scores, valid)]
-      total = now[h * (n + 2) + 1].load() * rescale
-      for w in weights: total = total + w
-      updates += [now[h * (n + 2)].store(top), now[h * (n + 2) + 1].store(total)]
-      for i in range(n):
-        y = now[h * (n + 2) + 2 + i].load() * rescale
-        for w, key in zip(weights, keys): y = y + w * key[i]
-        updates.append(now[h * (n + 2) + 2 + i].store(y))
-    state = state.after(UOp.group(*updates).end(at))
-    # the block's warps meet
-    sums, row_max = local(WARPS * G * L, dtypes.float, 0), local(WARPS * G * 2, dtypes.float, 1)
-    written = [sums[(warp * G + h) * L + latent_dim(i)].store(state[h * (n + 2) + 2 + i].load()) for h in range(G) for i in range(n)]
-    written += [row_max[((warp * G + h) * 2 + i).valid(lane.eq(0))].store(state[h * (n + 2) + i].load()) for h in range(G) for i in range(2)]
-    barrier = UOp(Ops.BARRIER, src=tuple(written))
-    sums, row_max, done = sums.after(barrier), row_max.after(barrier), []
-    for h in range(G):
-      each = [row_max[(w * G + h) * 2].load() for w in range(WARPS)]
-      top = each[0]
-      for m in each[1:]: top = top.maximum(m)
-      rescale, total = [(m - top).exp2() for m in each], None
-      for w in range(WARPS): total = add(total, row_max[(w * G + h) * 2 + 1].load() * rescale[w])
-      out = split * H + group * G + h
-      done += [b["tops"][(out * 2 + i).valid(thread.eq(0) & active)].store(v) for i, v in enumerate((top, total))]
-      for first in range(0, L, WARPS * lanes):
-        y = None
-        for w in range(WARPS): y = add(y, sums[(w * G + h) * L + first + thread].load() * rescale[w])
-        done.append(b["sums"][(out * L + first + thread).valid(active)].store(y))
-    return done
-  return body
+def split_kv(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:float) -> tuple[Tensor, Tensor]:
+  """q_latent: float32 (H, L), or half (padded(H), L) in the order of query_place where uses_tensor_cores; q: float32 (H, nope+R), the last R
+  numbers rotated; cache: half (C, L+R), written up to position pos; pos: int32 (1,) -> sums: float32 (splits, H, L), weighted sums of a split;
+  stats: float32 (splits, H, 2), its row_max (in base 2) and weight_sum. Splits behind pos are not written."""
+  (heads, head_dim), latent, dim = q.shape, q_latent.shape[1], cache.shape[1]
+  splits, step = plan_splits(target, heads, latent, cache)
+  shape = SplitLaunch(target, heads, latent, dim, head_dim, splits, step, scale)
+  kernel = split_kv_mma if uses_tensor_cores(target, latent, dim - latent) else split_kv_simt
+  def body(buffers:dict[str, UOp]) -> list[UOp]: return kernel(shape, buffers)
+  outs = {"sums": empty(cache, splits, heads, latent), "stats": empty(cache, splits, heads, 2)}
+  ins = {"q_latent": q_latent, "q": q, "cache": cache, "pos": pos}
+  sums, stats = launch(f"mla_{kernel.__name__}_{splits}_{heads}_{latent}_{dim - latent}", outs, ins, body, cache.nbytes())
+  return sums, stats
 
-def split_kv_mma(t:Target, H:int, L:int, q_dim:int, dim:int, splits:int, step:int, scale:float) -> Callable[[dict[str, UOp]], list[UOp]]:
-  """Queries, keys and weights of positions are halves, sums float32. The warps of a block share two tiles of positions: a warp multiplies its part
-  of the vectors' numbers for one of them; the parts of the scores meet in shared memory, every warp takes the softmax of all for itself and
-  weighs its part of the latent numbers. A product does not ask in which order its inner numbers come, nor a fragment which row is which:
-  lanes take neighbouring halves of a cached vector, as keys and as values, and call them what the fragment wants."""
-  m, warps, pitch, columns = t.mma, L // LATENT_PER_WARP, step + 16, head_tiles(H)
-  assert m is not None
-  pieces, shares = dim // m.K, warps * TILE // step
-  each, heads = -(-pieces // shares), columns * m.N
-  # of a lane's inner numbers (columns of a, rows of b) four are neighbours: which of them an element is, and in which of a's two rows
-  inner_a, row_a = [i // 4 * 2 + i % 2 for i in range(8)], [i // 2 % 2 for i in range(8)]
-  def body(b:dict[str, UOp]) -> list[UOp]:
-    split, group, thread = UOp.special(splits, "gidx0"), UOp.special(-(-H // heads), "gidx1"), UOp.special(warps * 32, "lidx0")
-    warp, lane, wait_zero = thread // 32, thread % 32, pdl_wait(t)
-    eighth, quarter, share = lane // 4, lane % 4, warp % shares
-    last = b["pos"][0].load().cast(dtypes.weakint)
-    length = split_length(last, splits, step)
-    active, first = split * length <= last, split * length
-    def head(column:int, within:UOp) -> tuple[UOp, UOp|None]:
-      """A head of the block, and whether there is one"""
-      number = group * heads + column * m.N + within
-      return (number, None) if H % heads == 0 else (number.minimum(H - 1), number < H)
-    def four(buffer:UOp, at:UOp, ok:UOp|None=None) -> list[UOp]:
-      return [buffer[at + j if ok is None else (at + j).valid(ok)].load() for j in range(4)]
-    def numbers(i:int) -> tuple[UOp, UOp|None]:
-      """The first of the lane's four numbers of its warp's piece i, and whether there is such a piece"""
-      piece = share * each + i
-      return piece * m.K + quarter * 4, piece < pieces if pieces % shares else None
-    def queries(column:int, i:int) -> list[UOp]:
-      (number, ok), h = numbers(i), group * heads + column * m.N + eighth
-      latent, turned = number < L, number >= L
-      x = four(b["q_latent"], query_place(h, number, L) + wait_zero * 4, latent if H % heads == 0 else latent & (h < padded(H)))
-      y = four(b["q"], head(column, eighth)[0] * q_dim + q_dim - dim + number + wait_zero * 4, turned if ok is None else turned & ok)
-      return [latent.where(v, w.cast(dtypes.half)) for v, w in zip(x, y)]
-    query = [[queries(c, i) for i in range(each)] for c in range(columns)]
-    # a column's running maximum and sum of weights, and the weighted sums
-    sums = 16
-    def top_of(c:int) -> int: return c * (sums + 2)
-    state = UOp.placeholder((columns * (sums + 2),), dtypes.float, slot=2, addrspace=AddrSpace.REG)
-    state = state.after(UOp.group(*[state[top_of(c) + i].store(NEVER if i == 0 else 0.0) for c in range(columns) for i in range(sums + 2)]))
-    at = UOp.range(active.where(((last - first) // step + 1).minimum(length // step), 0), 0)
-    now, start = state.after(at), first + at * step
-    def row(p:UOp) -> UOp: return (p.minimum(last) + wait_zero) * dim
-    # the warp's part of the scores
-    parts = [[UOp.const(0.0, dtypes.float)] * 4 for _ in range(columns)]
-    for i in range(each):
-      number, ok = numbers(i)
-      keys = [four(b["cache"], row(start + warp // shares * TILE + eighth + r * 8) + number, ok) for r in range(2)]
-      for c in range(columns): parts[c] = m([keys[r][j] for r, j in zip(row_a, inner_a)], query[c][i], parts[c])
-    scores = local(shares * heads * pitch, dtypes.float, 0)
-    stored = [scores[(share * heads + c * m.N + quarter * 2 + i % 2) * pitch + warp // shares * TILE + eighth + i // 2 * 8].store(x)
-              for c, part in enumerate(parts) for i, x in enumerate(part)]
-    # the values do not wait for them
-    def places(tile:int) -> list[UOp]: return [start + tile * TILE + quarter * 4 + r for r in range(4)]  # the lane's positions
-    rows = [[[four(b["cache"], row(p) + warp * LATENT_PER_WARP + h * 32 + eighth * 4) for p in places(tile)] for h in range(2)] for tile in range(step // TILE)]
-    scores = scores.after(UOp(Ops.BARRIER, src=(*stored, *[v for c in rows for h in c for p in h for v in p])))
-    updates = []
-    for c in range(columns):
-      # the softmax: a lane has a head and a quarter of the positions
-      found = []
-      for tile in range(step // TILE):
-        for i, p in enumerate(places(tile)):
-          s = None
-          for w in range(shares): s = add(s, scores[(w * heads + c * m.N + eighth) * pitch + tile * TILE + quarter * 4 + i].load())
-          assert s is not None
-          found.append((p <= last).where(s * (scale * math.log2(math.e)), NEVER))
-      old, top = now[top_of(c)].load(), found[0]
-      for s in found[1:]: top = top.maximum(s)
-      top = old.maximum(group_reduce(t, top, 4, lambda x, y: x.maximum(y)))
-      rescale, weights, total = (old - top).exp2(), [(s - top).exp2() for s in found], None
-      for w in weights: total = add(total, w)
-      updates += [now[top_of(c)].store(top), now[top_of(c) + 1].store(now[top_of(c) + 1].load() * rescale + total)]
-      # the weighted sums of the warp's latent numbers
-      rescales = [of_lane(t, rescale, quarter * 8 + i * 4) for i in range(2)]   # of the heads whose sums the lane has
-      for n in range(4):
-        y, base = None, top_of(c) + 2 + n * 4
-        for tile in range(step // TILE):
-          values = rows[tile][n // 2]
-          y = m([values[j][n % 2 * 2 + r] for r, j in zip(row_a, inner_a)], [w.cast(dtypes.half) for w in weights[tile * 4:][:4]],
-                y or [now[base + i].load() * rescales[i % 2] for i in range(4)])
-        assert y is not None
-        updates += [now[base + i].store(v) for i, v in enumerate(y)]
-    state, done = state.after(UOp.group(*updates).end(at)), []
-    for c in range(columns):
-      total = group_sum(t, state[top_of(c) + 1].load(), 4)
-      (number, ok), one = head(c, eighth), active & warp.eq(0) & quarter.eq(0)
-      for i, v in enumerate((state[top_of(c)].load(), total)):
-        done.append(b["tops"][((split * H + number) * 2 + i).valid(one if ok is None else one & ok)].store(v))
-      for n in range(4):
-        for i in range(4):
-          (number, ok), latent = head(c, quarter * 2 + i % 2), warp * LATENT_PER_WARP + n // 2 * 32 + eighth * 4 + n % 2 * 2 + i // 2
-          done.append(b["sums"][((split * H + number) * L + latent).valid(active if ok is None else active & ok)]
-                      .store(state[top_of(c) + 2 + n * 4 + i].load()))
-    return done
-  return body
+def last_position(buffers:dict[str, UOp]) -> UOp: return buffers["pos"][0].load().cast(dtypes.weakint)
 
-def mla_combine(t:Target, sums:Tensor, row_max:Tensor, cache:Tensor, pos:Tensor) -> Tensor:
-  """The splits that split_kv made of a cache become float32 (H, L). A warp takes every eighth split, a lane four numbers."""
-  (splits, H, L), warps, lanes = sums.shape, 8, t.lanes
-  _, step = plan_splits(t, H, L, cache)
-  def body(b:dict[str, UOp]) -> list[UOp]:
-    part, head, thread = UOp.special(L // (4 * lanes), "gidx0"), UOp.special(H, "gidx1"), UOp.special(warps * lanes, "lidx0")
-    warp, lane, wait_zero = thread // lanes, thread % lanes, pdl_wait(t)
-    last = b["pos"][0].load().cast(dtypes.weakint)
-    count = last // split_length(last, splits, step) + 1
-    def entry(s:UOp, i:int) -> UOp: return b["tops"][((s * H + head) * 2 + i + wait_zero).valid(s < count)].load()
-    top = None
-    for first in range(0, splits, lanes):
-      s = lane + first
-      m = (s < count).where(entry(s, 0), NEVER)
-      top = m if top is None else top.maximum(m)
-    top = group_reduce(t, top, lanes, lambda x, y: x.maximum(y))
-    total, y = None, [None] * 4
-    for first in range(0, splits, warps):
-      s = warp + first
-      weight = (s < count).where((entry(s, 0) - top).exp2(), 0.0)
-      total = add(total, weight * entry(s, 1))
-      for i in range(4): y[i] = add(y[i], weight * b["sums"][((s * H + head) * L + (part * lanes + lane) * 4 + i + wait_zero).valid(s < count)].load())
-    shared, totals = local(warps * lanes * 4, dtypes.float, 0), local(warps, dtypes.float, 1)
-    written = [shared[(warp * lanes + lane) * 4 + i].store(v) for i, v in enumerate(y)]
-    barrier = UOp(Ops.BARRIER, src=(*written, totals[warp.valid(lane.eq(0))].store(total)))
-    shared, totals, value, weight = shared.after(barrier), totals.after(barrier), None, None
-    at = thread.minimum(lanes * 4 - 1)
-    for w in range(warps): value, weight = add(value, shared[w * lanes * 4 + at].load()), add(weight, totals[w].load())
-    return [b["context"][(head * L + part * (lanes * 4) + at).valid(thread < lanes * 4)].store(value / weight)]
-  context = Tensor.empty(H, L, dtype=dtypes.float)
-  return launch(f"mla_combine_{splits}_{H}_{L}", {"context": context}, {"sums": sums, "tops": row_max, "pos": pos}, body)[0]
+class Split:
+  """The positions that a block reads: a split's, of those up to `last`, the last one written. active: there are any."""
+  def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp], index:UOp, wait_zero:UOp):
+    self.shape, self.index, self.wait_zero = shape, index, wait_zero
+    self.last = last_position(buffers)
+    self.length = split_length(self.last, shape.splits, shape.step)
+    self.first = index * self.length
+    self.active = self.first <= self.last
+
+  def steps(self) -> UOp:
+    """The loop over the split's steps"""
+    written = (self.last - self.first) // self.shape.step + 1
+    return UOp.range(self.active.where(written.minimum(self.length // self.shape.step), 0), 0)
+
+  def row(self, position:UOp) -> UOp:
+    """The offset of a position's row in the cache; of the last row, where the position is not written"""
+    return row_offset(position.minimum(self.last) + self.wait_zero, self.shape.dim)
+
+@dataclass(frozen=True)
+class SoftmaxState:
+  """A lane's registers of the online softmax: row_max, weight_sum and some of the weighted sums, for each of some heads"""
+  registers: UOp
+  width: int   # weighted sums of a head
+
+  @staticmethod
+  def initial(heads:int, width:int) -> SoftmaxState:
+    registers = UOp.placeholder((heads * (width + 2),), dtypes.float, slot=2, addrspace=AddrSpace.REG)
+    stores = [registers[head * (width + 2) + i].store(MASKED_SCORE if i == 0 else 0.0) for head in range(heads) for i in range(width + 2)]
+    return SoftmaxState(registers.after(UOp.group(*stores)), width)
+
+  def after(self, event:UOp) -> SoftmaxState: return replace(self, registers=self.registers.after(event))
+  def row_max(self, head:int) -> UOp: return self.registers[head * (self.width + 2)]
+  def weight_sum(self, head:int) -> UOp: return self.registers[head * (self.width + 2) + 1]
+  def weighted_sum(self, head:int, i:int) -> UOp: return self.registers[head * (self.width + 2) + 2 + i]
+
+# ---- split_kv_simt ----
+
+def split_kv_simt(shape:SplitLaunch, buffers:dict[str, UOp]) -> list[UOp]:
+  """A block's stores. It has a split and two heads; its four warps take every fourth position each.
+    queries = the lane's share of the numbers, in registers
+    for each step of the split:
+      keys = the lane's share of the warp's four positions
+      for each head: scores = sums over the warp of queries · keys; the online softmax, in every lane for its share
+    row_max, weight_sum, sums of the warps -> shared memory
+    merge them by their row_max; store"""
+  thread = SimtThread(shape, buffers)
+  queries = [thread.load_query(head) for head in range(thread.heads)]
+  state = SoftmaxState.initial(thread.heads, thread.latent_share)
+  step = thread.split.steps()
+  positions = thread.positions(step)
+  keys = [thread.load_key(position) for position in positions]
+  updates = []
+  for head, query in enumerate(queries):
+    scores = thread.scores(query, keys, positions)
+    updates += thread.update(state.after(step), head, scores, keys, positions)
+  sums, stats = thread.share(state.after(UOp.group(*updates).end(step)))
+  return [store for head in range(thread.heads) for store in thread.combine_warps(head, sums, stats)]
+
+class SimtThread:
+  """A thread of split_kv_simt. It has the same share of every row: latent_share of the L numbers, in fours, and rope_share of the R."""
+  def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp]):
+    self.shape, self.buffers = shape, buffers
+    lanes = shape.target.lanes
+    self.heads = group_heads(shape.heads)
+    self.latent_share, self.rope_share = shape.latent // lanes, (shape.dim - shape.latent) // lanes
+    index, head_group = UOp.special(shape.splits, "gidx0"), UOp.special(shape.heads // self.heads, "gidx1")
+    self.thread = UOp.special(SIMT_WARPS * lanes, "lidx0")
+    self.warp, self.lane = self.thread // lanes, self.thread % lanes
+    self.wait_zero = pdl_wait(shape.target)
+    self.split = Split(shape, buffers, index, self.wait_zero)
+    self.first_head = head_group * self.heads
+
+  def latent_number(self, i:int) -> UOp: return (i // 4 * self.shape.target.lanes + self.lane) * 4 + i % 4
+  def rope_number(self, i:int) -> UOp: return self.lane * self.rope_share + i
+
+  def load_query(self, head:int) -> list[UOp]:
+    """The lane's share of a head's query, float32, times scale · log2(e)"""
+    shape, number = self.shape, self.first_head + head
+    rotated = number * shape.head_dim + shape.head_dim - (shape.dim - shape.latent)   # where the rotated part begins
+    latent_places = [number * shape.latent + self.latent_number(i) for i in range(self.latent_share)]
+    rope_places = [rotated + self.rope_number(i) for i in range(self.rope_share)]
+    return [self.buffers["q_latent"][place + self.wait_zero].load() * shape.log2_scale for place in latent_places] + \
+           [self.buffers["q"][place + self.wait_zero].load() * shape.log2_scale for place in rope_places]
+
+  def positions(self, step:UOp) -> list[UOp]:
+    """The warp's positions of a step"""
+    return [self.split.first + (step * POSITIONS_AT_ONCE + i) * SIMT_WARPS + self.warp for i in range(POSITIONS_AT_ONCE)]
+
+  def load_key(self, position:UOp) -> list[UOp]:
+    """The lane's share of a position's row, as float32; the first latent_share are its share of the value"""
+    row = self.split.row(position)
+    places = [row + self.latent_number(i) for i in range(self.latent_share)] + \
+             [row + self.shape.latent + self.rope_number(i) for i in range(self.rope_share)]
+    return [self.buffers["cache"][place].load().cast(dtypes.float) for place in places]
+
+  def scores(self, query:list[UOp], keys:list[list[UOp]], positions:list[UOp]) -> list[UOp]:
+    """A head's scores of the warp's positions, in every lane"""
+    products = [reduce(UOp.add, [own * other for own, other in zip(query, key)]) for key in keys]
+    totals = [group_sum(self.shape.target, product, self.shape.target.lanes) for product in products]
+    return [(position <= self.split.last).where(total, MASKED_SCORE) for total, position in zip(totals, positions)]
+
+  def update(self, state:SoftmaxState, head:int, scores:list[UOp], keys:list[list[UOp]], positions:list[UOp]) -> list[UOp]:
+    """The stores of a head's softmax after the warp's positions of a step"""
+    old = state.row_max(head).load()
+    row_max = reduce(UOp.maximum, scores, old)
+    rescale = (old - row_max).exp2()
+    # a warp whose positions were all masked so far has their score as row_max, and a weight of 2^0 for each
+    weights = [(position <= self.split.last).where((score - row_max).exp2(), 0.0) for score, position in zip(scores, positions)]
+    weight_sum = reduce(UOp.add, weights, state.weight_sum(head).load() * rescale)
+    stores = [state.row_max(head).store(row_max), state.weight_sum(head).store(weight_sum)]
+    for i in range(self.latent_share):
+      total = reduce(UOp.add, [weight * key[i] for weight, key in zip(weights, keys)], state.weighted_sum(head, i).load() * rescale)
+      stores.append(state.weighted_sum(head, i).store(total))
+    return stores
+
+  def share(self, state:SoftmaxState) -> tuple[UOp, UOp]:
+    """Shared memory behind a barrier: sums (warps, heads, L) and stats (warps, heads, 2)"""
+    sums = local(SIMT_WARPS * self.heads * self.shape.latent, dtypes.float, 0)
+    stats = local(SIMT_WARPS * self.heads * 2, dtypes.float, 1)
+    stores = []
+    for head in range(self.heads):
+      row = (self.warp * self.heads + head) * self.shape.latent
+      stores += [sums[row + self.latent_number(i)].store(state.weighted_sum(head, i).load()) for i in range(self.latent_share)]
+    for head in range(self.heads):
+      for i, value in enumerate((state.row_max(head), state.weight_sum(head))):
+        stores.append(stats[((self.warp * self.heads + head) * 2 + i).valid(self.lane.eq(0))].store(value.load()))
+    barrier = UOp(Ops.BARRIER, src=tuple(stores))
+    return sums.after(barrier), stats.after(barrier)
+
+  def combine_warps(self, head:int, sums:UOp, stats:UOp) -> list[UOp]:
+    """The stores of a head's sums and stats of the split"""
+    shape, threads = self.shape, SIMT_WARPS * self.shape.target.lanes
+    rows = [warp * self.heads + head for warp in range(SIMT_WARPS)]
+    maxima = [stats[row * 2].load() for row in rows]
+    row_max = reduce(UOp.maximum, maxima)
+    rescales = [(maximum - row_max).exp2() for maximum in maxima]
+    weight_sum = reduce(UOp.add, [stats[row * 2 + 1].load() * rescale for row, rescale in zip(rows, rescales)])
+    out = self.split.index * shape.heads + self.first_head + head
+    writes_stats = self.thread.eq(0) & self.split.active
+    stores = [self.buffers["stats"][(out * 2 + i).valid(writes_stats)].store(value) for i, value in enumerate((row_max, weight_sum))]
+    for first in range(0, shape.latent, threads):
+      total = reduce(UOp.add, [sums[row * shape.latent + first + self.thread].load() * rescale for row, rescale in zip(rows, rescales)])
+      stores.append(self.buffers["sums"][(out * shape.latent + first + self.thread).valid(self.split.active)].store(total))
+    return stores
+
+# ---- split_kv_mma ----
+
+def split_kv_mma(shape:SplitLaunch, buffers:dict[str, UOp]) -> list[UOp]:
+  """A block's stores. It has a split and up to 24 heads, in columns of eight; two tiles of 16 positions a step.
+    queries = the lane's fragments, in registers
+    for each step of the split:
+      scores of a tile: each of the warps that share it multiplies its share of the rows' numbers -> shared memory
+      values = the lane's share of the latent numbers of both tiles, loaded before the barrier
+      for each column: scores = Σ of the shares; the online softmax, in every warp; sums += weights · values, the warp's 64 latent numbers
+    store row_max, weight_sum, sums"""
+  thread = MmaThread(shape, buffers)
+  queries = [[thread.load_query(column, piece) for piece in range(thread.warp_pieces)] for column in range(thread.columns)]
+  state = SoftmaxState.initial(thread.columns, LANE_SUMS)
+  step = thread.split.steps()
+  start = thread.split.first + step * shape.step
+  values = thread.load_values(start)
+  scores = thread.share_scores(thread.partial_scores(queries, start), values)
+  updates = []
+  for column in range(thread.columns):
+    rescale, weights, stores = thread.softmax(state.after(step), column, thread.scores(scores, column, start))
+    updates += stores + thread.update_sums(state.after(step), column, rescale, weights, values)
+  state = state.after(UOp.group(*updates).end(step))
+  return [store for column in range(thread.columns) for store in thread.store_stats(state, column) + thread.store_sums(state, column)]
+
+def fragment_a(rows:list[list[UOp]]) -> list[UOp]:
+  """A lane's elements of a: it has two rows, and four inner numbers of each"""
+  return [rows[i // 2 % 2][i // 4 * 2 + i % 2] for i in range(8)]
+
+class MmaThread:
+  """A thread of split_kv_mma. Queries, rows of the cache and weights are half, sums float32. lane_group, in_group: PTX's groupID and
+  threadID_in_group, which place a lane in the fragments. A product's sum does not depend on the order of its inner numbers, and its rows may be
+  any: a lane takes four neighbouring numbers of a row, as keys and as values, for those that its elements of a fragment stand for."""
+  def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp]):
+    assert shape.target.mma is not None
+    self.shape, self.buffers, self.mma = shape, buffers, shape.target.mma
+    warps = shape.latent // LATENT_PER_WARP
+    self.tiles, self.columns = shape.step // TILE_POSITIONS, head_tiles(shape.heads)
+    self.heads = self.columns * self.mma.N                    # of a block
+    self.pieces = shape.dim // self.mma.K                     # of a row: the inner numbers of a product
+    self.shares = warps // self.tiles                         # warps that share a tile's scores
+    self.warp_pieces = -(-self.pieces // self.shares)
+    self.pitch = shape.step + 16                              # of a head's scores in shared memory: heads begin in other banks
+    index, block = UOp.special(shape.splits, "gidx0"), UOp.special(-(-shape.heads // self.heads), "gidx1")
+    thread = UOp.special(warps * 32, "lidx0")
+    self.warp, lane = thread // 32, thread % 32
+    self.lane_group, self.in_group = lane // 4, lane % 4
+    self.tile, self.share = self.warp // self.shares, self.warp % self.shares
+    self.wait_zero = pdl_wait(shape.target)
+    self.split = Split(shape, buffers, index, self.wait_zero)
+    self.first_head, self.first_latent = block * self.heads, self.warp * LATENT_PER_WARP
+
+  # ---- where things are ----
+
+  def head(self, column:int, within:UOp) -> tuple[UOp, UOp|None]:
+    """(a head of the block, whether there is such a head); None: always"""
+    number = self.first_head + column * self.mma.N + within
+    if self.shape.heads % self.heads == 0: return number, None
+    return number.minimum(self.shape.heads - 1), number < self.shape.heads
+
+  def piece_number(self, piece:int) -> tuple[UOp, UOp|None]:
+    """(the first of the lane's four numbers of a piece of its warp, whether there is such a piece); None: always"""
+    piece_of_row = self.share * self.warp_pieces + piece
+    return piece_of_row * self.mma.K + self.in_group * 4, piece_of_row < self.pieces if self.pieces % self.shares else None
+
+  def latent_index(self, first:UOp, half:int) -> UOp:
+    """Of the first of the lane's four numbers in a half of its warp's latent numbers, which begin at `first`"""
+    return first + half * 32 + self.lane_group * 4
+
+  def tile_positions(self, start:UOp, tile:int) -> list[UOp]:
+    """The lane's positions of a tile, as inner numbers of the weighted sums"""
+    return [start + tile * TILE_POSITIONS + self.in_group * 4 + i for i in range(4)]
+
+  def load4(self, name:str, index:UOp, *conditions:UOp|None) -> list[UOp]:
+    """Four neighbouring numbers of a buffer, where the conditions hold"""
+    return [self.buffers[name][gated(index + i, *conditions)].load() for i in range(4)]
+
+  # ---- the phases ----
+
+  def load_query(self, column:int, piece:int) -> list[UOp]:
+    """The lane's elements of b: four numbers of a head's query"""
+    shape, (number, inside) = self.shape, self.piece_number(piece)
+    is_latent, is_rotated = number < shape.latent, number >= shape.latent
+    head = self.first_head + column * self.mma.N + self.lane_group
+    has_latent = None if shape.heads % self.heads == 0 else head < padded(shape.heads)
+    latent = self.load4("q_latent", query_place(head, number, shape.latent) + self.wait_zero * 4, is_latent, has_latent)
+    existing, _ = self.head(column, self.lane_group)
+    place = existing * shape.head_dim + shape.head_dim - shape.dim + number + self.wait_zero * 4
+    rotated = self.load4("q", place, is_rotated, inside)
+    return [is_latent.where(own, other.cast(dtypes.half)) for own, other in zip(latent, rotated)]
+
+  def partial_scores(self, queries:list[list[list[UOp]]], start:UOp) -> list[list[UOp]]:
+    """A column's products of the warp's tile, over the warp's share of the numbers: (positions, heads)"""
+    sums = [[UOp.const(0.0, dtypes.float)] * 4 for _ in queries]
+    positions = [start + self.tile * TILE_POSITIONS + self.lane_group + row * 8 for row in range(2)]
+    for piece in range(self.warp_pieces):
+      number, inside = self.piece_number(piece)
+      keys = [self.load4("cache", self.split.row(position) + number, inside) for position in positions]
+      sums = [self.mma(fragment_a(keys), query[piece], total) for query, total in zip(queries, sums)]
+    return sums
+
+  def load_values(self, start:UOp) -> Values:
+    """By tile, half of the warp's latent numbers and position of the lane: four neighbouring numbers"""
+    def load(half:int, position:UOp) -> list[UOp]: return self.load4("cache", self.latent_index(self.split.row(position) + self.first_latent, half))
+    return [[[load(half, position) for position in self.tile_positions(start, tile)] for half in range(2)] for tile in range(self.tiles)]
+
+  def share_scores(self, partial_scores:list[list[UOp]], values:Values) -> UOp:
+    """Scores in shared memory behind a barrier, (shares, heads, pitch). The values are loaded before it: they do not wait for the scores."""
+    scores = local(self.shares * self.heads * self.pitch, dtypes.float, 0)
+    stores = []
+    for column, elements in enumerate(partial_scores):
+      for i, value in enumerate(elements):
+        row = self.share * self.heads + column * self.mma.N + self.in_group * 2 + i % 2
+        stores.append(scores[row * self.pitch + self.tile * TILE_POSITIONS + self.lane_group + i // 2 * 8].store(value))
+    loads = [number for tile in values for half in tile for position in half for number in position]
+    return scores.after(UOp(Ops.BARRIER, src=(*stores, *loads)))
+
+  def scores(self, shared:UOp, column:int, start:UOp) -> list[UOp]:
+    """The lane's head's scores of the lane's positions, tile by tile, in base 2"""
+    rows = [share * self.heads + column * self.mma.N + self.lane_group for share in range(self.shares)]
+    scores = []
+    for tile in range(self.tiles):
+      for i, position in enumerate(self.tile_positions(start, tile)):
+        total = reduce(UOp.add, [shared[row * self.pitch + tile * TILE_POSITIONS + self.in_group * 4 + i].load() for row in rows])
+        scores.append((position <= self.split.last).where(total * self.shape.log2_scale, MASKED_SCORE))
+    return scores
+
+  def softmax(self, state:SoftmaxState, column:int, scores:list[UOp]) -> tuple[UOp, list[UOp], list[UOp]]:
+    """(rescale, weights, stores) of the lane's head. row_max is that of all lanes of the head, weight_sum the lane's own."""
+    old = state.row_max(column).load()
+    row_max = old.maximum(group_reduce(self.shape.target, reduce(UOp.maximum, scores), 4, UOp.maximum))
+    rescale, weights = (old - row_max).exp2(), [(score - row_max).exp2() for score in scores]
+    weight_sum = state.weight_sum(column).load() * rescale + reduce(UOp.add, weights)
+    return rescale, weights, [state.row_max(column).store(row_max), state.weight_sum(column).store(weight_sum)]
+
+  def update_sums(self, state:SoftmaxState, column:int, rescale:UOp, weights:list[UOp], values:Values) -> list[UOp]:
+    """The stores of a column's weighted sums: four products of 16 latent numbers a tile"""
+    rescales = [of_lane(self.shape.target, rescale, self.in_group * 8 + i * 4) for i in range(2)]   # of the two heads whose sums the lane has
+    fragments_b = [[weight.cast(dtypes.half) for weight in weights[tile * 4:tile * 4 + 4]] for tile in range(self.tiles)]
+    stores = []
+    for product in range(4):
+      sums = [state.weighted_sum(column, product * 4 + i).load() * rescales[i % 2] for i in range(4)]
+      for tile, fragment_b in enumerate(fragments_b):
+        positions = values[tile][product // 2]
+        rows = [[numbers[product % 2 * 2 + row] for numbers in positions] for row in range(2)]
+        sums = self.mma(fragment_a(rows), fragment_b, sums)
+      stores += [state.weighted_sum(column, product * 4 + i).store(value) for i, value in enumerate(sums)]
+    return stores
+
+  def store_stats(self, state:SoftmaxState, column:int) -> list[UOp]:
+    weight_sum = group_sum(self.shape.target, state.weight_sum(column).load(), 4)
+    head, exists = self.head(column, self.lane_group)
+    is_writer = self.split.active & self.warp.eq(0) & self.in_group.eq(0)
+    row = (self.split.index * self.shape.heads + head) * 2
+    return [self.buffers["stats"][gated(row + i, is_writer, exists)].store(value)
+            for i, value in enumerate((state.row_max(column).load(), weight_sum))]
+
+  def store_sums(self, state:SoftmaxState, column:int) -> list[UOp]:
+    stores = []
+    for product in range(4):
+      for i in range(4):
+        head, exists = self.head(column, self.in_group * 2 + i % 2)
+        number = self.latent_index(self.first_latent, product // 2) + product % 2 * 2 + i // 2
+        index = (self.split.index * self.shape.heads + head) * self.shape.latent + number
+        stores.append(self.buffers["sums"][gated(index, self.split.active, exists)].store(state.weighted_sum(column, product * 4 + i).load()))
+    return stores
+
+# ---- mla_combine ----
+
+@dataclass(frozen=True)
+class CombineLaunch:
+  """What the code of mla_combine depends on"""
+  target: Target
+  splits: int
+  heads: int    # H
+  latent: int   # L
+  step: int     # positions that a block of split_kv reads at once
+
+def mla_combine(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, pos:Tensor) -> Tensor:
+  """The context of all splits. sums, stats: what split_kv made of the cache; pos: int32 (1,) -> float32 (H, L)"""
+  splits, heads, latent = sums.shape
+  shape = CombineLaunch(target, splits, heads, latent, plan_splits(target, heads, latent, cache)[1])
+  def body(buffers:dict[str, UOp]) -> list[UOp]: return combine_kernel(shape, buffers)
+  ins = {"sums": sums, "stats": stats, "pos": pos}
+  return launch(f"mla_combine_{splits}_{heads}_{latent}", {"context": empty(sums, heads, latent)}, ins, body)[0]
+
+def combine_kernel(shape:CombineLaunch, buffers:dict[str, UOp]) -> list[UOp]:
+  """A block's stores. It has a head and 4 · lanes of the latent numbers; its eight warps take every eighth split each, a lane four numbers.
+    row_max = max of the splits' row_max
+    weight of a split = 2^(its row_max - row_max)
+    weight_sum, sums = Σ weight · its weight_sum, Σ weight · its sums    a warp's splits, then all warps' in shared memory
+    context = sums / weight_sum"""
+  thread = CombineThread(shape, buffers)
+  weight_sum, sums = thread.warp_sums(thread.row_max())
+  return [thread.combine_warps(weight_sum, sums)]
+
+class CombineThread:
+  """A thread of mla_combine"""
+  def __init__(self, shape:CombineLaunch, buffers:dict[str, UOp]):
+    self.shape, self.buffers, self.lanes = shape, buffers, shape.target.lanes
+    self.part, self.head = UOp.special(shape.latent // (4 * self.lanes), "gidx0"), UOp.special(shape.heads, "gidx1")
+    self.thread = UOp.special(COMBINE_WARPS * self.lanes, "lidx0")
+    self.warp, self.lane = self.thread // self.lanes, self.thread % self.lanes
+    self.wait_zero = pdl_wait(shape.target)
+    last = last_position(buffers)
+    self.written = last // split_length(last, shape.splits, shape.step) + 1   # splits
+
+  def stat(self, split:UOp, i:int) -> UOp:
+    index = (split * self.shape.heads + self.head) * 2 + i + self.wait_zero
+    return self.buffers["stats"][index.valid(split < self.written)].load()
+
+  def row_max(self) -> UOp:
+    """Of all splits, in every lane"""
+    splits = [self.lane + first for first in range(0, self.shape.splits, self.lanes)]
+    maxima = [(split < self.written).where(self.stat(split, ROW_MAX), MASKED_SCORE) for split in splits]
+    return group_reduce(self.shape.target, reduce(UOp.maximum, maxima), self.lanes, UOp.maximum)
+
+  def warp_sums(self, row_max:UOp) -> tuple[UOp, list[UOp]]:
+    """(weight_sum, the lane's four sums) of the warp's splits"""
+    weight_sums, sums = [], []
+    for split in [self.warp + first for first in range(0, self.shape.splits, COMBINE_WARPS)]:
+      weight = (split < self.written).where((self.stat(split, ROW_MAX) - row_max).exp2(), 0.0)
+      weight_sums.append(weight * self.stat(split, WEIGHT_SUM))
+      number = (split * self.shape.heads + self.head) * self.shape.latent + (self.part * self.lanes + self.lane) * 4
+      sums.append([weight * self.buffers["sums"][(number + i + self.wait_zero).valid(split < self.written)].load() for i in range(4)])
+    return reduce(UOp.add, weight_sums), [reduce(UOp.add, column) for column in zip(*sums)]
+
+  def combine_warps(self, weight_sum:UOp, sums:list[UOp]) -> UOp:
+    """The store of a number of the context. Threads past the block's numbers store none."""
+    block_numbers = 4 * self.lanes
+    shared_sums, weight_sums = local(COMBINE_WARPS * block_numbers, dtypes.float, 0), local(COMBINE_WARPS, dtypes.float, 1)
+    stores = [shared_sums[(self.warp * self.lanes + self.lane) * 4 + i].store(value) for i, value in enumerate(sums)]
+    barrier = UOp(Ops.BARRIER, src=(*stores, weight_sums[self.warp.valid(self.lane.eq(0))].store(weight_sum)))
+    shared_sums, weight_sums = shared_sums.after(barrier), weight_sums.after(barrier)
+    number = self.thread.minimum(block_numbers - 1)
+    total = reduce(UOp.add, [shared_sums[warp * block_numbers + number].load() for warp in range(COMBINE_WARPS)])
+    total_weight = reduce(UOp.add, [weight_sums[warp].load() for warp in range(COMBINE_WARPS)])
+    index = self.head * self.shape.latent + self.part * block_numbers + number
+    return self.buffers["context"][index.valid(self.thread < block_numbers)].store(total / total_weight)
