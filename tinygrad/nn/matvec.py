@@ -141,8 +141,8 @@ class DeviceVector:
     return float_dot([value for number in numbers for value in self.operand.weighted(number, self.wait_zero)])
 
 class Int8Vector:
-  """The vector as int8, four to a word: words 0–3 of unit u at u·4, words 4–7 at (pitch + u)·4. Beside them, at u·4, float32: the unit's scale, and
-  scale · Σ x of each of its halves."""
+  """The vector as int8, four to a word: words 0–3 of unit u at u·4, words 4–7 at (pitch + u)·4. Beside them as float32, at u·4: the unit's scale,
+  and scale · Σ x of each of its halves."""
   def __init__(self, target:Target, units:int, slot:int):
     self.target = target
     self.pitch = -(-units // 8) * 8 + 4                    # the halves of a unit fall into other banks
@@ -260,11 +260,11 @@ def matvec(target:Target, segments:Sequence[int], x:Load4, parts:Sequence[Matvec
     start += count
   return stores
 
-Weights = list[list[Unit|None]]   # of each row, of each of the lane's units; None: not known yet
+Weights = list[list[Unit]]   # of each row, each of the lane's units
 
 def global_loads(weights:Weights) -> list[UOp]:
   """What the weights are made of, in device memory"""
-  nodes = UOp.sink(*(register for row in weights for unit in row if unit is not None for register in unit.registers())).toposort()
+  nodes = UOp.sink(*(register for row in weights for unit in row for register in unit.registers())).toposort()
   return [node for node in nodes if node.op is Ops.LOAD and node.src[0].src[0].addrspace is AddrSpace.GLOBAL]
 
 class _Part:
@@ -300,24 +300,26 @@ class _Part:
 
   # ---- weights ----
 
-  def load(self, wait_zero:UOp|None=None, known:Weights|None=None) -> Weights:
-    """The lane's units of the job's rows. Without wait_zero those of deferred matrices are left out; known units are not loaded again."""
+  def load(self, wait_zero:UOp|None) -> Weights:
+    """The lane's units of the job's rows; without wait_zero, only those of matrices that are known"""
     job, inside = self.job(self.team)
-    rows = self.part.rows_of(safe_index(job, inside))
-    def load_unit(row:RowSegments, place:LaneUnit) -> Unit|None:
-      matrix, number = row[place.segment]
-      if isinstance(matrix, DeferredMatrix):
-        if wait_zero is None: return None
-        matrix = matrix.of(wait_zero)
-      return matrix(number, place.unit, both(inside, place.inside))
-    if known is None: return [[load_unit(row, place) for place in self.lane_units] for row in rows]
-    return [[unit or load_unit(row, place) for unit, place in zip(units, self.lane_units)] for units, row in zip(known, rows)]
+    weights:Weights = []
+    for row in self.part.rows_of(safe_index(job, inside)):
+      weights.append([])
+      for place in self.lane_units:
+        matrix, number = row[place.segment]
+        if isinstance(matrix, DeferredMatrix):
+          if wait_zero is None: continue
+          matrix = matrix.of(wait_zero)
+        weights[-1].append(matrix(number, place.unit, both(inside, place.inside)))
+    return weights
 
   def prefetch(self) -> tuple[Weights, UOp]:
     """The weights, and wait_zero. Whatever no other kernel decides is loaded before the wait."""
-    known = self.load()
+    known = self.load(None)
     wait_zero = pdl_wait(self.target, *global_loads(known))
-    return self.load(wait_zero, known), wait_zero
+    complete = all(len(units) == len(self.lane_units) for units in known)
+    return known if complete else self.load(wait_zero), wait_zero
 
   # ---- the vector ----
 
@@ -354,7 +356,7 @@ class _Part:
     """Of each row, what the lanes of a warp have of it"""
     dots, sums = [vector.read(place.start + place.unit) for place in self.lane_units], []
     for row in weights:
-      own = sum_in_order(dot(unit) for dot, unit in zip(dots, row) if unit is not None)
+      own = sum_in_order(dot(unit) for dot, unit in zip(dots, row))
       sums.append(group_sum(self.target, own, self.layout.lanes))
     return sums
 
