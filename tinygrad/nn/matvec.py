@@ -231,7 +231,7 @@ class Threads(NamedTuple):
   block: UOp                   # of the part's
   thread: UOp                  # of the block
   threads: int                 # of the block; those that the part's layout leaves over do no job
-  slot: int                    # the part's first
+  slot: int                    # the part's first: two for the vector, one for the sum of its squares, one for a team's warps
 
 # ---- a launch ----
 
@@ -243,7 +243,7 @@ BarrierOf = Callable[[UOp, int, UOp, list[UOp]], UOp]
 def matvec(target:Target, segments:Sequence[int], x:Load4, parts:Sequence[MatvecPart], norm:tuple[Load4, float]|None=None,
            extra_stores:ExtraStores|None=None, barrier_of:BarrierOf|None=None, items:int=1) -> list[UOp]:
   """The stores of a launch over gidx0, each part in blocks of its own.
-  segments, x, norm: see Operand. items: how many vectors the launch has; gidx1, which numbers them, is the caller's, in x and parts.
+  segments, x, norm: see Operand. items: how many times all this runs, by gidx1, which is the caller's, in x and parts.
   extra_stores and barrier_of are for a launch of one part."""
   operand = Operand(segments, x, norm)
   layouts = [thread_layout(segments, target.lanes, items * part.jobs) for part in parts]
@@ -268,7 +268,7 @@ def global_loads(weights:Weights) -> list[UOp]:
   return [node for node in nodes if node.op is Ops.LOAD and node.src[0].src[0].addrspace is AddrSpace.GLOBAL]
 
 class _Part:
-  """The stores of a part, phase by phase"""
+  """A part of a launch, put together: the phases at the head of the file, a method each"""
   def __init__(self, target:Target, operand:Operand, part:MatvecPart, layout:ThreadLayout, at:Threads):
     self.target, self.operand, self.part, self.layout = target, operand, part, layout
     self.block, self.thread, self.threads, self.slot = at
@@ -276,6 +276,7 @@ class _Part:
     self.lane_units = lane_units(operand.segments, layout.span, self.lane)
 
   def stores(self, extra_stores:ExtraStores|None=None, barrier_of:BarrierOf|None=None) -> list[UOp]:
+    """All phases in order"""
     if barrier_of is None:
       weights, wait_zero = self.prefetch()
       vector, squares, staged = self.stage(wait_zero)
@@ -353,7 +354,7 @@ class _Part:
   # ---- products ----
 
   def products(self, weights:Weights, vector:SharedVector) -> list[UOp]:
-    """Of each row, what the lanes of a warp have of it"""
+    """Of each row, its product with the vector, as far as the lanes of one warp have it"""
     dots, sums = [vector.read(place.start + place.unit) for place in self.lane_units], []
     for row in weights:
       own = sum_in_order(dot(unit) for dot, unit in zip(dots, row))
