@@ -7,12 +7,13 @@ from tinygrad import Device, UOp, dtypes
 from tinygrad.renderer.cstyle import CUDARenderer, MetalRenderer
 from tinygrad.uop.ops import Ops
 
-Place = Callable[[UOp, int], tuple[UOp, UOp]]
+Place = Callable[[UOp, int], tuple[UOp, UOp]]   # (lane, number of one of its elements) -> the element's (row, column)
 
 @dataclass(frozen=True)
 class Mma:
-  """c + a·b of small matrices that lie over a warp's registers: a (M, K) and b (K, N) halves, c (M, N) float32. Of each, a lane holds `counts`
-  elements; a(lane, i) names the (row, column) of the lane's element i, and so do b and c. So many instructions, each of its share of K."""
+  """c + a·b by a tensor core, on matrices whose elements a warp's lanes hold. a is half (M, K), b is half (K, N), c is float32 (M, N).
+  A lane holds counts[0] elements of a, counts[1] of b and counts[2] of c; the functions a, b and c place them.
+  instructions: how many make the product. Each takes an equal share of K, and of a lane's elements of a and b."""
   M: int
   N: int
   K: int
@@ -20,34 +21,41 @@ class Mma:
   a: Place
   b: Place
   c: Place
-  renderer: str
+  renderer: str                # the name under which the renderer defines the instruction
   instructions: int = 1
-  def __call__(self, a:list[UOp], b:list[UOp], c:list[UOp]) -> list[UOp]:
-    each_a, each_b = len(a) // self.instructions, len(b) // self.instructions
-    for i in range(self.instructions):
-      part_a, part_b = a[i * each_a:(i + 1) * each_a], b[i * each_b:(i + 1) * each_b]
-      d = UOp.wmma(UOp.stack(*part_a), UOp.stack(*part_b), UOp.stack(*c), (self.N, self.M, self.K // self.instructions), self.renderer, 32, None)
-      c = [d.index(j) for j in range(self.counts[2])]
-    return c
 
-# the lane's place in a tensor core's fragments (PTX, mma.m16n8k16) and in a simdgroup_matrix
-MMA_CUDA = Mma(16, 8, 16, (8, 4, 4), lambda lane, i: (lane // 4 + i // 2 % 2 * 8, lane % 4 * 2 + i % 2 + i // 4 * 8),
-               lambda lane, i: (lane % 4 * 2 + i % 2 + i // 2 * 8, lane // 4), lambda lane, i: (lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2), "CUDA")
-# m16n8k8 holds the first half of a lane's elements of a and b, and then the second
+  def __call__(self, a_elements:list[UOp], b_elements:list[UOp], sums:list[UOp]) -> list[UOp]:
+    """A lane's elements of a, b and c -> its elements of c + a·b"""
+    a_share, b_share = len(a_elements) // self.instructions, len(b_elements) // self.instructions
+    for i in range(self.instructions):
+      fragments = a_elements[i * a_share:(i + 1) * a_share], b_elements[i * b_share:(i + 1) * b_share], sums
+      shape = self.N, self.M, self.K // self.instructions
+      product = UOp.wmma(*(UOp.stack(*fragment) for fragment in fragments), shape, self.renderer, 32, None)
+      sums = [product.index(j) for j in range(self.counts[2])]
+    return sums
+
+# PTX, mma.m16n8k16: a group of four lanes has a row of a and c, and a column of b
+def _ptx_a(lane:UOp, i:int) -> tuple[UOp, UOp]: return lane // 4 + i // 2 % 2 * 8, lane % 4 * 2 + i % 2 + i // 4 * 8
+def _ptx_b(lane:UOp, i:int) -> tuple[UOp, UOp]: return lane % 4 * 2 + i % 2 + i // 2 * 8, lane // 4
+def _ptx_c(lane:UOp, i:int) -> tuple[UOp, UOp]: return lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2
+MMA_CUDA = Mma(16, 8, 16, (8, 4, 4), _ptx_a, _ptx_b, _ptx_c, "CUDA")
+# m16n8k8 takes the first half of a lane's elements of a and b, and then the second
 MMA_TURING = replace(MMA_CUDA, instructions=2)
+
+# Metal, simdgroup_matrix: the same for a, b and c
 def _simdgroup(lane:UOp, i:int) -> tuple[UOp, UOp]: return lane // 16 * 4 + lane // 2 % 4, lane // 8 % 2 * 4 + lane % 2 * 2 + i
 MMA_METAL = Mma(8, 8, 8, (2, 2, 2), _simdgroup, _simdgroup, _simdgroup, "METAL")
 
 @dataclass(frozen=True)
 class Target:
-  """What a kernel may ask of a GPU. Texts are C expressions over {0}, {1}, … (the operands); {o} is a lane distance."""
-  shuffle_xor: str
-  shuffle: str                 # the value of lane {1}
-  dot4: str|None = None        # int32 sum of four int8 products and a third operand, each word holding four bytes
+  """What a kernel may ask of a GPU. A str is a C expression over the operands {0}, {1}, … None: the GPU has no such instruction."""
+  shuffle_xor: str             # {0} of the lane whose number differs by the bit {o}, a constant
+  shuffle: str                 # {0} of the lane {1}
+  dot4: str|None = None        # {2} + Σ of the four int8 products of {0} and {1}; int32
   wait: str|None = None        # statements: the next kernel may start; go on when the kernels before this one are done
   mma: Mma|None = None
-  lanes: int = 32
-  shared_bytes: int = 32768
+  lanes: int = 32              # of a warp
+  shared_bytes: int = 32768    # of a block
 
 TARGETS = {
   "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", "__shfl_sync(0xffffffffu, {0}, {1})", "__dp4a((int)({0}), {1}, {2})", mma=MMA_CUDA,
@@ -59,55 +67,65 @@ TARGETS = {
 HOPPER = replace(TARGETS["CUDA"], wait='asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); '
                                        'asm volatile("griddepcontrol.wait;" ::: "memory")')
 
-# by the compute capability that it takes, the newest first: m16n8k16 came with Ampere, m16n8k8 with Turing, dp4a with the second Pascal
-OF_CAPABILITY = {90: HOPPER, 80: TARGETS["CUDA"], 75: replace(TARGETS["CUDA"], mma=MMA_TURING), 61: replace(TARGETS["CUDA"], mma=None),
-                 0: replace(TARGETS["CUDA"], mma=None, dot4=None)}
+# the least compute capability -> the row, the newest first: m16n8k16 came with Ampere, m16n8k8 with Turing, dp4a with the second Pascal
+OF_CAPABILITY = {
+  90: HOPPER,
+  80: TARGETS["CUDA"],
+  75: replace(TARGETS["CUDA"], mma=MMA_TURING),
+  61: replace(TARGETS["CUDA"], mma=None),
+  0: replace(TARGETS["CUDA"], mma=None, dot4=None),
+}
 
 def of_arch(arch:str) -> Target:
   """The row of an NVIDIA architecture: sm_86, sm_90a"""
-  capability = int(m[0]) if (m := re.search(r"\d+", arch)) else 0
-  return next(t for least, t in OF_CAPABILITY.items() if capability >= least)
+  digits = re.search(r"\d+", arch)
+  capability = int(digits[0]) if digits else 0
+  return next(target for least, target in OF_CAPABILITY.items() if capability >= least)
 
 def target_of(device:str|None=None) -> Target|None:
-  """The device's row, or None where there is none: the CPU, a GPU that nobody has written one for. NULL, which schedules with no device at all,
-  stands for the one whose language it renders."""
+  """A device's row. None: it has none (the CPU, a GPU that nobody has written one for). NULL has no hardware: its row is that of the
+  language it renders."""
   name = (device or Device.DEFAULT).split(":")[0]
   if name not in ("CUDA", "NULL"): return TARGETS.get(name)
   renderer = Device[name].renderer
   if isinstance(renderer, CUDARenderer): return of_arch(renderer.target.arch)
   return TARGETS["METAL"] if isinstance(renderer, MetalRenderer) else None
 
-def shuffle(t:Target, x:UOp, distance:int) -> UOp:
-  """x of the lane whose number differs in the bit `distance`"""
-  # a CUSTOM is a statement of its own, evaluated once; a CUSTOMI's text is repeated at every use
-  return UOp(Ops.CUSTOM, x.dtype, src=(x,), arg=t.shuffle_xor.format(o=distance))
+# A CUSTOM is a statement of its own, evaluated once. A CUSTOMI's text is repeated at every use.
 
-def of_lane(t:Target, x:UOp, lane:UOp) -> UOp:
-  """x of the given lane"""
-  return UOp(Ops.CUSTOM, x.dtype, src=(x, lane.cast(dtypes.int)), arg=t.shuffle)
+def shuffle(target:Target, value:UOp, distance:int) -> UOp:
+  """The value of the lane whose number differs by the bit `distance`"""
+  return UOp(Ops.CUSTOM, value.dtype, src=(value,), arg=target.shuffle_xor.format(o=distance))
 
-def group_reduce(t:Target, x:UOp, lanes:int, op, step:int=1) -> UOp:
-  """op over `lanes` neighbouring lanes (a power of two, `step` apart), in every one of them, in a fixed order"""
+def of_lane(target:Target, value:UOp, lane:UOp) -> UOp:
+  """The value of the given lane"""
+  return UOp(Ops.CUSTOM, value.dtype, src=(value, lane.cast(dtypes.int)), arg=target.shuffle)
+
+def group_reduce(target:Target, value:UOp, lanes:int, op:Callable[[UOp, UOp], UOp], step:int=1) -> UOp:
+  """op over `lanes` neighbouring lanes, a power of two, `step` apart. Every one of them has the result; the order is fixed."""
   distance = lanes * step // 2
-  while distance >= step: x, distance = op(x, shuffle(t, x, distance)), distance // 2
-  return x
-def group_sum(t:Target, x:UOp, lanes:int) -> UOp: return group_reduce(t, x, lanes, lambda a, b: a + b)
+  while distance >= step:
+    value = op(value, shuffle(target, value, distance))
+    distance //= 2
+  return value
+def group_sum(target:Target, value:UOp, lanes:int) -> UOp: return group_reduce(target, value, lanes, lambda own, other: own + other)
 
-def dot4(t:Target, a:UOp, b:UOp, c:UOp) -> UOp:
-  """int32 c + Σ a[i]·b[i] over the four int8 of two words"""
-  assert t.dot4 is not None
-  return UOp(Ops.CUSTOMI, dtypes.int, src=(a, b, c), arg=t.dot4)
+def dot4(target:Target, left:UOp, right:UOp, total:UOp) -> UOp:
+  """total + Σ left[i]·right[i] over the four int8 of two words, int32"""
+  assert target.dot4 is not None
+  return UOp(Ops.CUSTOMI, dtypes.int, src=(left, right, total), arg=target.dot4)
 
 def opaque_zero(text:str, *after:UOp) -> UOp:
-  """A zero that tinygrad takes for an unknown 0 or 1, of a text that the target's compiler sees through: an index it is added to is computed
-  behind `after`, and within its range"""
+  """A zero that tinygrad takes for an unknown 0 or 1. text: the zero in C; the target's compiler sees what it is. An index that it is added to
+  is computed behind `after`."""
   return (UOp(Ops.CUSTOM, dtypes.int, src=after, arg=text) & 1).cast(dtypes.weakint)
 
-def pdl_wait(t:Target, *loads:UOp) -> UOp:
-  """A zero that is known only when the kernels before this one are done: an index it is added to reads what they wrote. Loads of constants
-  that are given are issued before. Elsewhere a kernel starts when those before it are done, and this is a plain zero."""
-  return UOp.const(0) if t.wait is None else opaque_zero(f"0; {t.wait}", *(loads or (UOp.const(0, dtypes.int),)))
+def pdl_wait(target:Target, *loads:UOp) -> UOp:
+  """wait_zero: a zero that is known only when the kernels before this one are done. A load of what they wrote adds it to the index, so that it
+  comes behind the wait. loads, of what no kernel writes, are issued before the wait. A target that starts a kernel when those before it are done
+  has a plain zero."""
+  return UOp.const(0) if target.wait is None else opaque_zero(f"0; {target.wait}", *(loads or (UOp.const(0, dtypes.int),)))
 
-def round_to_int(x:UOp) -> UOp:
-  """The nearest integer, halves away from zero"""
-  return (x + (x < 0).where(-0.5, 0.5)).cast(dtypes.int)
+def round_to_int(value:UOp) -> UOp:
+  """The nearest int32, halves away from zero"""
+  return (value + (value < 0).where(-0.5, 0.5)).cast(dtypes.int)

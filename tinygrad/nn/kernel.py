@@ -1,71 +1,115 @@
-"""What every kernel is made of: launching it, and what it asks of a weight, a norm and a rotation."""
+"""What every kernel is made of: how it is launched, and what it asks of a weight, a norm and a rotation.
+
+The words of all kernel files. Weights:
+  row            one output's weights; a stack's rows are numbered through
+  segment        a stretch of a row whose weights lie in one matrix; most rows have one
+  unit           32 neighbouring weights of a row; weight = scale · value + minimum
+  code           a weight as the file has it, an unsigned number; value = code - zero, or an entry of a table
+  scale, minimum one of each a unit, or one for each half; many formats have no minimum
+  plane          one field of all blocks of a matrix, a tensor whose last axis runs along the row
+Work:
+  launch         a run of a kernel; part: some of its blocks, with a layout of threads of their own; item: what gidx1 numbers (a head, a token)
+  job            a few rows times a vector; team: the lanes that do a job; span: how many they are
+  lane           a thread of a warp (a simdgroup); lanes exchange values without shared memory
+  slot           the number of a buffer in shared memory; each buffer of a kernel has its own
+  float4         four neighbouring float32 of a vector; load4(number) loads one
+  wait_zero      a zero that is added to an index to load behind the wait for other kernels (intrinsics.pdl_wait)
+  epilogue       what becomes of a finished sum: rotation, activation, residual, store
+"""
 from __future__ import annotations
+import functools, operator
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
 from types import FunctionType
-from typing import Any, Callable, Protocol, Sequence
+from typing import Any, Callable, Iterable, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.nn.intrinsics import opaque_zero
+from tinygrad.nn.intrinsics import Target, group_sum, opaque_zero
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops
 
-UNIT = 32                          # weights
-SLOTS = 4  # places in shared memory of a part; a caller's own begin behind those of all parts it has
+UNIT = 32    # weights
+SLOTS = 4    # of a part of a matrix-vector launch; a caller's own begin behind those of all its parts
 LOG2_E = 1.4426950408889634
+
+# ---- weights ----
 
 @dataclass(frozen=True)
 class Unit:
-  """32 weights of a row in a kernel's registers: weight = scale · value + minimum. Codes come four to a word, byte by byte; a value is
-  code - zero. Where `floats` are given they are the values, and words are empty."""
+  """32 weights of a row in a lane's registers: weight = scale · value + minimum, float32.
+  words: eight uint32 of four codes each, byte by byte; a value is code - zero. floats: 32 values, where words is empty.
+  scales: (scale, minimum or None) of the whole unit, or of each half."""
   words: list[UOp]
-  scales: list[tuple[UOp, UOp|None]]   # of the whole unit or of each half
+  scales: list[tuple[UOp, UOp|None]]
   zero: int = 0
   floats: list[UOp]|None = None
 
   def value(self, i:int) -> UOp:
     if self.floats is not None: return self.floats[i]
+    # a code set into the mantissa of 2^23 is the float 2^23 + code: no conversion
     return (((self.words[i // 4] >> (8 * (i % 4))) & 255) | 0x4b000000).bitcast(dtypes.float) - float((1 << 23) + self.zero)
-  def registers(self) -> list[UOp]: return [*self.words, *(self.floats or ()), *(y for pair in self.scales for y in pair if y is not None)]
+  def registers(self) -> list[UOp]:
+    return [*self.words, *(self.floats or ()), *(number for pair in self.scales for number in pair if number is not None)]
 
-# (row, unit, gate or None) -> Unit; nothing is loaded where the gate is false
-Matrix = Callable[[UOp, UOp, UOp|None], Unit]
+Matrix = Callable[[UOp, UOp, UOp|None], Unit]   # (row, unit, gate) -> Unit; nothing is loaded where the gate is false; None: no gate
+
 class Weight(Protocol):
-  """What a primitive needs of a quantized matrix (apps/quantized.py)"""
-  shape: tuple[int, ...]
-  integer: bool
-  label: str
+  """A quantized matrix, or a stack of them (apps/quantized.py)"""
+  shape: tuple[int, ...]       # (…, out, in)
+  device: str                  # that its planes are on
+  integer: bool                # whether an int8 dot product can take the codes
+  label: str                   # its format and shape, for a kernel's name
   nbytes: int
-  widths: tuple[int, ...]
-  zero: int
-  def scales(self, plane:Callable[[str, Any], Any], row:Any, unit:Any) -> list[tuple[Any, Any]]: ...
-  def __call__(self, x:Tensor, sel:Tensor|None=None) -> Tensor: ...
-  def args(self, name:str) -> dict[str, Tensor]: ...
-  def matrix(self, buffers:dict[str, UOp], name:str) -> Matrix: ...
+  widths: tuple[int, ...]      # bits of each code plane, the low bits first
+  zero: int                    # value = code - zero
+  def scales(self, plane:Callable[[str, Any], Any], row:Any, unit:Any) -> list[tuple[Any, Any]]:
+    """(scale, minimum or None) of a unit, or of each half. plane(name, index) is an entry of a flat plane, of any type with a number's operators."""
+  def __getitem__(self, index:Tensor) -> Weight:
+    """The rows, or the matrices of a stack, that an integer tensor names; nothing is read until the result is"""
+  def dequantize(self) -> Tensor:
+    """float32, of the weight's shape"""
+  def __call__(self, x:Tensor, sel:Tensor|None=None) -> Tensor:
+    """W·x, float32. A matrix: (T, in) -> (T, out). A stack with one a head: (T, H, in) -> (T, H, out). A stack of which sel, int32 (T, K),
+    names those of a token: (T, 1 or K, in) -> (T, K, out)."""
+  def args(self, name:str) -> dict[str, Tensor]:
+    """The planes as a launch's inputs"""
+  def matrix(self, buffers:dict[str, UOp], name:str) -> Matrix:
+    """The matrix in a kernel that was launched with args(name)"""
 
 class Norm(Protocol):
-  weight: Tensor
+  """RMSNorm: x · weight / sqrt(mean(x²) + eps), over the last axis"""
+  weight: Tensor               # float32 (D,)
   eps: float
-  def __call__(self, x:Tensor) -> Tensor: ...
+  def __call__(self, x:Tensor) -> Tensor:
+    """float32 (…, D) -> float32 (…, D)"""
 
 class Rope(Protocol):
-  """The rotation of the tokens at hand (apps/rope.py)"""
-  table: Tensor
-  pos: UOp|int|Tensor
-  head: int
+  """The rotation of a vector's heads, pair by neighbouring pair (apps/rope.py). The numbers of a head from `nope` on are rotated."""
+  table: Tensor                # float32 (positions, R/2, 2): cos and sin of each pair's angle
+  head: int                    # numbers of a head
   nope: int
-  def rotate(self, x:Tensor) -> Tensor: ...
-  def rotate_heads(self, q:Tensor) -> Tensor: ...
 
-def add(a:UOp|None, b:UOp) -> UOp: return b if a is None else a + b
+# ---- arithmetic ----
+
+def add(total:UOp|None, value:UOp) -> UOp: return value if total is None else total + value
+def sum_in_order(values:Iterable[UOp]) -> UOp: return functools.reduce(operator.add, values)
 def exp(x:UOp) -> UOp: return (x * LOG2_E).exp2()
 def silu(x:UOp) -> UOp: return x / (1 + exp(-x))
 def total(values:list[UOp], op:Callable[[UOp, UOp], UOp]) -> UOp:
-  while len(values) > 1: values = [op(*values[i:i+2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]  # short chains
+  """op over neighbours, then over the results' neighbours …: as short a chain as can be"""
+  while len(values) > 1: values = [op(*values[i:i+2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
   return values[0]
 
-def load4(buffer:UOp, offset:UOp|int=0) -> Callable[[UOp], list[UOp]]: return lambda k: [buffer[offset + k * 4 + j].load() for j in range(4)]
+# ---- memory ----
+
+Load4 = Callable[[UOp], list[UOp]]   # number of a float4 -> its four values
+
+def load4(buffer:UOp, offset:UOp|int=0) -> Load4: return lambda number: [buffer[offset + number * 4 + i].load() for i in range(4)]
+
+def safe_index(index:UOp, inside:UOp|None) -> UOp:
+  """The index where `inside` is true, else 0: an address there is, for a load whose value is not used. None: always inside."""
+  return index if inside is None else inside.where(index, 0)
 
 def empty(like:Tensor, *shape:int, dtype:DType=dtypes.float) -> Tensor:
   """Memory that a launch will write, on the device of `like`"""
@@ -78,42 +122,64 @@ def gated(index:UOp, *conditions:UOp|None) -> UOp:
 
 def local(size:int, dtype:DType, slot:int) -> UOp: return UOp.placeholder((size,), dtype, slot=slot, addrspace=AddrSpace.LOCAL)
 
+# ---- threads ----
+
+class BlockSum:
+  """The float32 sum of a value over a block's threads, a multiple of a warp. `store` writes each warp's sum to shared memory. Behind a barrier
+  that follows it, warp_sums(barrier) are the addends, in every thread."""
+  def __init__(self, target:Target, value:UOp, thread:UOp, threads:int, slot:int):
+    self.warps = threads // target.lanes
+    self.shared = local(self.warps, dtypes.float, slot)
+    warp, lane = thread // target.lanes, thread % target.lanes
+    self.store = self.shared[warp.valid(lane.eq(0))].store(group_sum(target, value, target.lanes))
+  def warp_sums(self, barrier:UOp) -> list[UOp]:
+    shared = self.shared.after(barrier)
+    return [shared[warp].load() for warp in range(self.warps)]
+
+def block_sum(target:Target, value:UOp, thread:UOp, threads:int, slot:int, combine:Callable[[list[UOp]], UOp]=sum_in_order) -> UOp:
+  """The float32 sum of a value over a block's threads, in every thread. It takes a barrier; combine adds up what the warps have."""
+  warps = BlockSum(target, value, thread, threads, slot)
+  return combine(warps.warp_sums(UOp(Ops.BARRIER, src=(warps.store,))))
+
 def branch(number:int, condition:UOp) -> tuple[UOp, UOp]:
-  """A loop that runs once where condition holds, else never, and a zero: what indices with it load or store happens inside. The end of
-  the branch is `.end(loop)` of what it stores."""
+  """(loop, zero): a loop that runs once where the condition holds, else never. What loads or stores at an index with the zero is inside.
+  The branch ends with `.end(loop)` of its stores. number: its own in the kernel."""
   # the compiler of the GPU's language sees that both texts are what they are; tinygrad, which would fold a loop of at most one turn, does not
   turns = UOp(Ops.CUSTOM, dtypes.int, src=(condition.where(UOp.const(1, dtypes.int), 0),), arg="{0}")
   loop = UOp.range(turns.cast(dtypes.weakint), number)
   return loop, opaque_zero("0", loop.cast(dtypes.int))
 
-def rotated(buffers:dict[str, UOp], half:int, at:UOp, pair:Sequence[UOp], turned:UOp, token:UOp|int=0) -> list[UOp]:
-  """Numbers `at` and `at + 1` of a rotated part of `half` pairs after RoPE where `turned` is true, and as they are elsewhere. token: from pos on"""
-  index = ((buffers["pos"][0].load().cast(dtypes.weakint) + token) * half + at // 2) * 2
-  cos, sin = (buffers["rope"][(index + i).valid(turned)].load() for i in range(2))
-  a, b = pair
-  return [turned.where(a * cos - b * sin, a), turned.where(a * sin + b * cos, b)]
+def rotated(buffers:dict[str, UOp], pairs:int, number:UOp, pair:Sequence[UOp], inside:UOp, token:UOp|int=0) -> list[UOp]:
+  """RoPE of the numbers `number` and `number + 1` of a head's rotated part, which is so many pairs. Where `inside` is false the pair stays as it
+  is. The position is that of the buffer pos, plus token."""
+  index = ((buffers["pos"][0].load().cast(dtypes.weakint) + token) * pairs + number // 2) * 2
+  cos, sin = (buffers["rope"][(index + i).valid(inside)].load() for i in range(2))
+  first, second = pair
+  return [inside.where(first * cos - second * sin, first), inside.where(first * sin + second * cos, second)]
 
-def fingerprint(x:Any) -> Any:
+# ---- launching ----
+
+def fingerprint(part:Any) -> Any:
   """What a kernel's body depends on, as a key: a function is its code and what it closes over, a tensor its shape and dtype, an object its
   fields"""
-  if isinstance(x, Tensor): return x.shape, x.dtype
-  if isinstance(x, FunctionType): return x.__code__, x.__defaults__, *(fingerprint(cell.cell_contents) for cell in x.__closure__ or ())
-  if isinstance(x, (tuple, list)): return tuple(map(fingerprint, x))
-  if isinstance(x, dict): return tuple((key, fingerprint(value)) for key, value in x.items())
-  return x if isinstance(x, (UOp, Enum)) or not hasattr(x, "__dict__") else (type(x), fingerprint(vars(x)))
+  if isinstance(part, Tensor): return part.shape, part.dtype
+  if isinstance(part, FunctionType): return part.__code__, part.__defaults__, *(fingerprint(cell.cell_contents) for cell in part.__closure__ or ())
+  if isinstance(part, (tuple, list)): return tuple(map(fingerprint, part))
+  if isinstance(part, dict): return tuple((key, fingerprint(value)) for key, value in part.items())
+  return part if isinstance(part, (UOp, Enum)) or not hasattr(part, "__dict__") else (type(part), fingerprint(vars(part)))
 
 _programs:dict[Any, UOp] = {}   # a model's blocks launch the same few kernels again and again: each is put together once
+
 def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:Callable[[dict[str, UOp]], list[UOp]], mem:int|None=None) -> list[Tensor]:
-  """Runs a kernel of the given stores: body gets the flat buffers by name, and is called once for all launches with its fingerprint. mem: bytes it
-  moves, where the renderer cannot count them. Returns the outs, written."""
-  names, tensors = [*outs, *ins], [t.flatten() for t in (*outs.values(), *ins.values())]
-  def fxn(*buffers:UOp) -> UOp:
+  """Runs a kernel: body(flat buffers by name) -> its stores. Launches of the same name and fingerprint of body share one kernel.
+  mem: bytes moved, where the renderer cannot count them. Returns the outs, written."""
+  names, tensors = [*outs, *ins], [tensor.flatten() for tensor in (*outs.values(), *ins.values())]
+  def put_together(*buffers:UOp) -> UOp:
     key = name, mem, buffers, tuple(names), fingerprint(body)
     if key not in _programs:
       info = KernelInfo(name=name, opts_to_apply=(), estimates=None if mem is None else Estimates(0, mem, mem))
-      stores = body(dict(zip(names, (b.flatten() for b in buffers))))
+      stores = body(dict(zip(names, (buffer.flatten() for buffer in buffers))))
       _programs[key] = UOp.group(*stores).sink(arg=info).rtag(1)  # tagged: scheduled already
     return _programs[key]
-  written = tensors[0].custom_kernel(*tensors[1:], fxn=fxn)
-  return [w.reshape(t.shape) for w, t in zip(written, outs.values())]
-
+  written = tensors[0].custom_kernel(*tensors[1:], fxn=put_together)
+  return [buffer.reshape(out.shape) for buffer, out in zip(written, outs.values())]
