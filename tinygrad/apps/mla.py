@@ -18,7 +18,6 @@ from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, 
 from tinygrad.apps.rope import Rope, Yarn, rope_table
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT
-from tinygrad.nn.matmul import HALF_SCALE
 from tinygrad.nn.mla_attention import mla_attention
 from tinygrad.nn.mla_prefill import fits as mla_prefill_fits
 from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up, moe_prefill
@@ -151,7 +150,7 @@ class Attention:
     else: q, kv = norm_linear(x, self.attn_norm, [self.attn_q, self.attn_kv_a_mqa], rope)
     q_latent, cache = latent_query(q, kv, self.attn_k_b, self.attn_kv_a_norm, cache, rope)  # (T, H, L)
     context = mla_attention(q_latent, q.reshape(x.shape[0], c.n_heads, -1), cache, rope.pos, c.score_scale)  # (T, H, L)
-    heads = heads_linear(context, self.attn_v_b, HALF_SCALE).reshape(x.shape[0], -1)           # (T, H·v)
+    heads = heads_linear(context, self.attn_v_b).reshape(x.shape[0], -1)                       # (T, H·v)
     return norm_linear(heads, None, [self.attn_output], residual=x)[0], cache
 
 class MLP:

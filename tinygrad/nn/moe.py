@@ -10,7 +10,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.intrinsics import Target
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, launch, load4, silu
-from tinygrad.nn.matmul import HALF_SCALE, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
+from tinygrad.nn.matmul import expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
 from tinygrad.nn.matvec import DeferredMatrix, MatvecPart, RowSegments, linear_part, matvec
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, serves
 from tinygrad.nn.norm_linear import decode_target, prefill_target, rows_of
@@ -129,7 +129,7 @@ def moe_prefill(t:Target, x:Tensor, norm:Norm, router:Weight, routing:Routing, e
   n, low = rms_norm_half(t, x, norm, low=True)
   sel, scale = choose_experts_prefill(t, matmul_split_half(t, n, low, router), routing)
   chosen = sort_by_expert(t, sel, router.shape[0])
-  each = grouped_matmul(t, grouped_matmul(t, n, (gate, up), chosen, routing.count, scale), [down], chosen, routing.count, factor=1 / HALF_SCALE)
-  if shared is not None: x = matmul(t, gate_up_prefill(t, n, (shared[0], shared[1])), shared[2], x, 1 / HALF_SCALE)
+  each = grouped_matmul(t, expert_gate_up_prefill(t, n, (gate, up), chosen, scale), down, chosen, routing.count)
+  if shared is not None: x = matmul(t, gate_up_prefill(t, n, (shared[0], shared[1])), shared[2], x)
   return (x + each.sum(1)).contiguous()
 

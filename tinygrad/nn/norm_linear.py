@@ -10,7 +10,7 @@ from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Weight, launch, load4, rotated
 from tinygrad.nn.latent_cache import cache_row
-from tinygrad.nn.matmul import HALF_SCALE, matmul, rms_norm_half
+from tinygrad.nn.matmul import Scaled, matmul, matmul_scaled, rms_norm_half
 from tinygrad.nn.matvec import RowSegments, linear_part, matvec
 from tinygrad.nn.metal_mul_mat_id import QL_SHEXP_MSL, mul_mat_msl, serves
 from tinygrad.nn.split_kv import padded, query_place, uses_tensor_cores
@@ -26,14 +26,14 @@ def prefill_target(x:Tensor, *widths:int) -> Target|None:
   t = target_of() if x.shape[0] > 1 else None
   return t if t is not None and t.mma is not None and all(w % UNIT == 0 and w > UNIT for w in widths) else None
 
-def halves(x:Tensor) -> tuple[Tensor, float]:
-  """x as halves, and what a product with them is to be multiplied by: halves are hidden numbers, times HALF_SCALE"""
-  return (x, 1 / HALF_SCALE) if x.dtype == dtypes.half else (x.cast(dtypes.half).contiguous(), 1.0)
+def halves(x:Tensor|Scaled) -> Tensor|Scaled:
+  """x in half precision"""
+  return x if isinstance(x, Scaled) or x.dtype == dtypes.half else x.cast(dtypes.half).contiguous()
 
-def heads_linear(x:Tensor, w:Weight, factor:float=1.0) -> Tensor:
-  """A matrix a head: (T, H, in) -> (T, H, out), float32; by tensor cores it is halves, times the factor"""
+def heads_linear(x:Tensor, w:Weight) -> Tensor|Scaled:
+  """A matrix a head: (T, H, in) -> (T, H, out), float32; by tensor cores it is scaled halves"""
   if (t := prefill_target(x, x.shape[2], w.shape[0] * w.shape[1])) is None: return w(x)
-  return matmul(t, halves(x)[0], w, factor=factor, dtype=dtypes.half)
+  return matmul_scaled(t, halves(x), w)
 
 def position(pos:UOp|int|Tensor) -> Tensor:
   """int32 (1,) on the device, where kernels read it"""
@@ -63,10 +63,10 @@ def norm_linear_ops(x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rop
 
 def norm_linear_prefill(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
   """By tensor cores. What RoPE has rotated is halves."""
-  n, factor = (rms_norm_half(t, x, norm)[0], 1.0) if norm is not None else halves(x)
+  n = rms_norm_half(t, x, norm)[0] if norm is not None else halves(x)
   first, *rest = weights
-  y = matmul(t, n, first, residual, factor, rope, None if rope is None else position(rope.pos), dtypes.float if rope is None else dtypes.half)
-  return [y, *[matmul(t, n, w, factor=factor) for w in rest]]
+  y = matmul(t, n, first, residual, 1.0, rope, None if rope is None else position(rope.pos), dtypes.float if rope is None else dtypes.half)
+  return [y, *[matmul(t, n, w) for w in rest]]
 
 def norm_linear_decode(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
   if norm is None and rope is None and len(weights) == 1 and residual is not None and serves(t, QL_SHEXP_MSL, weights):
