@@ -6,7 +6,7 @@ cache, L latent (kv_lora_rank), R rope dimensions. The batch is one sequence. Wh
 """
 from __future__ import annotations
 from dataclasses import dataclass, replace
-import enum, math
+import math
 from typing import Any, Callable, Iterable
 import numpy as np
 from gguf import GGMLQuantizationType as GGMLType
@@ -22,17 +22,12 @@ from tinygrad.nn.mla_attention import mla_attention
 from tinygrad.nn.mla_prefill import fits as mla_prefill_fits
 from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up, moe_prefill
 from tinygrad.nn.norm_linear import heads_linear, latent_query, norm_linear, prefill_target
-from tinygrad.nn.routing import Routing
+from tinygrad.nn.routing import Gating, Routing
 from tinygrad.nn.split_kv import fits as attention_fits
 from tinygrad.dtype import DType
 from tinygrad.nn import cpu
 
 CHUNK, MANY = 32, 512  # prompt tokens a step; where there are kernels for many, and more than a few tokens
-
-class Gating(enum.IntEnum):
-  SOFTMAX = 1
-  SIGMOID = 2
-  SOFTMAX_WEIGHT = 3  # softmax over the chosen logits only
 
 @dataclass(frozen=True)
 class Config:
@@ -278,7 +273,7 @@ class Transformer:
       ffn_norm = norm(b + "ffn_norm")
       def matrices(suffix:str) -> list: return [w[f"{b}ffn_{m}{suffix}.weight"] for m in ("gate", "up", "down")]
       if i < c.n_dense: return Block(attn, MLP(ffn_norm, *matrices("")))
-      choice = Routing(c.n_chosen, int(c.gating), c.normalize_weights, c.weights_scale, w.get(b + "exp_probs_b.bias"))
+      choice = Routing(c.n_chosen, c.gating, c.normalize_weights, c.weights_scale, w.get(b + "exp_probs_b.bias"))
       return Block(attn, MoE(ffn_norm, w[b + "ffn_gate_inp.weight"], choice, *matrices("_exps"), MLP(ffn_norm, *matrices("_shexp")) if c.n_shared else None))
     embd = w["token_embd.weight"]
     output = w["output.weight"] if "output.weight" in w else QuantizedLinear(embd.kind, embd.shape, embd.planes)  # tied

@@ -16,6 +16,7 @@ from tinygrad.device import TinyELF
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import NUM_CPU_THREADS, prod
 from tinygrad.nn.kernel import UNIT
+from tinygrad.nn.routing import Gating
 from tinygrad.renderer import Estimates
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.ops_cpu import CPUProgram
@@ -451,15 +452,15 @@ def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:flo
   return launch(f"mla_attention_{H}_{L}_{dim - L}", outs, ins, "", body, H, cache.nbytes())[0]
 
 def choose_experts(logits:Tensor, routing:Any, least_sum:float) -> tuple[Tensor, Tensor]:
-  """gating: 1 softmax, 2 sigmoid, 3 softmax over the chosen. logits: (T, E)"""
+  """logits: (T, E)"""
   (T, E), bias, count, gating, normalize, scale = logits.shape, routing.bias, routing.count, routing.gating, routing.normalize, routing.scale
-  score = {1: "exp1(logits[e] - top)", 2: "1 / (1 + exp1(-logits[e]))", 3: "logits[e]"}[gating]
+  score = {Gating.SOFTMAX: "exp1(logits[e] - top)", Gating.SIGMOID: "1 / (1 + exp1(-logits[e]))", Gating.SOFTMAX_WEIGHT: "logits[e]"}[gating]
   body = f"""for (logits += job * {E}, sel += job * {count}, weights += job * {count}; job < last; job++, logits += {E}, sel += {count}, weights += {count}) {{
   float score[{E}], choice[{E}], top = logits[0], total = 0;
   for (int e = 1; e < {E}; e++) top = logits[e] > top ? logits[e] : top;
   for (int e = 0; e < {E}; e++) total += score[e] = {score};
   for (int e = 0; e < {E}; e++) {{
-    {'score[e] /= total;' if gating == 1 else ''} choice[e] = score[e]{'' if bias is None else ' + bias[e]'};
+    {'score[e] /= total;' if gating == Gating.SOFTMAX else ''} choice[e] = score[e]{'' if bias is None else ' + bias[e]'};
   }}
   for (int k = 0; k < {count}; k++) sel[k] = weights[k] = 0;
   for (int e = 0; e < {E}; e++) {{
@@ -468,8 +469,8 @@ def choose_experts(logits:Tensor, routing:Any, least_sum:float) -> tuple[Tensor,
     if (before < {count}) {{ sel[before] = e; weights[before] = score[e]; }}
   }}
   total = 0;
-  {f'for (int k = {count} - 1; k >= 0; k--) total += weights[k] = exp1(weights[k] - top);' if gating == 3 else ''}
-  {f'for (int k = 0; k < {count}; k++) weights[k] /= total;' if gating == 3 else ''}
+  {f'for (int k = {count} - 1; k >= 0; k--) total += weights[k] = exp1(weights[k] - top);' if gating == Gating.SOFTMAX_WEIGHT else ''}
+  {f'for (int k = 0; k < {count}; k++) weights[k] /= total;' if gating == Gating.SOFTMAX_WEIGHT else ''}
   total = 0;
   for (int k = 0; k < {count}; k++) total += weights[k];
   float factor = {scale!r}f{f' / (total > {least_sum!r}f ? total : {least_sum!r}f)' if normalize else ''};
