@@ -7,22 +7,30 @@ from helpers import HALVES, WIDE, generator, random_weight, write_mixed
 from mockcuda import on_cuda
 from oracle import Judge, nmse
 from extra.bench import no_device, stand_in, with_blocks
-from tinygrad import Tensor, dtypes
+from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.engine.engine import Generator
-from tinygrad.apps.mla import CHUNK, RMSNorm, Transformer
+from tinygrad.apps.mla import PREFILL_STEPS, RMSNorm, Transformer
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear
 from tinygrad.apps.rope import Rope, rope_table
-from tinygrad.nn.intrinsics import target_of
+from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.matmul import (TILE_32x64, TILE_64x64, Scaled, Tile, expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_scaled,
                                 matmul_split_half, rms_norm_half)
 from tinygrad.nn.mla_prefill import mla_prefill
 from tinygrad.nn.routing import Gating, Routing, choose_experts, choose_experts_prefill, sort_by_expert
+from tinygrad.nn.step import Step
+
+CHUNK = PREFILL_STEPS[0]
 
 HALF, LIMIT = 1e-6, 1e-5   # NMSE that rounding weights and activations to halves costs a product; a model's logits, cache of halves included
 
 @pytest.fixture(autouse=True)
 def cuda() -> Iterator[None]:
   with on_cuda(): yield
+
+def target() -> Target:
+  row = target_of(Device.DEFAULT)
+  assert row is not None
+  return row
 
 rng = np.random.default_rng
 def halves(*shape: int) -> np.ndarray: return rng(shape).standard_normal(shape).astype(np.float16)
@@ -36,7 +44,7 @@ def test_every_type(kind: T):
   shape = (70, max(GGML_QUANT_SIZES[kind][0], 96))
   data, want = random_weight(kind, shape)
   tokens = halves(33, shape[1])
-  out = matmul(target_of(), Tensor(tokens), QuantizedLinear.load(kind, shape, data))
+  out = matmul(target(), Tensor(tokens), QuantizedLinear.load(kind, shape, data))
   assert nmse(out.numpy(), tokens.astype(np.float64) @ want.T.astype(np.float64)) < HALF
 
 @pytest.mark.parametrize("n", [2, 32, 70])
@@ -47,7 +55,7 @@ def test_heads_factor_residual(n: int, tile: Tile, monkeypatch: pytest.MonkeyPat
   data, want = random_weight(T.Q8_0, (3, 40, 64))
   weight, tokens, residual = QuantizedLinear.load(T.Q8_0, (3, 40, 64), data), halves(n, 3, 96), floats(n, 3, 40)
   exact = np.einsum("thi,hoi->tho", tokens[..., :64].astype(np.float64), want)
-  got = matmul(target_of(), Scaled(Tensor(tokens), 4.), weight, Tensor(residual), 0.125)
+  got = matmul(target(), Scaled(Tensor(tokens), 4.), weight, Tensor(residual), 0.125)
   assert nmse(got.numpy(), residual + 0.5 * exact) < HALF
 
 def test_scaled():
@@ -58,45 +66,45 @@ def test_scaled():
   exact = np.einsum("thi,hoi->tho", tokens.astype(np.float64), want)
   tokens *= np.float16(2 * 65504 / np.abs(exact).max())
   exact = np.einsum("thi,hoi->tho", tokens.astype(np.float64), want)
-  heads = matmul_scaled(target_of(), Tensor(tokens), weight)
+  heads = matmul_scaled(target(), Tensor(tokens), weight)
   assert np.abs(exact).max() > 65504 and nmse(values_of(heads), exact) < 2 * HALF
-  assert nmse(matmul(target_of(), heads.reshape(20, -1), after).numpy(), exact.reshape(20, -1) @ after_want.T) < 2 * HALF
+  assert nmse(matmul(target(), heads.reshape(20, -1), after).numpy(), exact.reshape(20, -1) @ after_want.T) < 2 * HALF
 
 def test_rope():
   data, want = random_weight(T.F16, (2 * 48, 64))
   weight, tokens = QuantizedLinear.load(T.F16, (2 * 48, 64), data), halves(20, 64)
-  rope = Rope(rope_table(32, 1e4, 64), 7, 48, 16)
+  rope = Rope(rope_table(32, 1e4, 64), 48, 16)
   product = Tensor((tokens.astype(np.float64) @ want.T).astype(np.float32))
-  got = matmul(target_of(), Tensor(tokens), weight, rope=rope, pos=Tensor([rope.pos], dtype=dtypes.int32)).numpy()
-  assert nmse(got, rope.rotate_heads(product).numpy().astype(np.float64)) < HALF
+  got = matmul(target(), Tensor(tokens), weight, rope=rope, pos=Tensor([7], dtype=dtypes.int32)).numpy()
+  assert nmse(got, rope.rotate_heads(product, Step.prefill(7, 20)).numpy().astype(np.float64)) < HALF
 
 def test_norm_and_its_rounding_error():
   tokens, norm = floats(5, 736), RMSNorm(Tensor(floats(736)).realize(), 1e-5)
   want = norm(Tensor(tokens)).numpy()
-  high, low = (out.numpy() for out in rms_norm_half(target_of(), Tensor(tokens), norm, low=True))
+  high, low = (out.numpy() for out in rms_norm_half(target(), Tensor(tokens), norm, low=True))
   assert np.abs(high - want).max() < 3e-3 and np.abs(high.astype(np.float32) + low - want).max() < 2e-6
 
 @pytest.mark.parametrize("kind,rows,width", [(T.F32, 64, 512), (T.F32, 20, 96), (T.Q6_K, 70, 256)], ids=lambda v: getattr(v, "name", str(v)))
 def test_split_half(kind: T, rows: int, width: int):
   """The router's product: as good as float32"""
   data, want = random_weight(kind, (rows, width))
-  high, low = rms_norm_half(target_of(), Tensor(floats(33, width)), RMSNorm(Tensor.ones(width).contiguous().realize(), 1e-5), low=True)
+  high, low = rms_norm_half(target(), Tensor(floats(33, width)), RMSNorm(Tensor.ones(width).contiguous().realize(), 1e-5), low=True)
   exact = high.numpy().astype(np.float64) + low.numpy()
-  got = matmul_split_half(target_of(), high, low, QuantizedLinear.load(kind, (rows, width), data))
+  got = matmul_split_half(target(), high, low, QuantizedLinear.load(kind, (rows, width), data))
   assert nmse(got.numpy(), exact @ want.T.astype(np.float64)) < 1e-11
 
 def test_gate_up():
   (gate_data, gate), (up_data, up) = random_weight(T.Q4_0, (70, 256)), random_weight(T.Q5_K, (70, 256))
   tokens = halves(33, 256) / np.float16(8)
   weights = QuantizedLinear.load(T.Q4_0, (70, 256), gate_data), QuantizedLinear.load(T.Q5_K, (70, 256), up_data)
-  got = gate_up_prefill(target_of(), Tensor(tokens), weights)
+  got = gate_up_prefill(target(), Tensor(tokens), weights)
   exact = tokens.astype(np.float64)
   assert nmse(values_of(got), silu(exact @ gate.T) * (exact @ up.T)) < 2 * HALF
 
 @pytest.mark.parametrize("tokens,K,E", [(2, 2, 5), (100, 4, 16), (512, 4, 9)])
 def test_sort_by_expert(tokens: int, K: int, E: int):
   chosen = np.stack([rng(i).permutation(E)[:K] for i in range(tokens)]).astype(np.int32)
-  order, counts = (out.numpy() for out in sort_by_expert(target_of(), Tensor(chosen), E))
+  order, counts = (out.numpy() for out in sort_by_expert(target(), Tensor(chosen), E))
   for expert in range(E):
     assert counts[expert] == (chosen == expert).sum()
     assert (order[expert, :counts[expert]] == np.flatnonzero(chosen.reshape(-1) == expert)).all()
@@ -105,14 +113,14 @@ def test_experts():
   """More tokens of an expert than a tile has, and an expert that nobody chose"""
   n, K, E, F, D = 50, 2, 4, 70, 96
   chosen = np.tile(np.int32([[0, 2], [3, 0]]), (25, 1))
-  order, (data, want) = sort_by_expert(target_of(), Tensor(chosen), E), random_weight(T.Q4_1, (E, F, D))
+  order, (data, want) = sort_by_expert(target(), Tensor(chosen), E), random_weight(T.Q4_1, (E, F, D))
   weight, tokens, scale = QuantizedExpertWeights.load(T.Q4_1, (E, F, D), data), halves(n, D) / np.float16(16), floats(n, K)
   exact = np.einsum("ti,tkoi->tko", tokens.astype(np.float64), want[chosen])
-  got = expert_gate_up_prefill(target_of(), Tensor(tokens), (weight, weight), order, Tensor(scale))
+  got = expert_gate_up_prefill(target(), Tensor(tokens), (weight, weight), order, Tensor(scale))
   assert nmse(values_of(got), silu(exact) * exact * scale[..., None]) < 2 * HALF
-  assert nmse(grouped_matmul(target_of(), Tensor(tokens), weight, order, K).numpy(), exact) < HALF
+  assert nmse(grouped_matmul(target(), Tensor(tokens), weight, order, K).numpy(), exact) < HALF
   hidden = halves(n, K, D)   # an x for each choice
-  down = lambda: grouped_matmul(target_of(), Scaled(Tensor(hidden), .5), weight, order, K).numpy()
+  down = lambda: grouped_matmul(target(), Scaled(Tensor(hidden), .5), weight, order, K).numpy()
   assert nmse(down(), .5 * np.einsum("tki,tkoi->tko", hidden.astype(np.float64), want[chosen])) < HALF
   assert down().tobytes() == down().tobytes()
 
@@ -120,14 +128,14 @@ def test_experts():
 def test_choice(gating: Gating):
   logits, bias = Tensor(floats(9, 40)).realize(), Tensor(floats(40)).realize() if gating == Gating.SIGMOID else None
   routing = Routing(4, gating, gating != Gating.SOFTMAX, 1.8, bias)
-  for got, want in zip(choose_experts_prefill(target_of(), logits, routing), choose_experts(logits, routing), strict=True):
+  for got, want in zip(choose_experts_prefill(target(), logits, routing), choose_experts(logits, routing), strict=True):
     assert np.allclose(got.numpy(), want.numpy(), atol=1e-6)
 
 # tokens, heads, latent, rope, a head's length, position, cache: a step at the cache's start, tokens that are no whole tile, the cache's very end
 @pytest.mark.parametrize("n,H,L,R,head,pos,C", [(32, 2, 128, 64, 80, 0, 96), (20, 3, 128, 32, 64, 47, 67), (16, 1, 512, 64, 256, 40, 64)])
 def test_attention(n: int, H: int, L: int, R: int, head: int, pos: int, C: int):
   latent, q, cache = floats(n, H, L), floats(n, H * head), halves(C, L + R)
-  got = mla_prefill(target_of(), Tensor(latent), Tensor(q), Tensor(cache), Tensor([pos], dtype=dtypes.int32), .1).numpy().astype(np.float64)
+  got = mla_prefill(target(), Tensor(latent), Tensor(q), Tensor(cache), Tensor([pos], dtype=dtypes.int32), .1).numpy().astype(np.float64)
   query = np.concatenate([latent, q.reshape(n, H, head)[..., -R:]], -1).astype(np.float64)
   scores = np.einsum("thd,cd->thc", query, cache.astype(np.float64)) * .1
   scores[np.broadcast_to((np.arange(C) > pos + np.arange(n)[:, None])[:, None], scores.shape)] = -np.inf
