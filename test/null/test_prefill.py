@@ -159,19 +159,20 @@ def test_the_last_tile_left_out(kernel: str, test: Callable, args: tuple, place:
 @pytest.mark.parametrize("family,types,sizes", [("small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5)), ("small-ds", "Q4_K F16 Q5_0", {})])
 def test_model(family: str, types: str, sizes: dict[str, int], tmp_path: Path):
   """Two steps, the second one padded; what decoding continues with is what a cache written token by token gives"""
-  path, ids = write_mixed(tmp_path / "m.gguf", family, [T[t] for t in types.split()], **WIDE | sizes, seed=1), rng(1).integers(0, 320, CHUNK + 9).tolist()
-  g = generator(path, 64)
-  Judge(path, ids).check(g.logits(ids), LIMIT)
-  g.forget()
-  tokens = list(g.generate(ids, 4))
-  g.forget()
-  for i in range(0, len(ids), 8): g.prefill(ids[:i + 1])  # so few at a time that they are decoded
-  assert list(g.generate(ids, 4)) == tokens
+  path = write_mixed(tmp_path / "m.gguf", family, [T[name] for name in types.split()], **WIDE | sizes, seed=1)
+  ids, model = rng(1).integers(0, 320, CHUNK + 9).tolist(), generator(path, 64)
+  Judge(path, ids).check(model.logits(ids), LIMIT)
+  model.forget()
+  tokens = list(model.generate(ids, 4))
+  model.forget()
+  for end in range(1, len(ids) + 1, 8): model.prefill(ids[:end])  # so few at a time that they are decoded
+  assert list(model.generate(ids, 4)) == tokens
 
 def test_launches():
   """Of a step of 512 tokens, what a block with experts adds"""
-  f = stand_in("glm")
+  file = stand_in("glm")
   with no_device("CUDA"):
     def count(blocks: list[int]) -> int:
-      return len(Generator(Transformer.from_gguf(with_blocks(f, blocks), 1024)).build_prefill(512, compiled=False).calls)
+      model = Transformer.from_gguf(with_blocks(file, blocks), 1024)
+      return len(Generator(model).build_prefill(512, compiled=False).calls)
     assert count([0, 1, 2]) - count([0, 1]) == 20
