@@ -65,7 +65,7 @@ def cases(model:str, depth:int) -> dict[str, tuple[Callable, Callable]]:
   out["attn_output"] = (lambda: (lin(G.Q4_0, D, H * v),), lambda m: norm_linear.norm_linear(hv, None, m, residual=hd))
   if experts:
     def exp(kind:G, *shape:int): return random_weight(QuantizedExpertWeights, kind, experts, *shape)
-    hs, F, choice = x(shared * ffn), shared * ffn, routing.Routing(used, 2, True, 1.8)
+    hs, F, choice = x(shared * ffn), shared * ffn, routing.Routing(used, routing.Gating.SIGMOID, True, 1.8)
     kind = G.Q6_K if F % 256 == 0 else G.Q8_0
     out["gate_up shared|router"] = (lambda: (lin(G.Q5_K, F, D), lin(G.Q5_K, F, D), lin(G.F32, experts, D)), lambda m: moe.gate_up(hd, n_d, m[:2], m[2]))
     out["gate_up experts"] = (lambda: (exp(G.Q4_0, ffn, D), exp(G.Q4_0, ffn, D)), lambda m: moe.expert_gate_up(hd, n_d, m, logits, choice))

@@ -147,9 +147,9 @@ def test_attention_of_many(pos: int, tokens: int, kept):
 @pytest.mark.parametrize("pos", [0, 3, 15, 16, 40])
 def test_attention(pos: int, kept): check_attention("cpu_decode", Step.decode(tensor(np.int32([pos]))), kept, 0.1, 1e-8, 48)
 
-@pytest.mark.parametrize("gating", [1, 2, 3])
+@pytest.mark.parametrize("gating", routing.Gating)
 @pytest.mark.parametrize("experts", [4, 33])
-def test_choose_experts(gating: int, experts: int):
+def test_choose_experts(gating: routing.Gating, experts: int):
   logits, bias = tensor(normal(1, experts).round(1)), tensor(0.1 * normal(experts))   # rounded: ties
   for b in (None, bias):
     for normalize in (False, True):
@@ -164,7 +164,7 @@ def test_feed_forward():
   gate, up = (load(QuantizedExpertWeights, T.Q4_0, E, F, D)[0] for _ in range(2))
   down = load(QuantizedExpertWeights, T.Q5_1, E, 75, F)[0]
   x, n, residual = tensor(0.1 * normal(1, D)), norm(D), tensor(normal(1, 75))
-  logits, how = tensor(normal(1, E)), routing.Routing(3, 2, True, 1.8)
+  logits, how = tensor(normal(1, E)), routing.Routing(3, routing.Gating.SIGMOID, True, 1.8)
   (hidden, sel), (want, sel_ops) = both(form, expert_gate_up, step, x, n, gate, up, logits, how)
   Tensor.realize(hidden, sel)
   assert sel.tolist() == sel_ops.tolist()
@@ -184,7 +184,7 @@ def test_feed_forward_of_many(tokens: int):
   gate, up = load(QuantizedExpertWeights, T.Q4_0, E, F, D)[0], load(QuantizedExpertWeights, T.Q4_K, E, F, D)[0]
   down = load(QuantizedExpertWeights, T.Q5_1, E, 75, F)[0]
   x, n, residual = tensor(0.1 * normal(tokens, D)), norm(D), tensor(normal(tokens, 75))
-  logits, how = tensor(normal(tokens, E)), routing.Routing(3, 2, True, 1.8)
+  logits, how = tensor(normal(tokens, E)), routing.Routing(3, routing.Gating.SIGMOID, True, 1.8)
   (hidden, sel), (want, sel_ops) = both(form, expert_gate_up, step, x, n, gate, up, logits, how)
   Tensor.realize(hidden, sel)
   assert sel.tolist() == sel_ops.tolist()

@@ -19,13 +19,13 @@ from oracle import Judge, errors, logits, nmse, route
 from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.gguf import GGUFError, read_gguf
-from tinygrad.apps.mla import PREFILL_STEPS, Config, Gating
+from tinygrad.apps.mla import PREFILL_STEPS, Config
 from tinygrad.apps.models import load
 from tinygrad.apps.quantized import FLOATS, FORMATS
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.nn.intrinsics import target_of
+from tinygrad.nn.routing import Gating, Routing, choose_experts
 from tinygrad.nn.step import Step
-from tinygrad.nn.routing import Routing, choose_experts
 
 CHUNK = PREFILL_STEPS[0]
 
@@ -158,7 +158,7 @@ def test_router(gating: Gating, norm: bool, biased: bool):
   rng = np.random.default_rng([gating, norm, biased])
   x, bias = rng.standard_normal((1, 64)).astype(np.float32) * 2, rng.standard_normal(64).astype(np.float32) if biased else None
   names = SimpleNamespace(gating=int(gating), used=6, norm=norm, scale=1.8)
-  sel, weights = choose_experts(Tensor(x), Routing(6, int(gating), norm, 1.8, None if bias is None else Tensor(bias)))
+  sel, weights = choose_experts(Tensor(x), Routing(6, gating, norm, 1.8, None if bias is None else Tensor(bias)))
   Tensor.realize(sel, weights)
   chosen, want, _ = route(x.astype(np.float64), bias, names)
   assert sel.dtype == dtypes.int32 and np.array_equal(sel.numpy(), chosen) and np.allclose(weights.numpy(), want, rtol=1e-5)
@@ -166,7 +166,7 @@ def test_router(gating: Gating, norm: bool, biased: bool):
 
 def test_router_ties_and_tiny_sums():
   def to(*logits: float) -> tuple[list[int], list[float]]:
-    sel, weights = choose_experts(Tensor([logits]), Routing(3, int(Gating.SIGMOID), True, 1.0))
+    sel, weights = choose_experts(Tensor([logits]), Routing(3, Gating.SIGMOID, True, 1.0))
     return sel.numpy()[0].tolist(), weights.numpy()[0].tolist()
   assert to(1, 1, 1, 1, 1, 1) == ([0, 1, 2], pytest.approx([1 / 3] * 3))
   assert to(0, 2, 1, 2, -1, 1)[0] == [1, 3, 2]                                     # the lower index first

@@ -6,7 +6,7 @@ cache, L latent (kv_lora_rank), R rope dimensions. The batch is one sequence. Wh
 """
 from __future__ import annotations
 from dataclasses import dataclass, replace
-import enum, math
+import math
 from typing import Any, Callable, Iterable
 import numpy as np
 from gguf import GGMLQuantizationType as GGMLType
@@ -23,15 +23,10 @@ from tinygrad.nn.mla_attention import latent_attention
 from tinygrad.nn.moe import FeedForward, feed_forward, mixture
 from tinygrad.nn.norm_linear import attention_output, norm_linear
 from tinygrad.nn.primitive import PLAIN, rehearsal
-from tinygrad.nn.routing import Routing
+from tinygrad.nn.routing import Gating, Routing
 from tinygrad.nn.step import Step
 
 PREFILL_STEPS = 32, 512  # prompt tokens a step; the larger where there are kernels for many, and more than a few tokens
-
-class Gating(enum.IntEnum):
-  SOFTMAX = 1
-  SIGMOID = 2
-  SOFTMAX_WEIGHT = 3  # softmax over the chosen logits only
 
 @dataclass(frozen=True)
 class Config:
@@ -265,7 +260,7 @@ class Transformer:
       ffn_norm = norm(b + "ffn_norm")
       def matrices(suffix:str) -> list: return [w[f"{b}ffn_{m}{suffix}.weight"] for m in ("gate", "up", "down")]
       if i < c.n_dense: return Block(attn, MLP(ffn_norm, *matrices("")))
-      routing = Routing(c.n_chosen, int(c.gating), c.normalize_weights, c.weights_scale, w.get(b + "exp_probs_b.bias"))
+      routing = Routing(c.n_chosen, c.gating, c.normalize_weights, c.weights_scale, w.get(b + "exp_probs_b.bias"))
       return Block(attn, MoE(ffn_norm, w[b + "ffn_gate_inp.weight"], routing, *matrices("_exps"), MLP(ffn_norm, *matrices("_shexp")) if c.n_shared else None))
     embd = w["token_embd.weight"]
     output = w["output.weight"] if "output.weight" in w else QuantizedLinear(embd.kind, embd.shape, embd.planes)  # tied

@@ -17,7 +17,7 @@ from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import prod
 from tinygrad.nn.cpu_layout import ROWS, Layout, threads
 from tinygrad.nn.kernel import UNIT, Norm, Rope, Unit, Weight, empty
-from tinygrad.nn.routing import LEAST_SUM, Routing
+from tinygrad.nn.routing import LEAST_SUM, Gating, Routing
 from tinygrad.renderer import Estimates
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
@@ -371,14 +371,14 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, pos:Tensor
 def choose_experts(logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
   """As choose_experts of nn/routing.py, of any number of tokens. An expert's rank is the number of experts before it."""
   (T, E), bias, count, gating, normalize, scale = logits.shape, routing.bias, routing.count, routing.gating, routing.normalize, routing.scale
-  score = {1: "exp1(logits[e] - top)", 2: "1 / (1 + exp1(-logits[e]))", 3: "logits[e]"}[gating]
+  score = {Gating.SOFTMAX: "exp1(logits[e] - top)", Gating.SIGMOID: "1 / (1 + exp1(-logits[e]))", Gating.SOFTMAX_WEIGHT: "logits[e]"}[gating]
   next_token = f"job++, logits += {E}, sel += {count}, weights += {count}"
   body = f"""for (logits += job * {E}, sel += job * {count}, weights += job * {count}; job < last; {next_token}) {{
   float score[{E}], choice[{E}], top = logits[0], total = 0;
   for (int e = 1; e < {E}; e++) top = logits[e] > top ? logits[e] : top;
   for (int e = 0; e < {E}; e++) total += score[e] = {score};
   for (int e = 0; e < {E}; e++) {{
-    {'score[e] /= total;' if gating == 1 else ''} choice[e] = score[e]{'' if bias is None else ' + bias[e]'};
+    {'score[e] /= total;' if gating == Gating.SOFTMAX else ''} choice[e] = score[e]{'' if bias is None else ' + bias[e]'};
   }}
   for (int k = 0; k < {count}; k++) sel[k] = weights[k] = 0;
   for (int e = 0; e < {E}; e++) {{
@@ -387,8 +387,8 @@ def choose_experts(logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
     if (before < {count}) {{ sel[before] = e; weights[before] = score[e]; }}
   }}
   total = 0;
-  {f'for (int k = {count} - 1; k >= 0; k--) total += weights[k] = exp1(weights[k] - top);' if gating == 3 else ''}
-  {f'for (int k = 0; k < {count}; k++) weights[k] /= total;' if gating == 3 else ''}
+  {f'for (int k = {count} - 1; k >= 0; k--) total += weights[k] = exp1(weights[k] - top);' if gating == Gating.SOFTMAX_WEIGHT else ''}
+  {f'for (int k = 0; k < {count}; k++) weights[k] /= total;' if gating == Gating.SOFTMAX_WEIGHT else ''}
   total = 0;
   for (int k = 0; k < {count}; k++) total += weights[k];
   float factor = {scale!r}f{f' / (total > {LEAST_SUM!r}f ? total : {LEAST_SUM!r}f)' if normalize else ''};

@@ -24,7 +24,7 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ContextVar, prod
 from tinygrad.nn.intrinsics import TARGETS, Target
 from tinygrad.nn.kernel import UNIT, Norm, Weight, empty
-from tinygrad.nn.routing import LEAST_SUM, SIGMOID, SOFTMAX, SOFTMAX_WEIGHT, Routing
+from tinygrad.nn.routing import LEAST_SUM, Gating, Routing
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
@@ -194,16 +194,16 @@ def choose_expert(routing:Routing, experts:int) -> str:
   def all_experts(text:str) -> str: return f"for (uint n = 0, e = lane; n < {each}; n++, e += 32) {{ {text} }}"
   lines = [f"float score[{each}], choice[{each}], values[{K}], top = -INFINITY, sum = 0, weight = 0;", f"uint ids[{K}], expert = 0;",
            all_experts(f"score[n] = e < {experts} ? logits[e] : -INFINITY; top = max(top, score[n]);"), "top = simd_max(top);"]
-  if routing.gating == SIGMOID: lines.append(all_experts("score[n] = 1 / (1 + exp(-score[n]));"))
-  if routing.gating == SOFTMAX:
+  if routing.gating == Gating.SIGMOID: lines.append(all_experts("score[n] = 1 / (1 + exp(-score[n]));"))
+  if routing.gating == Gating.SOFTMAX:
     lines += [all_experts("score[n] = exp(score[n] - top); sum += score[n];"), "sum = simd_sum(sum);", all_experts("score[n] /= sum;")]
   lines += [all_experts(f"choice[n] = e < {experts} ? score[n]{'' if routing.bias is None else ' + bias[e]'} : -INFINITY;"),
             f"for (uint k = 0; k < {K}; k++) {{", f"float best = -INFINITY, value = 0; uint id = {experts - 1};",
             all_experts("best = max(best, choice[n]);"), "best = simd_max(best);",
             all_experts("if (choice[n] == best) id = min(id, e);"), "id = simd_min(id);",
             all_experts("if (e == id) { value = score[n]; choice[n] = -INFINITY; }"),
-            f"ids[k] = id; values[k] = simd_sum(value){' - top' if routing.gating == SOFTMAX_WEIGHT else ''};", "}", "sum = 0;"]
-  if routing.gating == SOFTMAX_WEIGHT:
+            f"ids[k] = id; values[k] = simd_sum(value){' - top' if routing.gating == Gating.SOFTMAX_WEIGHT else ''};", "}", "sum = 0;"]
+  if routing.gating == Gating.SOFTMAX_WEIGHT:
     lines += [f"for (uint k = 0; k < {K}; k++) {{ values[k] = exp(values[k]); sum += values[k]; }}",
               f"for (uint k = 0; k < {K}; k++) values[k] /= sum;", "sum = 0;"]
   lines.append(f"for (uint k = 0; k < {K}; k++) {{ sum += values[k]; if (k == group.z) expert = ids[k], weight = values[k] * {routing.scale!r}f; }}")

@@ -11,7 +11,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, silu
-from tinygrad.nn.matmul import HALF_SCALE, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
+from tinygrad.nn.matmul import expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
 from tinygrad.nn.matvec import DeferredMatrix, MatvecPart, RowSegments, linear_part, matvec
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, takes
 from tinygrad.nn.norm_linear import decode_target, mul_mat, norm_linear, prefill_target, rows_of
@@ -81,7 +81,7 @@ def feed_forward_prefill(step:Step, x:Tensor, norm:Norm, weights:FeedForward) ->
   target = target_of(weights.gate.device)
   assert target is not None
   hidden = gate_up_prefill(target, rms_norm_half(target, x, norm)[0], weights[:2])
-  return matmul(target, hidden, weights.down, x, 1 / HALF_SCALE)
+  return matmul(target, hidden, weights.down, x)
 
 # ---- the chosen experts ----
 
@@ -202,7 +202,7 @@ def mixture_prefill(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routi
   normed, low = rms_norm_half(target, x, norm, low=True)
   sel, scale = choose_experts_prefill(target, matmul_split_half(target, normed, low, router), routing)
   order = sort_by_expert(target, sel, router.shape[0])
-  hidden = grouped_matmul(target, normed, experts[:2], order, routing.count, scale)
-  each = grouped_matmul(target, hidden, [experts.down], order, routing.count, factor=1 / HALF_SCALE)
-  if shared is not None: x = matmul(target, gate_up_prefill(target, normed, shared[:2]), shared.down, x, 1 / HALF_SCALE)
+  hidden = expert_gate_up_prefill(target, normed, experts[:2], order, scale)
+  each = grouped_matmul(target, hidden, experts.down, order, routing.count)
+  if shared is not None: x = matmul(target, gate_up_prefill(target, normed, shared[:2]), shared.down, x)
   return (x + each.sum(1)).contiguous()

@@ -9,7 +9,7 @@ from tinygrad.helpers import prod
 from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Weight, empty, launch, load4, rotated
-from tinygrad.nn.matmul import HALF_SCALE, matmul, rms_norm_half
+from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
 from tinygrad.nn.matvec import DeferredMatrix, RowSegments, linear_part, matvec
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, takes
 from tinygrad.nn.primitive import primitive
@@ -126,7 +126,7 @@ def norm_linear_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[We
   assert target is not None
   normed = as_half(x) if norm is None else rms_norm_half(target, x, norm)[0]
   pos = None if rope is None else step.device_start(x.device)
-  rotated_or_sum = matmul(target, normed, first, residual, 1.0, rope, pos, dtypes.float if rope is None else dtypes.half)
+  rotated_or_sum = matmul(target, normed, first, residual, rope=rope, pos=pos, dtype=dtypes.float if rope is None else dtypes.half)
   return [rotated_or_sum, *[matmul(target, normed, weight) for weight in rest]]
 
 # ---- what attention ends with ----
@@ -141,5 +141,5 @@ def attention_output(step:Step, context:Tensor, v_b:Weight, weight:Weight, resid
 def attention_output_prefill(step:Step, context:Tensor, v_b:Weight, weight:Weight, residual:Tensor) -> Tensor:
   target = target_of(v_b.device)
   assert target is not None
-  heads = matmul(target, as_half(context), v_b, factor=HALF_SCALE, dtype=dtypes.half)
-  return matmul(target, heads.reshape(residual.shape[0], -1), weight, residual, 1 / HALF_SCALE)
+  heads = matmul_scaled(target, as_half(context), v_b)
+  return matmul(target, heads.reshape(residual.shape[0], -1), weight, residual)

@@ -1,127 +1,172 @@
 """Routing: which experts a token takes and with what weights; the tokens of each expert."""
 from __future__ import annotations
+import enum
 from dataclasses import dataclass
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, group_reduce, group_sum
-from tinygrad.nn.kernel import SLOTS, exp, launch, local, total
+from tinygrad.nn.kernel import SLOTS, empty, exp, launch, local, total
 from tinygrad.uop.ops import Ops
 
-SOFTMAX, SIGMOID, SOFTMAX_WEIGHT = 1, 2, 3   # GGUF's expert_gating_func; the third is softmax over the chosen logits only
-NEVER = -1e30                                # a logit that no expert has
-LEAST_SUM = 6.103515625e-5                   # of the chosen scores, before they are normalized
+class Gating(enum.IntEnum):
+  """How logits become scores: GGUF's expert_gating_func"""
+  SOFTMAX = 1
+  SIGMOID = 2
+  SOFTMAX_WEIGHT = 3       # softmax over the chosen logits only
+
+NEVER = -1e30              # a logit that no expert has
+LEAST_SUM = 6.103515625e-5 # of the chosen scores, before they are normalized
 
 @dataclass(frozen=True)
 class Routing:
-  """How the experts of a token follow from its logits"""
-  count: int
-  gating: int
-  normalize: bool
-  scale: float
-  bias: Tensor|None = None   # float32 (E,), which only chooses
+  """How a token's experts and their weights follow from its logits"""
+  count: int               # experts that a token takes
+  gating: Gating
+  normalize: bool          # the weights sum to `scale`
+  scale: float             # of the weights
+  bias: Tensor|None = None # float32 (E,), added to the scores in the choice, not in the weights
 
 def choose_experts(logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
   """logits: float32 (T, E) -> int32 (T, count) experts, best first, the lower index on a tie, and float32 (T, count) weights"""
   logits = logits.contiguous()
-  scores = {SOFTMAX: logits.softmax, SIGMOID: lambda _: logits.sigmoid(), SOFTMAX_WEIGHT: lambda _: logits}[routing.gating](-1)
+  scores = {Gating.SOFTMAX: logits.softmax, Gating.SIGMOID: lambda _: logits.sigmoid(), Gating.SOFTMAX_WEIGHT: lambda _: logits}[routing.gating](-1)
   choice = scores if routing.bias is None else scores + routing.bias
   # an expert's rank is the number of experts before it
-  mine, other, index = choice.unsqueeze(2), choice.unsqueeze(1), Tensor.arange(logits.shape[1])
-  before = (other > mine) | (other.eq(mine) & (index.unsqueeze(0) < index.unsqueeze(1)))
+  own, other, index = choice.unsqueeze(2), choice.unsqueeze(1), Tensor.arange(logits.shape[1])
+  before = (other > own) | (other.eq(own) & (index.unsqueeze(0) < index.unsqueeze(1)))
   chosen = before.sum(-1).unsqueeze(1).eq(Tensor.arange(routing.count).unsqueeze(1))     # (T, count, E), one true in a row
-  sel = chosen.where(index, 0).sum(-1).cast(dtypes.int32)
+  experts = chosen.where(index, 0).sum(-1).cast(dtypes.int32)
   weights = chosen.where(scores.unsqueeze(1), 0.0).sum(-1)
-  if routing.gating == SOFTMAX_WEIGHT: weights = weights.softmax(-1)
+  if routing.gating == Gating.SOFTMAX_WEIGHT: weights = weights.softmax(-1)
   if routing.normalize: weights = weights / weights.sum(-1, keepdim=True).maximum(LEAST_SUM)
-  return sel.contiguous(), (weights * routing.scale).contiguous()
+  return experts.contiguous(), (weights * routing.scale).contiguous()
 
 class TopKInKernel:
-  """choose_experts within a block of threads: barrier() makes the choice, after which expert(k) and weight(k) are known to all"""
-  def __init__(self, t:Target, routing:Routing, experts:int, logits:UOp, bias:UOp|None):
-    self.target, self.routing, self.experts, self.logits, self.bias = t, routing, experts, logits, bias
+  """choose_experts of one token within a block of threads: barrier() chooses, then expert(k) and weight(k) are known to every thread.
+  logits, bias: float32 buffers. In the kernel:
+
+  score = gating(logit)                                       # a thread an expert, or several where there are more experts
+  choice = score + bias
+  everyone = the choices of all threads, in shared memory; barrier
+  rank = the number of experts with a higher choice, or the same and a lower index
+  if rank < count: ids[rank], values[rank] = expert, score; barrier
+  """
+  def __init__(self, target:Target, routing:Routing, experts:int, logits:UOp, bias:UOp|None):
+    self.target, self.routing, self.experts, self.logits, self.bias = target, routing, experts, logits, bias
+
+  def softmax(self, scores:list[UOp], everyone:UOp, thread:UOp) -> list[UOp]:
+    """A thread's scores. Each warp takes the maximum and the sum over everyone for itself."""
+    lanes, all_logits = self.target.lanes, []
+    for first in range(0, self.experts, lanes):
+      expert = thread % lanes + first
+      inside = expert < self.experts
+      all_logits.append(everyone[expert].load() if self.experts % lanes == 0 else inside.where(everyone[expert.valid(inside)].load(), NEVER))
+    top = group_reduce(self.target, total(all_logits, UOp.maximum), lanes, UOp.maximum)
+    inverse = 1 / group_sum(self.target, total([exp(logit - top) for logit in all_logits], UOp.add), lanes)
+    return [exp(score - top) * inverse for score in scores]
+
   def barrier(self, thread:UOp, threads:int, wait_zero:UOp, stores:list[UOp]) -> UOp:
-    routing, E, SLOT = self.routing, self.experts, SLOTS
-    # a thread an expert, or several where there are more experts
-    mine = [(expert, expert < E) for expert in (thread + first for first in range(0, E, threads))]
-    def gather(own:list[UOp], slot:int) -> UOp:
+    """Chooses, behind the block's `stores` to shared memory. Returns the barrier behind which the choice is known. Loads of the logits add wait_zero
+    to the index (see pdl_wait)."""
+    gating, n_experts = self.routing.gating, self.experts
+    own = [(expert, expert < n_experts) for expert in (thread + first for first in range(0, n_experts, threads))]
+    def gather(values:list[UOp], slot:int) -> UOp:
       """What the threads have of all experts, in shared memory"""
-      shared = local(E, dtypes.float, slot)
-      stored = [shared[expert.valid(ok)].store(v) for v, (expert, ok) in zip(own, mine)]
+      shared = local(n_experts, dtypes.float, slot)
+      stored = [shared[expert.valid(inside)].store(value) for value, (expert, inside) in zip(values, own)]
       return shared.after(UOp(Ops.BARRIER, src=(*stores, *stored)))
-    scores = [self.logits[(expert + wait_zero).valid(ok)].load() for expert, ok in mine]
-    choices = scores
-    if routing.gating == SOFTMAX:
-      everyone, lanes = gather(scores, SLOT + 3), self.target.lanes   # in the order of the softmax already
-      ours = [((thread % lanes) + first, (thread % lanes) + first < E) for first in range(0, E, lanes)]
-      ours = [everyone[e].load() if E % lanes == 0 else ok.where(everyone[e.valid(ok)].load(), NEVER) for e, ok in ours]
-      top = group_reduce(self.target, total(ours, UOp.maximum), lanes, UOp.maximum)
-      inverse = 1 / group_sum(self.target, total([exp(x - top) for x in ours], UOp.add), lanes)
-      scores = [exp(x - top) * inverse for x in scores]
-    elif routing.gating == SIGMOID: choices = scores = [1 / (1 + exp(-x)) for x in scores]
-    if self.bias is not None: choices = [s + self.bias[expert.valid(ok)].load() for s, (expert, ok) in zip(scores, mine)]
-    if routing.gating != SOFTMAX or self.bias is not None: everyone = gather(choices, SLOT)
-    others = [everyone[i].load() for i in range(E)]
-    ids, values, written = local(routing.count, dtypes.int, SLOT + 1), local(routing.count, dtypes.float, SLOT + 2), []
-    for score, choice, (expert, ok) in zip(scores, choices, mine):
-      ahead = total([(other > choice).where(1, ((other >= choice) & (i < expert)).where(1, 0)) for i, other in enumerate(others)], UOp.add)
-      place = ok.where(ahead, E)   # not in the gate: tinygrad would take ok for true in all that the index depends on, the barrier's stores too
-      wins = place < routing.count
-      slot = wins.where(place, 0).cast(dtypes.weakint)
-      written += [ids[slot.valid(wins)].store(expert.cast(dtypes.int)), values[slot.valid(wins)].store(score)]
+    logits = [self.logits[(expert + wait_zero).valid(inside)].load() for expert, inside in own]
+    scores = choices = logits
+    if gating == Gating.SOFTMAX:   # it keeps the order: without a bias the logits choose
+      everyone = gather(logits, SLOTS + 3)
+      scores = self.softmax(logits, everyone, thread)
+    elif gating == Gating.SIGMOID: scores = choices = [1 / (1 + exp(-logit)) for logit in logits]
+    if self.bias is not None: choices = [score + self.bias[expert.valid(inside)].load() for score, (expert, inside) in zip(scores, own)]
+    if gating != Gating.SOFTMAX or self.bias is not None: everyone = gather(choices, SLOTS)
+    return self.rank(scores, choices, [everyone[i].load() for i in range(n_experts)], own)
+
+  def rank(self, scores:list[UOp], choices:list[UOp], everyone:list[UOp], own:list[tuple[UOp, UOp]]) -> UOp:
+    """Writes the first `count` experts to shared memory. own: a thread's experts, and whether there is such an expert"""
+    count, written = self.routing.count, []
+    ids, values = local(count, dtypes.int, SLOTS + 1), local(count, dtypes.float, SLOTS + 2)
+    for score, choice, (expert, inside) in zip(scores, choices, own):
+      before = [(other > choice).where(1, ((other >= choice) & (i < expert)).where(1, 0)) for i, other in enumerate(everyone)]
+      # not in the gate: tinygrad would take `inside` for true in all that the index depends on, the barrier's stores too
+      rank = inside.where(total(before, UOp.add), self.experts)
+      wins = rank < count
+      slot = wins.where(rank, 0).cast(dtypes.weakint)
+      written.append(ids[slot.valid(wins)].store(expert.cast(dtypes.int)))
+      written.append(values[slot.valid(wins)].store(score))
     barrier = UOp(Ops.BARRIER, src=tuple(written))
     self.ids, self.values = ids.after(barrier), values.after(barrier)
     return barrier
+
   def expert(self, k:UOp) -> UOp: return self.ids[k].load().maximum(0).minimum(self.experts - 1)  # where logits are no numbers, none was chosen
+
   def weight(self, k:UOp) -> UOp:
     values, weight = [self.values[i].load() for i in range(self.routing.count)], self.values[k].load()
-    if self.routing.gating == SOFTMAX_WEIGHT:
+    if self.routing.gating == Gating.SOFTMAX_WEIGHT:
       top = total(values, UOp.maximum)
-      values, weight = [exp(v - top) for v in values], exp(weight - top)
-      weight, values = weight / total(values, UOp.add), [v / total(values, UOp.add) for v in values]
+      values, weight = [exp(value - top) for value in values], exp(weight - top)
+      weight, values = weight / total(values, UOp.add), [value / total(values, UOp.add) for value in values]
     return (weight / total(values, UOp.add).maximum(LEAST_SUM) if self.routing.normalize else weight) * self.routing.scale
 
-def choose_experts_prefill(t:Target, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
-  """choose_experts in a launch, a block a token"""
-  (T, E), K = logits.shape, routing.count
-  threads = -(-max(E, K) // t.lanes) * t.lanes
-  def body(b:dict[str, UOp]) -> list[UOp]:
-    token, thread, chosen = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0"), TopKInKernel(t, routing, E, b["logits"], b.get("bias"))
-    chosen.barrier(thread, threads, token * E, [])
-    k = thread.minimum(K - 1)
-    at = (token * K + k).valid(thread < K)
-    return [b["sel"][at].store(chosen.expert(k)), b["scale"][at].store(chosen.weight(k))]
-  outs = {"sel": Tensor.empty(T, K, dtype=dtypes.int32), "scale": Tensor.empty(T, K, dtype=dtypes.float)}
-  sel, scale = launch(f"choose_{T}_{E}_{K}_{routing.gating}", outs, {"logits": logits, **({} if routing.bias is None else {"bias": routing.bias})}, body)
-  return sel, scale
+def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
+  """choose_experts in a launch. In the kernel:
 
-def sort_by_expert(t:Target, sel:Tensor, experts:int) -> tuple[Tensor, Tensor]:
-  """The choices of each expert in order. sel: int32 (T, K), a token's distinct experts -> int32 (E, T), numbers of choices, token · K + k, the
-  first `count` of a row are written; and the counts, int32 (E,)"""
-  T, K = sel.shape
-  side, choices = 16, T * K
-  threads = side * side
-  each = -(-choices // threads)
-  def body(b:dict[str, UOp]) -> list[UOp]:
-    expert, thread = UOp.special(experts, "gidx0"), UOp.special(threads, "lidx0")
-    mine = []
-    for j in range(each):
-      at = thread * each + j
-      inside = at < choices
-      mine.append((at, inside & b["sel"][at.valid(inside)].load().eq(expert.cast(dtypes.int))))
+  TopKInKernel of the token's logits                          # a block a token
+  thread k < count: experts[k], weights[k] = expert(k), weight(k)
+  """
+  (T, E), K = logits.shape, routing.count
+  threads = -(-max(E, K) // target.lanes) * target.lanes
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    token, thread = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0")
+    top_k = TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"))
+    top_k.barrier(thread, threads, token * E, [])
+    k = thread.minimum(K - 1)
+    out_index = (token * K + k).valid(thread < K)
+    return [buffers["experts"][out_index].store(top_k.expert(k)), buffers["weights"][out_index].store(top_k.weight(k))]
+  outs = {"experts": empty(logits, T, K, dtype=dtypes.int32), "weights": empty(logits, T, K)}
+  ins = {"logits": logits, **({} if routing.bias is None else {"bias": routing.bias})}
+  experts, weights = launch(f"choose_experts_{T}_{E}_{K}_{routing.gating}", outs, ins, body)
+  return experts, weights
+
+def sort_by_expert(target:Target, chosen:Tensor, experts:int) -> tuple[Tensor, Tensor]:
+  """The choices of each expert, in order. chosen: int32 (T, K), a token's distinct experts -> order, int32 (E, T): choices, token · K + k, of
+  which the first counts[e] of row e are written; and counts, int32 (E,). In the kernel:
+
+  hits = which of a thread's consecutive choices are the expert's   # a block an expert
+  place = the number of hits of the threads before            # two levels: of the thread's group, and of the groups before
+  for each hit: order[expert, place] = choice; place += 1
+  counts[expert] = the hits of all threads
+  """
+  (T, K), group_size = chosen.shape, 16
+  threads, n_choices = group_size * group_size, T * K
+  per_thread = -(-n_choices // threads)
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    expert, thread, own = UOp.special(experts, "gidx0"), UOp.special(threads, "lidx0"), []
+    group, member = thread // group_size, thread % group_size
+    for i in range(per_thread):
+      choice = thread * per_thread + i
+      inside = choice < n_choices
+      own.append((choice, inside & buffers["chosen"][choice.valid(inside)].load().eq(expert.cast(dtypes.int))))
     def count(values:list[UOp]) -> UOp: return total(values, UOp.add)
-    ones = [hit.where(UOp.const(1, dtypes.int), 0) for _, hit in mine]
-    counts, groups = local(threads, dtypes.int, 0), local(side, dtypes.int, 1)
-    counts = counts.after(UOp(Ops.BARRIER, src=(counts[thread].store(count(ones)),)))
-    near = [counts[thread // side * side + j].load() for j in range(side)]
-    groups = groups.after(UOp(Ops.BARRIER, src=(groups[(thread // side).valid((thread % side).eq(0))].store(count(near)),)))
-    far = [groups[j].load() for j in range(side)]
-    place = count([(thread % side > j).where(near[j], 0) for j in range(side)]) + count([(thread // side > j).where(far[j], 0) for j in range(side)])
-    done = [b["counts"][expert.valid(thread.eq(0))].store(count(far))]
-    for (at, hit), one in zip(mine, ones):
-      here = hit.where(place, T)   # not in the gate: tinygrad would take a hit for true in all that the place depends on, the barriers' stores too
-      slot = (ok := here < T).where(here, 0).cast(dtypes.weakint)
-      done.append(b["order"][(expert * T + slot).valid(ok)].store(at.cast(dtypes.int)))
+    hits = [hit.where(UOp.const(1, dtypes.int), 0) for _, hit in own]
+    thread_counts, group_counts = local(threads, dtypes.int, 0), local(group_size, dtypes.int, 1)
+    thread_counts = thread_counts.after(UOp(Ops.BARRIER, src=(thread_counts[thread].store(count(hits)),)))
+    members = [thread_counts[group * group_size + i].load() for i in range(group_size)]
+    group_counts = group_counts.after(UOp(Ops.BARRIER, src=(group_counts[group.valid(member.eq(0))].store(count(members)),)))
+    groups = [group_counts[i].load() for i in range(group_size)]
+    before_in_group = count([(member > i).where(members[i], 0) for i in range(group_size)])
+    place = before_in_group + count([(group > i).where(groups[i], 0) for i in range(group_size)])
+    stores = [buffers["counts"][expert.valid(thread.eq(0))].store(count(groups))]
+    for (choice, hit), one in zip(own, hits):
+      # not in the gate: tinygrad would take a hit for true in all that the place depends on, the barriers' stores too
+      slot = hit.where(place, T)
+      taken = slot < T
+      index = expert * T + taken.where(slot, 0).cast(dtypes.weakint)
+      stores.append(buffers["order"][index.valid(taken)].store(choice.cast(dtypes.int)))
       place = place + one
-    return done
-  outs = {"order": Tensor.empty(experts, T, dtype=dtypes.int32), "counts": Tensor.empty(experts, dtype=dtypes.int32)}
-  order, counts = launch(f"sort_by_expert_{experts}", outs, {"sel": sel}, body)
+    return stores
+  outs = {"order": empty(chosen, experts, T, dtype=dtypes.int32), "counts": empty(chosen, experts, dtype=dtypes.int32)}
+  order, counts = launch(f"sort_by_expert_{experts}", outs, {"chosen": chosen}, body)
   return order, counts
