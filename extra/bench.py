@@ -93,7 +93,7 @@ def cache_row_bytes(c:Config, to:str) -> int:
 
 @contextlib.contextmanager
 def plain_ops() -> Iterator[None]:
-  """None of the fork's kernels: every primitive takes its plain-ops form, which tinygrad schedules, as on a device that nobody has written kernels for"""
+  """None of the fork's kernels: every primitive takes its plain-ops form, which tinygrad schedules, as on a device that has no kernels of ours"""
   users = [m for name, m in sys.modules.items() if name.startswith("tinygrad.") and getattr(m, "target", None) is intrinsics.target]
   with contextlib.ExitStack() as stack:
     for m in users: stack.enter_context(mock.patch.object(m, "target", lambda device=None: None))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import contextlib
 from typing import Callable, Iterator
 from extra.bench import captured, no_device, shared_bytes
-from tinygrad import Device, Tensor, dtypes
+from tinygrad import Device, Tensor
 from tinygrad.engine.realize import compile_linear
 from tinygrad.helpers import Context
 from tinygrad.uop.ops import Ops, UOp
