@@ -27,14 +27,14 @@ from extra.bench import (LANGUAGES, batch_count, cache_row_bytes, count_kernels,
 from extra.mkgguf import MIXES, MODELS
 from tinygrad import Device, Tensor, Variable
 from tinygrad.apps.capture import Step, to_device
-from tinygrad.apps.generate import Generator
+from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.gguf import GGUFError, GGUFFile, read_gguf
 from tinygrad.apps.llm import Parser, whole
 from tinygrad.apps.machine import APPLE, peak_bandwidth
 from tinygrad.apps.mla import Block, Config, Transformer
 from tinygrad.apps.models import UserError, check_device, find_model
 from tinygrad.apps.rope import Rope
-from tinygrad.apps.sampling import Features
+from tinygrad.apps.engine.sampling import Features
 
 TOKENS, ROUND_SECONDS, MAX_BLOCKS = 64, 0.1, 16  # a round: so many tokens, or fewer where they take longer than this
 

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from extra.bench import bytes_moved
 from tinygrad import Device
-from tinygrad.apps.generate import ContextFull
+from tinygrad.apps.engine.engine import ContextFull
 from tinygrad.apps.gguf import GGUFError, read_gguf
 from tinygrad.apps.llm import Parser, whole
 from tinygrad.apps.models import Model, UserError, find_model, load
 from tinygrad.apps.machine import peak_bandwidth
 from tinygrad.apps.mla import Config, Transformer
-from tinygrad.apps.sampling import Features
+from tinygrad.apps.engine.sampling import Features
 from tinygrad.engine.realize import ExecContext, estimate_uop, get_call_arg_uops, get_call_name, pm_exec
 from tinygrad.helpers import ansistrip
 from tinygrad.uop.ops import Ops, UOp

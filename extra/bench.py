@@ -14,17 +14,17 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from extra.mkgguf import MODELS, Weights, add_keys, tensor_list
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps import capture, mla
-from tinygrad.apps.generate import Generator
+from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.gguf import GGUFFile, GGUFTensor
 from tinygrad.apps.mla import Config, Transformer
 from tinygrad.apps.quantized import QuantizedWeight, interleaved, split_planes
-from tinygrad.apps.sampling import Features
+from tinygrad.apps.engine.sampling import Features
+from tinygrad.nn.kernel import UNIT
+from tinygrad.nn.split_kv import plan_splits, split_length
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import capturing, compile_linear
 from tinygrad.helpers import Context, JIT_BATCH_SIZE
 from tinygrad.nn import cpu, intrinsics
-from tinygrad.nn.matvec import UNIT
-from tinygrad.nn.mla_attention import cut, split_length
 from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer, MetalRenderer
 from tinygrad.schedule.rangeify import DEVICE_MAX_BUFS
@@ -79,24 +79,24 @@ def bytes_moved(name:str, estimate:UOp|int, model:Transformer, position:int, var
   """Bytes that a kernel moves in a step whose last token is at `position`, by what its launch says. Attention's kernels say those of a full cache
   (the position is on the device, out of an estimate's reach): they read what is written of it."""
   said, c = sym_infer(estimate, variables), model.config
-  if name.startswith(("mla_attention", "mla_splits", "mla_prefill")): return said * (position + 1) // model.cache[0].shape[0]
-  if name.startswith("mla_combine") and (t := intrinsics.target()):
-    splits, step = cut(t, c.n_heads, c.kv_lora_rank, model.cache[0])
+  if name.startswith(("mla_attention", "mla_split_kv", "mla_prefill")): return said * (position + 1) // model.cache[0].shape[0]
+  if name.startswith("mla_combine") and (t := intrinsics.target_of()):
+    splits, step = plan_splits(t, c.n_heads, c.kv_lora_rank, model.cache[0])
     return said * (position // split_length(position, splits, step) + 1) // splits
   return said
 
 def cache_row_bytes(c:Config, to:str) -> int:
   """Bytes of a token's rows of the cache, on a target (a key of LANGUAGES)"""
-  with no_device(to): return c.n_blocks * c.cache_dim * (4 if mla.target() is None else 2)  # as Transformer has it
+  with no_device(to): return c.n_blocks * c.cache_dim * (4 if mla.target_of() is None else 2)  # as Transformer has it
 
 # ---- kernels ----
 
 @contextlib.contextmanager
 def plain_ops() -> Iterator[None]:
   """None of the fork's kernels: every primitive takes its plain-ops form, which tinygrad schedules, as on a device that has no kernels of ours"""
-  users = [m for name, m in sys.modules.items() if name.startswith("tinygrad.") and getattr(m, "target", None) is intrinsics.target]
+  users = [m for name, m in sys.modules.items() if name.startswith("tinygrad.") and getattr(m, "target_of", None) is intrinsics.target_of]
   with contextlib.ExitStack() as stack:
-    for m in users: stack.enter_context(mock.patch.object(m, "target", lambda device=None: None))
+    for m in users: stack.enter_context(mock.patch.object(m, "target_of", lambda device=None: None))
     stack.enter_context(mock.patch.object(cpu, "device", lambda: None))
     stack.enter_context(mock.patch.object(capture, "code", lambda code=capture.code(): f"{code} by plain ops"))
     yield

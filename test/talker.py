@@ -6,7 +6,7 @@ if __name__ == "__main__": sys.path[0] = str(Path(__file__).parents[1])
 from typing import Iterator
 from gguf import TokenType
 from tinygrad.apps.models import Model
-from tinygrad.apps.sampling import Sampling
+from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.tokenizer import _BYTE_OF, Tokenizer
 
 SPECIALS = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<think>", "</think>"]

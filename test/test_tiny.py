@@ -5,7 +5,7 @@ from extra.mkgguf import write_model
 from oracle import logits, nmse
 from tinygrad.apps.llm import load
 from tinygrad.apps.models import BUILT_IN
-from tinygrad.apps.sampling import Sampling
+from tinygrad.apps.engine.sampling import Sampling
 
 def test_tiny(tmp_path):
   path, = write_model(tmp_path / "tiny.gguf", "small-glm", "Q4_0", blocks=1, dense=0, vocab=320, dim=128, heads=2, kv_lora=64, q_lora=64,

@@ -17,7 +17,7 @@ from tinygrad.apps.machine import peak_bandwidth
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, block_size, split_planes
 from tinygrad.apps.rope import Rope
-from tinygrad.nn import matvec, mla_attention, moe, norm_linear
+from tinygrad.nn import matvec, mla_attention, moe, norm_linear, routing, split_kv
 
 BANK = 256 << 20  # bytes of distinct weights a chain reads
 
@@ -54,18 +54,18 @@ def cases(model:str, depth:int) -> dict[str, tuple[Callable, Callable]]:
     out["q_b+rope"] = (lambda: (lin(G.Q4_0, H * (nope + R), q_lora),), lambda m: norm_linear.norm_linear(hq, n_q, m, rope))
   else: out["q|kv_a+rope"] = (lambda: (lin(G.Q4_0, H * (nope + R), D), lin(G.Q8_0, L + R, D)), lambda m: norm_linear.norm_linear(hd, n_d, m, rope))
   out["k_b+cache"] = (lambda: (lin(G.Q8_0, H, L, nope), cache()), lambda m: norm_linear.latent_query(hl, kv, m[0], n_l, m[1], rope))
-  t = matvec.Target and norm_linear.target()
-  tiles = mla_attention.by_tiles(t, L, R)
-  query = Tensor.randn(mla_attention.padded(H) if tiles else H, L, dtype=dtypes.half if tiles else dtypes.float).contiguous().realize()
-  out["attention"] = (lambda: (cache(),), lambda m: mla_attention.mla_splits(t, query, hl.reshape(H, -1), m[0], pos, 0.06))
+  t = matvec.Target and norm_linear.target_of()
+  tiles = split_kv.uses_tensor_cores(t, L, R)
+  query = Tensor.randn(split_kv.padded(H) if tiles else H, L, dtype=dtypes.half if tiles else dtypes.float).contiguous().realize()
+  out["attention"] = (lambda: (cache(),), lambda m: split_kv.split_kv(t, query, hl.reshape(H, -1), m[0], pos, 0.06))
   some = cache()
-  sums = [Tensor.rand(mla_attention.cut(t, H, L, some)[0], H, n).contiguous().realize() for n in (L, 2)]
-  out["combine"] = (lambda: (), lambda m: mla_attention.mla_combine(t, *sums, some, pos))
+  sums = [Tensor.rand(split_kv.plan_splits(t, H, L, some)[0], H, n).contiguous().realize() for n in (L, 2)]
+  out["combine"] = (lambda: (), lambda m: split_kv.mla_combine(t, *sums, some, pos))
   out["v_b"] = (lambda: (lin(G.Q8_0, H, v, L),), lambda m: m[0](lat))
   out["attn_output"] = (lambda: (lin(G.Q4_0, D, H * v),), lambda m: norm_linear.norm_linear(hv, None, m, residual=hd))
   if experts:
     def exp(kind:G, *shape:int): return random_weight(QuantizedExpertWeights, kind, experts, *shape)
-    hs, F, choice = x(shared * ffn), shared * ffn, moe.Choice(used, 2, True, 1.8)
+    hs, F, choice = x(shared * ffn), shared * ffn, routing.Routing(used, 2, True, 1.8)
     kind = G.Q6_K if F % 256 == 0 else G.Q8_0
     out["gate_up shared|router"] = (lambda: (lin(G.Q5_K, F, D), lin(G.Q5_K, F, D), lin(G.F32, experts, D)),
                                     lambda m: moe.gate_up(hd, n_d, m[:2], m[2]))

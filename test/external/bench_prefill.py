@@ -11,7 +11,7 @@ from extra.bench import random_weights, stand_in, with_blocks
 from profile_model import profile
 from tinygrad import Device
 from tinygrad.apps.capture import write
-from tinygrad.apps.generate import Generator
+from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.mla import Config, Transformer
 
 def main() -> None:

@@ -8,7 +8,7 @@ from oracle import nmse
 from tinygrad import Tensor
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import FORMATS, QuantizedExpertWeights, QuantizedLinear
-from tinygrad.nn import moe
+from tinygrad.nn import routing
 from tinygrad.nn.metal_mul_mat_id import expert_down_msl, expert_gate_up_msl, gate_up_msl, mul_mat_msl
 
 LIMIT = 1e-10  # NMSE: the order of float32 sums
@@ -51,14 +51,14 @@ def test_gate_up_beside_the_router(kind:T):
   check(logits, n @ r.T)
 
 @pytest.mark.parametrize("gating,bias,normalize,experts", [
-  (moe.SIGMOID, True, True, 64), (moe.SOFTMAX, False, False, 70), (moe.SOFTMAX_WEIGHT, True, True, 5)])
+  (routing.SIGMOID, True, True, 64), (routing.SOFTMAX, False, False, 70), (routing.SOFTMAX_WEIGHT, True, True, 5)])
 def test_the_choice_and_its_gate_up(gating:int, bias:bool, normalize:bool, experts:int):
   (gate, g), (up, u) = linear(T.Q4_0, experts, 5, 64), linear(T.Q4_0, experts, 5, 64)
   x, norm, logits, b = normal(1, 64), normal(64), normal(1, experts), normal(experts) * 0.1
   logits[0, [1, 3]] = 4                                    # a tie
   tx, tnorm, tlogits, tb = on_device(x, norm, logits, b)
-  how = moe.Choice(4, gating, normalize, 1.8, tb if bias else None)
-  want_sel, weights = (t.numpy() for t in moe.choose_experts(tlogits, how))
+  how = routing.Routing(4, gating, normalize, 1.8, tb if bias else None)
+  want_sel, weights = (t.numpy() for t in routing.choose_experts(tlogits, how))
   y, sel = expert_gate_up_msl(tx, RMSNorm(tnorm, 1e-6), (gate, up), tlogits, how)
   n = (x.astype(np.float64) * norm / np.sqrt((x.astype(np.float64) ** 2).mean() + 1e-6))[0]
   check(y, (silu(g[want_sel[0]] @ n) * (u[want_sel[0]] @ n) * weights[0][:, None])[None])

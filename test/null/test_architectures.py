@@ -8,11 +8,11 @@ from helpers import WIDE, generator, write_mixed
 from mockcuda import on_cuda
 from oracle import logits
 from tinygrad import Device, Tensor, dtypes
-from tinygrad.apps.generate import Generator
+from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.mla import Transformer
-from tinygrad.apps.sampling import Features
+from tinygrad.apps.engine.sampling import Features
 from tinygrad.engine.realize import compile_linear
-from tinygrad.nn.intrinsics import HOPPER, MMA_CUDA, MMA_TURING, of_arch, target
+from tinygrad.nn.intrinsics import HOPPER, MMA_CUDA, MMA_TURING, of_arch, target_of
 from tinygrad.uop.ops import Ops, UOp
 
 # from which compute capability on an instruction is there (PTX ISA, its "target ISA notes")
@@ -29,7 +29,7 @@ def sources(arch: str, monkeypatch: pytest.MonkeyPatch) -> str:
   """All that a decode step and a prefill step are rendered as"""
   monkeypatch.setitem(bench.LANGUAGES, "CUDA", (bench.CUDARenderer, arch))
   with bench.no_device("CUDA"):
-    assert Device.DEFAULT == "NULL" and target() is of_arch(arch)
+    assert Device.DEFAULT == "NULL" and target_of() is of_arch(arch)
     gen = Generator(Transformer.from_gguf(bench.with_blocks(bench.stand_in("small-glm"), [0, 1]), 64))
     assert gen.model.kernels_fit
     calls = gen.build_decode(Features(), compiled=False).calls + gen.build_prefill(32, compiled=False).calls
@@ -54,7 +54,7 @@ def test_forward(arch: str, limit: float, tmp_path: Path):
   ids = np.random.default_rng(2).integers(0, 320, 3)
   with on_cuda(arch):
     g = generator(path, 32)
-    assert g.model.kernels_fit and target() is of_arch(arch)
+    assert g.model.kernels_fit and target_of() is of_arch(arch)
     if arch == "sm_75": got = g.logits(ids.tolist())
     else:
       def step(token: int, position: int) -> Tensor: return g.model.logits(*(Tensor([i], dtype=dtypes.int32).realize() for i in (token, position)))

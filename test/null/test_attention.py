@@ -6,7 +6,7 @@ from mockcuda import on_cuda
 from mockmetal import on_metal
 from oracle import nmse
 from tinygrad import Tensor, dtypes
-from tinygrad.nn import intrinsics, mla_attention
+from tinygrad.nn import intrinsics, mla_attention, split_kv
 
 def attention(H: int, L: int, R: int, C: int, last: int, seed: int) -> tuple[float, float]:
   """The worst head's NMSE of the kernels' result, and what halves for queries and weights may cost: a half is off by at most 2^-11 of itself, so a
@@ -19,10 +19,10 @@ def attention(H: int, L: int, R: int, C: int, last: int, seed: int) -> tuple[flo
   scores = query @ keys.T * 0.11
   weights = np.exp(scores - scores.max(-1, keepdims=True))
   want = weights / weights.sum(-1, keepdims=True) @ keys[:, :L]
-  if mla_attention.by_tiles(intrinsics.target(), L, R):
+  if split_kv.uses_tensor_cores(intrinsics.target_of(), L, R):
     head, number = np.meshgrid(np.arange(H), np.arange(L), indexing="ij")
-    placed = np.full((mla_attention.padded(H), L), np.nan, np.float16)
-    placed.reshape(-1)[mla_attention.query_place(head, number, L)] = q_latent
+    placed = np.full((split_kv.padded(H), L), np.nan, np.float16)
+    placed.reshape(-1)[split_kv.query_place(head, number, L)] = q_latent
     q_latent = placed
   got = mla_attention.mla_attention(Tensor(q_latent).unsqueeze(0), Tensor(q).unsqueeze(0), Tensor(cache), Tensor([last], dtype=dtypes.int32), 0.11)
   return nmse(got.numpy()[0], want), 2 ** -22 * (np.square(scores).mean() + 1)
@@ -32,7 +32,7 @@ SHAPES = [(8, 512, 64, 200, 199), (5, 128, 32, 300, 130), (3, 128, 32, 40, 0), (
 @pytest.mark.parametrize("shape", SHAPES)
 def test_by_tiles(shape: tuple[int, ...]):
   with on_cuda():
-    assert mla_attention.by_tiles(intrinsics.target(), shape[1], shape[2])
+    assert split_kv.uses_tensor_cores(intrinsics.target_of(), shape[1], shape[2])
     error, halves = attention(*shape, seed=1)
     assert error < halves
 
@@ -40,13 +40,13 @@ def test_by_tiles(shape: tuple[int, ...]):
 def test_by_lanes(shape: tuple[int, ...], on: Callable, monkeypatch: pytest.MonkeyPatch):
   monkeypatch.setitem(intrinsics.TARGETS, "CUDA", dataclasses.replace(intrinsics.TARGETS["CUDA"], mma=None))
   with on():
-    assert not mla_attention.by_tiles(intrinsics.target(), shape[1], shape[2])
+    assert not split_kv.uses_tensor_cores(intrinsics.target_of(), shape[1], shape[2])
     assert attention(*shape, seed=2)[0] < 1e-12
 
 @pytest.mark.parametrize("last", [0, 1, 63, 64, 127, 400])
 def test_few_blocks(last: int, monkeypatch: pytest.MonkeyPatch):
   """Splits of several steps: the softmax goes on from step to step"""
-  monkeypatch.setattr(mla_attention, "MULTIPROCESSORS", 3)
+  monkeypatch.setattr(split_kv, "MULTIPROCESSORS", 3)
   with on_cuda():
     error, halves = attention(10, 128, 32, 401, last, seed=3)
     assert error < halves

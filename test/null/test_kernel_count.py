@@ -6,10 +6,10 @@ A number that changes is to be changed here, in the commit that changes it: fewe
 import pytest
 from extra.bench import batch_count, captured, count_kernels, no_device, render_kernels, stand_in, with_blocks
 from tinygrad import Device, Tensor
-from tinygrad.apps.generate import Generator
+from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.mla import Config, Transformer
-from tinygrad.apps.sampling import Features
-from tinygrad.nn.intrinsics import HOPPER, TARGETS, target
+from tinygrad.apps.engine.sampling import Features
+from tinygrad.nn.intrinsics import HOPPER, TARGETS, target_of
 
 # model: {target: (kernels a token, [(blocks of a kind, kernels a block)])}; types as in the public Q4_0 files
 TABLE = {
@@ -42,12 +42,12 @@ def test_what_metal_takes():
 @pytest.mark.parametrize("kernels,batches", [(1, 0), (2, 1), (32, 1), (33, 2), (96, 2), (97, 3), (475, 4), (480, 4), (481, 5)])
 def test_batch_count(kernels: int, batches: int): assert batch_count(kernels) == batches
 
-def test_null_speaks_for_a_target():
+def test_null_speaks_for_a_target_of():
   before = Device.DEFAULT
   for to in ("CUDA", "METAL"):
-    with no_device(to): assert Device.DEFAULT == "NULL" and target() is (HOPPER if to == "CUDA" else TARGETS[to]) and target("CPU") is None
-  with no_device("CPU"): assert target() is None
-  assert Device.DEFAULT == before and target("METAL:1") is TARGETS["METAL"]
+    with no_device(to): assert Device.DEFAULT == "NULL" and target_of() is (HOPPER if to == "CUDA" else TARGETS[to]) and target_of("CPU") is None
+  with no_device("CPU"): assert target_of() is None
+  assert Device.DEFAULT == before and target_of("METAL:1") is TARGETS["METAL"]
 
 def test_captured_runs_nothing():
   with captured() as calls: t = (Tensor([1.0, 2.0]).realize() + 1).contiguous().realize()

@@ -105,7 +105,7 @@ def test_count():
   assert m["token_bytes"] == sum(read_bytes(f, c, i) + 100 * c.cache_dim * 2 for i in range(c.n_blocks)) + head_bytes(f, c)
   assert name == "small-youtu Q4_0" and sum(n for n, _ in m["kinds"]) == MODELS["small-youtu"].blocks and f"{m['kernels_a_token']} = " in out
 
-@pytest.mark.parametrize("target,item,parts", [("METAL", 2, ("mla_splits", "mla_combine")), ("CUDA", 2, ("mla_splits", "mla_combine")),
+@pytest.mark.parametrize("target,item,parts", [("METAL", 2, ("mla_split_kv", "mla_combine")), ("CUDA", 2, ("mla_split_kv", "mla_combine")),
                                                ("CPU", 4, ("mla_attention",))])
 def test_count_at_a_depth(target: str, item: int, parts: tuple[str, ...]):
   """Attention's kernels move what is written of the cache, however much it could hold"""
@@ -145,7 +145,7 @@ def test_profile_model(tmp_path: Path):
   # every weight is read, and not many times over; attention reads what is written of the cache: the first token's place, 3 timed, 2 before them
   weights = head_bytes(f, c) + sum(read_bytes(f, c, i) for i in range(c.n_blocks))
   assert weights < sum(k["bytes"] * k["count"] for k in kernels) < 2 * weights
-  attention = [k for k in kernels if k["kernel"].startswith(("mla_attention", "mla_splits"))]
+  attention = [k for k in kernels if k["kernel"].startswith(("mla_attention", "mla_split_kv"))]
   assert sum(k["count"] for k in attention) == c.n_blocks and all(k["bytes"] in (5 * c.cache_dim * n for n in (2, 4)) for k in attention)
 
 # *** one line, exit code 2 ***

@@ -7,7 +7,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, interleaved, packer, split_planes
 from tinygrad.apps.rope import Rope, rope_table
-from tinygrad.nn import cpu, embedding, mla_attention, moe, norm_linear
+from tinygrad.nn import cpu, embedding, mla_attention, moe, norm_linear, routing
 
 pytestmark = pytest.mark.skipif(cpu.device() is None, reason="not on the CPU")
 KINDS = pytest.mark.parametrize("kind", HALVES, ids=lambda k: k.name)
@@ -157,8 +157,8 @@ def test_choose_experts(gating: int, experts: int):
   logits, bias = tensor(normal(1, experts).round(1)), tensor(0.1 * normal(experts))   # rounded: ties
   for b in (None, bias):
     for normalize in (False, True):
-      how = moe.Choice(3, gating, normalize, 1.8, b)
-      (sel, weights), (sel_ops, weights_ops) = cpu.choose_experts(logits, how, moe.LEAST_SUM), moe.choose_experts(logits, how)
+      how = routing.Routing(3, gating, normalize, 1.8, b)
+      (sel, weights), (sel_ops, weights_ops) = cpu.choose_experts(logits, how, routing.LEAST_SUM), routing.choose_experts(logits, how)
       assert sel.tolist() == sel_ops.tolist()
       same(weights, weights_ops)
 
@@ -167,7 +167,7 @@ def test_feed_forward():
   gate, up = (load(QuantizedExpertWeights, T.Q4_0, E, F, D)[0] for _ in range(2))
   down = load(QuantizedExpertWeights, T.Q5_1, E, 75, F)[0]
   x, n, residual = tensor(0.1 * normal(1, D)), norm(D), tensor(normal(1, 75))
-  logits, how = tensor(normal(1, E)), moe.Choice(3, 2, True, 1.8)
+  logits, how = tensor(normal(1, E)), routing.Routing(3, 2, True, 1.8)
   (hidden, sel), (want, sel_ops) = (f(x, n, (gate, up), logits, how) for f in (moe.expert_gate_up, moe.expert_gate_up_ops))
   Tensor.realize(hidden, sel)
   assert sel.tolist() == sel_ops.tolist()
@@ -186,7 +186,7 @@ def test_feed_forward_of_many(tokens: int):
   gate, up = load(QuantizedExpertWeights, T.Q4_0, E, F, D)[0], load(QuantizedExpertWeights, T.Q4_K, E, F, D)[0]
   down = load(QuantizedExpertWeights, T.Q5_1, E, 75, F)[0]
   x, n, residual = tensor(0.1 * normal(tokens, D)), norm(D), tensor(normal(tokens, 75))
-  logits, how = tensor(normal(tokens, E)), moe.Choice(3, 2, True, 1.8)
+  logits, how = tensor(normal(tokens, E)), routing.Routing(3, 2, True, 1.8)
   (hidden, sel), (want, sel_ops) = (f(x, n, (gate, up), logits, how) for f in (moe.expert_gate_up, moe.expert_gate_up_ops))
   Tensor.realize(hidden, sel)
   assert sel.tolist() == sel_ops.tolist()

@@ -7,7 +7,7 @@ from gguf import GGMLQuantizationType as T
 from extra.mkgguf import write_model
 from helpers import SMALL, generator, in_child
 from tinygrad import Device, Tensor, TinyJit, Variable
-from tinygrad.apps.generate import Generator
+from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.quantized import QuantizedLinear
 from tinygrad.engine import worker
 from tinygrad.helpers import Context

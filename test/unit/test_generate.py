@@ -7,9 +7,10 @@ from gguf import GGMLQuantizationType as T
 from extra.mkgguf import write_model
 from helpers import SMALL, WIDE, generator, write_mixed
 from mockcuda import on_cuda
-from tinygrad.apps.generate import CHUNK, ContextFull, Generator, Superseded
+from tinygrad.apps.engine.engine import ContextFull, Generator, Superseded
+from tinygrad.apps.mla import CHUNK
 from tinygrad.apps.models import Model, load
-from tinygrad.apps.sampling import Features, Sampling
+from tinygrad.apps.engine.sampling import Features, Sampling
 from tinygrad.engine.realize import to_program_cache
 
 CONTEXT = 2 * CHUNK

@@ -9,10 +9,10 @@ from on_terminal import CTRL_C, CTRL_D, LLM, Terminal, environ, plain
 from talker import Talker
 from extra.mkgguf import write_model
 from tinygrad.apps import llm
-from tinygrad.apps.generate import ContextFull
+from tinygrad.apps.engine.engine import ContextFull
 from tinygrad.apps.gguf import GGUFError, GGUFFile, read_gguf
 from tinygrad.apps.models import ALIASES, BUILT_IN, MODELS, ROOT, Model, UserError, advised_sampling, find_model, load
-from tinygrad.apps.sampling import Sampling
+from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.tokenizer import Tokenizer
 
 PROMPT = "the quick brown fox"

@@ -17,16 +17,16 @@ from goldens.make import HERE
 from helpers import SMALL, WIDE, generator, write_mixed, write_with, write_with_tokens
 from oracle import Judge, errors, logits, nmse, route
 from tinygrad import Tensor, TinyJit, dtypes
-from tinygrad.apps.generate import CHUNK, Generator
+from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.gguf import GGUFError, read_gguf
-from tinygrad.apps.mla import Config, Gating
+from tinygrad.apps.mla import CHUNK, Config, Gating
 from tinygrad.apps.models import load
 from tinygrad.apps.quantized import FLOATS, FORMATS
-from tinygrad.apps.sampling import Sampling
-from tinygrad.nn.intrinsics import target
-from tinygrad.nn.moe import Choice, choose_experts
+from tinygrad.apps.engine.sampling import Sampling
+from tinygrad.nn.intrinsics import target_of
+from tinygrad.nn.routing import Routing, choose_experts
 
-LIMIT, HALVES = (1e-10, 1e-7) if target() is None else (1e-3, 1e-3)
+LIMIT, HALVES = (1e-10, 1e-7) if target_of() is None else (1e-3, 1e-3)
 TYPES = [*FORMATS, *FLOATS]
 FAMILIES: dict[str, dict[str, Any]] = {"small-glm": dict(q_lora=256), "small-ds": {}, "small-youtu": dict(q_lora=256, experts=0)}
 
@@ -155,7 +155,7 @@ def test_router(gating: Gating, norm: bool, biased: bool):
   rng = np.random.default_rng([gating, norm, biased])
   x, bias = rng.standard_normal((1, 64)).astype(np.float32) * 2, rng.standard_normal(64).astype(np.float32) if biased else None
   names = SimpleNamespace(gating=int(gating), used=6, norm=norm, scale=1.8)
-  sel, weights = choose_experts(Tensor(x), Choice(6, int(gating), norm, 1.8, None if bias is None else Tensor(bias)))
+  sel, weights = choose_experts(Tensor(x), Routing(6, int(gating), norm, 1.8, None if bias is None else Tensor(bias)))
   Tensor.realize(sel, weights)
   chosen, want, _ = route(x.astype(np.float64), bias, names)
   assert sel.dtype == dtypes.int32 and np.array_equal(sel.numpy(), chosen) and np.allclose(weights.numpy(), want, rtol=1e-5)
@@ -163,7 +163,7 @@ def test_router(gating: Gating, norm: bool, biased: bool):
 
 def test_router_ties_and_tiny_sums():
   def to(*logits: float) -> tuple[list[int], list[float]]:
-    sel, weights = choose_experts(Tensor([logits]), Choice(3, int(Gating.SIGMOID), True, 1.0))
+    sel, weights = choose_experts(Tensor([logits]), Routing(3, int(Gating.SIGMOID), True, 1.0))
     return sel.numpy()[0].tolist(), weights.numpy()[0].tolist()
   assert to(1, 1, 1, 1, 1, 1) == ([0, 1, 2], pytest.approx([1 / 3] * 3))
   assert to(0, 2, 1, 2, -1, 1)[0] == [1, 3, 2]                                     # the lower index first

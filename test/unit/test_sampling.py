@@ -2,7 +2,7 @@
 from dataclasses import replace
 import numpy as np, pytest
 from tinygrad import Tensor, TinyJit, dtypes
-from tinygrad.apps.sampling import Features, Sampling, gumbel, sample
+from tinygrad.apps.engine.sampling import Features, Sampling, gumbel, sample
 from tinygrad.engine.realize import to_program_cache
 
 class Sampler:

@@ -8,7 +8,7 @@ from on_terminal import ALT_ENTER, CTRL_C, CTRL_D, UP, Terminal, environ, paste,
 from talker import SPECIALS, Talker, vocabulary
 from tinygrad.apps.models import ROOT, Answer, UserError
 from tinygrad.apps.reasoning import ANSWER, MARK, REASONING, Reasoning
-from tinygrad.apps.sampling import Sampling
+from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps import screen, terminal
 from tinygrad.apps.terminal import Conversation, Lines, Options, read_text, unblocked
 

@@ -24,10 +24,10 @@ if __name__ == "__main__":
 import argparse, dataclasses, json, time
 from typing import Any, Callable
 from tinygrad import Device
-from tinygrad.apps.generate import ContextFull
+from tinygrad.apps.engine.engine import ContextFull
 from tinygrad.apps.gguf import GGUFError
 from tinygrad.apps.models import ALIASES, BUILT_IN, DEFAULT_CONTEXT, MODELS, Answer, Model, UserError, load, local_file
-from tinygrad.apps.sampling import Sampling
+from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.screen import doing, lossy, note, safe_line
 from tinygrad.apps.terminal import Options, chosen_seed, converse, read_text, say
 from tinygrad.helpers import NUM_CPU_THREADS

@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterator
 import numpy as np
 from tqdm import tqdm
 from tinygrad import Device, GlobalCounters
-from tinygrad.apps.generate import Generator
+from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.machine import Others, cores, device_name, peak_bandwidth
 from tinygrad.apps.models import Model, UserError
 

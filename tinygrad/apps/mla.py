@@ -16,15 +16,17 @@ from tinygrad.apps.capture import Step, to_device
 from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, prepare
 from tinygrad.apps.rope import Rope, Yarn, rope_table
+from tinygrad.nn.intrinsics import target_of
+from tinygrad.nn.kernel import UNIT
+from tinygrad.nn.matmul import HALF_SCALE
+from tinygrad.nn.mla_attention import mla_attention
+from tinygrad.nn.mla_prefill import fits as mla_prefill_fits
+from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up, moe_prefill
+from tinygrad.nn.norm_linear import heads_linear, latent_query, norm_linear, prefill_target
+from tinygrad.nn.routing import Routing
+from tinygrad.nn.split_kv import fits as attention_fits
 from tinygrad.dtype import DType
 from tinygrad.nn import cpu
-from tinygrad.nn.intrinsics import target
-from tinygrad.nn.matmat import HIDDEN, heads_linear, mats_target
-from tinygrad.nn.matvec import UNIT
-from tinygrad.nn.mla_attention import fits as attention_fits, mla_attention
-from tinygrad.nn.mla_prefill import fits as mla_prefill_fits
-from tinygrad.nn.moe import Choice, expert_down, expert_gate_up, gate_up, moe_mats
-from tinygrad.nn.norm_linear import latent_query, norm_linear
 
 CHUNK, MANY = 32, 512  # prompt tokens a step; where there are kernels for many, and more than a few tokens
 
@@ -149,7 +151,7 @@ class Attention:
     else: q, kv = norm_linear(x, self.attn_norm, [self.attn_q, self.attn_kv_a_mqa], rope)
     q_latent, cache = latent_query(q, kv, self.attn_k_b, self.attn_kv_a_norm, cache, rope)  # (T, H, L)
     context = mla_attention(q_latent, q.reshape(x.shape[0], c.n_heads, -1), cache, rope.pos, c.score_scale)  # (T, H, L)
-    heads = heads_linear(context, self.attn_v_b, HIDDEN).reshape(x.shape[0], -1)           # (T, H·v)
+    heads = heads_linear(context, self.attn_v_b, HALF_SCALE).reshape(x.shape[0], -1)           # (T, H·v)
     return norm_linear(heads, None, [self.attn_output], residual=x)[0], cache
 
 class MLP:
@@ -161,15 +163,15 @@ class MLP:
     return norm_linear(hidden, None, [self.ffn_down], residual=x)[0]
 
 class MoE:
-  def __init__(self, norm:RMSNorm, router:QuantizedLinear, choice:Choice, gate:QuantizedExpertWeights, up:QuantizedExpertWeights,
+  def __init__(self, norm:RMSNorm, router:QuantizedLinear, choice:Routing, gate:QuantizedExpertWeights, up:QuantizedExpertWeights,
                down:QuantizedExpertWeights, shared:MLP|None):
     self.ffn_norm, self.ffn_gate_inp, self.choice, self.shared = norm, router, choice, shared
     self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps = gate, up, down
   def __call__(self, x:Tensor) -> Tensor:
     """(T, D) -> x + the chosen experts' and the shared expert's feed-forward of its norm"""
     s, experts = self.shared, (self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps)
-    if t := mats_target(x, x.shape[1], self.ffn_down_exps.shape[2], *([] if s is None else [s.ffn_down.shape[1]])):
-      return moe_mats(t, x, self.ffn_norm, self.ffn_gate_inp, self.choice, experts, None if s is None else (s.ffn_gate, s.ffn_up, s.ffn_down))
+    if t := prefill_target(x, x.shape[1], self.ffn_down_exps.shape[2], *([] if s is None else [s.ffn_down.shape[1]])):
+      return moe_prefill(t, x, self.ffn_norm, self.ffn_gate_inp, self.choice, experts, None if s is None else (s.ffn_gate, s.ffn_up, s.ffn_down))
     if s is None: logits, = norm_linear(x, self.ffn_norm, [self.ffn_gate_inp])
     else: beside, logits = gate_up(x, self.ffn_norm, (s.ffn_gate, s.ffn_up), self.ffn_gate_inp)
     hidden, sel = expert_gate_up(x, self.ffn_norm, (self.ffn_gate_exps, self.ffn_up_exps), logits, self.choice)
@@ -195,12 +197,12 @@ class Transformer:
   def __init__(self, config:Config, token_embd:QuantizedEmbedding, blocks:list[Block], output_norm:RMSNorm, output:QuantizedLinear, max_context:int):
     self.config, self.token_embd, self.blk, self.output_norm, self.output = config, token_embd, blocks, output_norm, output
     self.max_context = max_context
-    for_many = cpu.device() is not None or (t := target()) is not None and t.mma is not None
+    for_many = cpu.device() is not None or (t := target_of()) is not None and t.mma is not None
     self.max_step = MANY if max_context >= MANY and for_many else CHUNK
     rows = max_context + self.max_step  # a step of prefill is padded to its size, wherever it starts
     self.rope = rope_table(config.rope_dim, config.rope_base, rows, config.yarn)
     # half precision where memory is what decoding waits for
-    kept = dtypes.float if target() is None else dtypes.half
+    kept = dtypes.float if target_of() is None else dtypes.half
     empty = Step()
     self.cache = [empty.run(_zeros, (rows, config.cache_dim), kept) for _ in blocks]
     empty()
@@ -232,13 +234,13 @@ class Transformer:
   @property
   def prefill_kernels_fit(self) -> bool:
     """Whether every step of many tokens has a kernel that reads their position on the device"""
-    c, t = self.config, target()
+    c, t = self.config, target_of()
     fit = t is not None and t.mma is not None and all(w % UNIT == 0 and w > UNIT for w in self._widths)
     return fit and mla_prefill_fits(t, c.kv_lora_rank, c.cache_dim)
   @property
   def kernels_fit(self) -> bool:
     """Whether every step of decoding one token has a kernel on this device, so that its position may live there"""
-    c, t = self.config, target()
+    c, t = self.config, target_of()
     fit = all(w % UNIT == 0 for w in self._widths)
     if cpu.device(): return fit and c.rope_dim % cpu.ROWS == 0
     return fit and t is not None and attention_fits(t, c.n_heads, c.kv_lora_rank, c.rope_dim)
@@ -277,7 +279,7 @@ class Transformer:
       ffn_norm = norm(b + "ffn_norm")
       def matrices(suffix:str) -> list: return [w[f"{b}ffn_{m}{suffix}.weight"] for m in ("gate", "up", "down")]
       if i < c.n_dense: return Block(attn, MLP(ffn_norm, *matrices("")))
-      choice = Choice(c.n_chosen, int(c.gating), c.normalize_weights, c.weights_scale, w.get(b + "exp_probs_b.bias"))
+      choice = Routing(c.n_chosen, int(c.gating), c.normalize_weights, c.weights_scale, w.get(b + "exp_probs_b.bias"))
       return Block(attn, MoE(ffn_norm, w[b + "ffn_gate_inp.weight"], choice, *matrices("_exps"), MLP(ffn_norm, *matrices("_shexp")) if c.n_shared else None))
     embd = w["token_embd.weight"]
     output = w["output.weight"] if "output.weight" in w else QuantizedLinear(embd.kind, embd.shape, embd.planes)  # tied

@@ -6,11 +6,11 @@ from typing import Any, Iterable, Iterator
 import numpy as np
 from tinygrad import Device, disk_cache
 from tinygrad.apps.chat import Chat
-from tinygrad.apps.generate import Generator
+from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor, read_gguf
 from tinygrad.apps.mla import Config, Transformer
 from tinygrad.apps.reasoning import ANSWER, Piece, Reasoning, beginning
-from tinygrad.apps.sampling import Sampling
+from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.screen import doing, safe_line
 from tinygrad.apps.tokenizer import Tokenizer
 from tinygrad.device import ALL_DEVICES

@@ -20,15 +20,16 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as GGMLType
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.apps.capture import Step, to_device
+from tinygrad.nn.embedding import embedding
+from tinygrad.nn.intrinsics import target_of
+from tinygrad.nn.kernel import UNIT, Matrix, Unit, launch, load4
+from tinygrad.nn.matvec import DeferredMatrix, matvec, linear_part
+from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, mul_mat_msl, serves
+from tinygrad.nn.norm_linear import rows_of
 from tinygrad.device import LRUAllocator
 from tinygrad.dtype import DType, _from_np_dtype, _to_np_dtype
 from tinygrad.helpers import Context, prod
 from tinygrad.nn import cpu, cpu_prefill
-from tinygrad.nn.embedding import embedding
-from tinygrad.nn.intrinsics import target
-from tinygrad.nn.matvec import UNIT, Late, Matrix, Unit, launch, matvec, row_pairs
-from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, mul_mat_msl, serves
-from tinygrad.nn.norm_linear import quad, rows_of
 
 # ---- bytes -> codes: the file's order of bits, one function a family. raw: (n, bytes a block) uint32, returns (n, elements) uint32 ----
 
@@ -216,7 +217,7 @@ def dequantize(kind:GGMLType, planes:Planes) -> Tensor:
 def _unit_scales(kind:GGMLType, units:int, plane:Callable[[str, Any], Any], row:Any, unit:Any) -> Scales:
   fmt, upb = FORMATS[kind], block_size(kind)[0] // UNIT
   def at(name:str) -> Any: return plane(name, row * units + unit if upb == 1 or name in fmt.unit_planes else row * (units // upb) + unit // upb)
-  index = cpu.C(f"((v16u)({unit % upb}u))", dtypes.uint32) if isinstance(unit, int) else unit % upb
+  index = cpu.CExpr(f"((v16u)({unit % upb}u))", dtypes.uint32) if isinstance(unit, int) else unit % upb
   return fmt.scales(UnitView(at, index))
 
 def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp) -> Unit:
@@ -324,7 +325,7 @@ class QuantizedWeight:
     """The planes as split_planes lays them out, interleaved or not"""
     return self.planes if self.layout is None else deinterleave(self.layout, self.shape, self.planes["stream"])
   def dequantize(self) -> Tensor: return dequantize(self.kind, self.plain_planes)
-  def unit_of_block(self, plane:Callable[[str, int], cpu.C], u:int) -> Unit:
+  def unit_of_block(self, plane:Callable[[str, int], cpu.CExpr], u:int) -> Unit:
     """The unit u of a block in C; plane(name, index) is an entry of the block's planes"""
     return _unit(self.kind, self.layout.units, plane, 0, u)
   def args(self, name:str) -> dict[str, Tensor]:
@@ -374,7 +375,7 @@ def mul_mat_reference(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tens
 def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
   """y = W·x, for a matrix, a stack with one a head, or the matrices that ids name (clamped); shapes as in QuantizedLinear and
   QuantizedExpertWeights"""
-  t, (*stack, rows, width) = target(), w.shape
+  t, (*stack, rows, width) = target_of(), w.shape
   if cpu.fits(w) and x.shape[0] > 1: return cpu_prefill.mul_mat(x, w) if ids is None else cpu_prefill.mul_mat_id(x, [w], ids)
   if cpu.fits(w): return cpu.mul_mat(x, w, ids, (*(x.shape[:-1] if ids is None else ids.shape), rows))
   if t is None or width % UNIT: return mul_mat_reference(x, w, ids)
@@ -384,11 +385,11 @@ def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
   share = items // prod(x.shape[:-1])
   def body(b:dict[str, UOp]) -> list[UOp]:
     item, matrix = UOp.special(items, "gidx1"), w.matrix(b, "w")
-    def chosen(previous:UOp) -> Matrix:
-      which = b["ids"][item + previous].load().maximum(0).minimum(matrices - 1).cast(dtypes.weakint)
+    def chosen(wait_zero:UOp) -> Matrix:
+      which = b["ids"][item + wait_zero].load().maximum(0).minimum(matrices - 1).cast(dtypes.weakint)
       return lambda row, unit, gate: matrix(which * rows + row, unit, gate)
-    of = rows_of(matrix, item % matrices * rows) if ids is None else lambda i: [(Late(chosen), i)]
-    return matvec(t, [width // UNIT], quad(b["x"], item // share * width), [row_pairs(rows, of, b["y"], w.integer, lambda i: item * rows + i)],
+    of = rows_of(matrix, item % matrices * rows) if ids is None else lambda i: [(DeferredMatrix(chosen), i)]
+    return matvec(t, [width // UNIT], load4(b["x"], item // share * width), [linear_part(rows, of, b["y"], w.integer, lambda i: item * rows + i)],
                   items=items)
   name = f"mul_mat{'' if ids is None else '_id'}_{w.kind.name.lower()}_{items}_{rows}_{width}"
   return launch(name, {"y": Tensor.empty(*out_shape, dtype=dtypes.float)}, {"x": x, **({} if ids is None else {"ids": ids}), **w.args("w")}, body)[0]

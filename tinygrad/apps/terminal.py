@@ -8,7 +8,7 @@ from tinygrad import Device
 from tinygrad.apps.gguf import GGUFError
 from tinygrad.apps.models import Answer, Model, UserError
 from tinygrad.apps.reasoning import ANSWER, MARK, OPEN, REASONING
-from tinygrad.apps.sampling import Sampling
+from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.screen import dim, doing, note, safe, safe_line
 
 SEEDS = 1 << 32

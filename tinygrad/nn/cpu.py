@@ -15,7 +15,7 @@ from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.device import TinyELF
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import NUM_CPU_THREADS, prod
-from tinygrad.nn.matvec import UNIT
+from tinygrad.nn.kernel import UNIT
 from tinygrad.renderer import Estimates
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.ops_cpu import CPUProgram
@@ -153,17 +153,17 @@ __attribute__((min_vector_width(512))) void pack(byte* out, const byte* file, u6
       with ThreadPoolExecutor(threads()) as pool: list(pool.map(part, range(0, jobs, each)))
     return stream
 
-# ---- a format's description, told in C ----
+# ---- a format's description as C code ----
 
 VECTORS = {dtypes.float: "v16f", dtypes.half: "v16h", dtypes.uint32: "v16u", dtypes.uint16: "v16s", dtypes.uint8: "v16b", dtypes.int8: "v16c"}
 
-class C:
-  """A C expression of 16 lanes that is built as a kernel's value is (apps/quantized.py), by the same code"""
+class CExpr:
+  """An expression in C of 16 lanes that is built as a kernel's value is (apps/quantized.py), by the same code"""
   def __init__(self, text:str, dtype:DType): self.text, self.dtype = text, dtype
   def _of(self, x:Any) -> str:
-    if isinstance(x, C): return x.text
+    if isinstance(x, CExpr): return x.text
     return f"(({VECTORS[self.dtype]})({f'{float(x)!r}f' if self.dtype is dtypes.float else f'{x}u'}))"
-  def _op(self, op:str, x:Any) -> C: return C(f"({self.text} {op} {self._of(x)})", self.dtype)
+  def _op(self, op:str, x:Any) -> CExpr: return CExpr(f"({self.text} {op} {self._of(x)})", self.dtype)
   def __and__(self, x): return self._op("&", x)
   def __or__(self, x): return self._op("|", x)
   def __xor__(self, x): return self._op("^", x)
@@ -174,17 +174,17 @@ class C:
   def __mul__(self, x): return self._op("*", x)
   def __lt__(self, x): return self._op("<", x)
   def eq(self, x): return self._op("==", x)
-  def where(self, a, b) -> C:
-    of = next((y for y in (a, b) if isinstance(y, C)), C("", dtypes.float))
+  def where(self, a, b) -> CExpr:
+    of = next((y for y in (a, b) if isinstance(y, CExpr)), CExpr("", dtypes.float))
     kind = VECTORS[of.dtype]
-    return C(f"(({kind})((((v16u){self.text}) & ((v16u){of._of(a)})) | (~((v16u){self.text}) & ((v16u){of._of(b)}))))", of.dtype)
-  def maximum(self, x): return C(f"__builtin_elementwise_max({self.text}, {self._of(x)})", self.dtype)
-  def const_like(self, x): return C(self._of(x), self.dtype)
-  def cast(self, dtype:DType) -> C:
+    return CExpr(f"(({kind})((((v16u){self.text}) & ((v16u){of._of(a)})) | (~((v16u){self.text}) & ((v16u){of._of(b)}))))", of.dtype)
+  def maximum(self, x): return CExpr(f"__builtin_elementwise_max({self.text}, {self._of(x)})", self.dtype)
+  def const_like(self, x): return CExpr(self._of(x), self.dtype)
+  def cast(self, dtype:DType) -> CExpr:
     if dtype is self.dtype: return self
-    if dtype is dtypes.float and self.dtype is dtypes.uint32: return C(f"FLOAT({self.text})", dtype)  # codes: the sign is never set
-    return C(f"__builtin_convertvector({self.text}, {VECTORS[dtype]})", dtype)
-  def bitcast(self, dtype:DType) -> C: return C(f"(({VECTORS[dtype]}){self.text})", dtype)
+    if dtype is dtypes.float and self.dtype is dtypes.uint32: return CExpr(f"FLOAT({self.text})", dtype)  # codes: the sign is never set
+    return CExpr(f"__builtin_convertvector({self.text}, {VECTORS[dtype]})", dtype)
+  def bitcast(self, dtype:DType) -> CExpr: return CExpr(f"(({VECTORS[dtype]}){self.text})", dtype)
 
 PRELUDE = """typedef float v16f __attribute__((ext_vector_type(16), aligned(4))); typedef float v8f __attribute__((ext_vector_type(8), aligned(4)));
 typedef float v4f __attribute__((ext_vector_type(4), aligned(4))); typedef int v16i __attribute__((ext_vector_type(16), aligned(4)));
@@ -258,10 +258,10 @@ FN void stage(const float* x, const float* norm, float factor, int n, float* X, 
 
 def of_block(w:Any, layout:Layout, u:int) -> Any:
   """The unit u of a block, at B"""
-  def plane(name:str, i:int) -> C:
+  def plane(name:str, i:int) -> CExpr:
     f = layout.fields[name]
     base = layout.once + i // f.entries * layout.unit + i % f.entries * ROWS * f.dtype.itemsize if f.of_unit else i * ROWS * f.dtype.itemsize
-    return C(f"AT({VECTORS[f.dtype]}, {base + f.offset})", f.dtype)
+    return CExpr(f"AT({VECTORS[f.dtype]}, {base + f.offset})", f.dtype)
   return w.unit_of_block(plane, u)
 
 def dot(name:str, w:Any) -> str:
@@ -450,9 +450,9 @@ def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:flo
   outs, ins = {"context": Tensor.empty(1, H, L, dtype=dtypes.float)}, {"q_latent": q_latent, "q": q, "cache": cache, "pos": pos}
   return launch(f"mla_attention_{H}_{L}_{dim - L}", outs, ins, "", body, H, cache.nbytes())[0]
 
-def choose_experts(logits:Tensor, how:Any, least_sum:float) -> tuple[Tensor, Tensor]:
+def choose_experts(logits:Tensor, routing:Any, least_sum:float) -> tuple[Tensor, Tensor]:
   """gating: 1 softmax, 2 sigmoid, 3 softmax over the chosen. logits: (T, E)"""
-  (T, E), bias, count, gating, normalize, scale = logits.shape, how.bias, how.count, how.gating, how.normalize, how.scale
+  (T, E), bias, count, gating, normalize, scale = logits.shape, routing.bias, routing.count, routing.gating, routing.normalize, routing.scale
   score = {1: "exp1(logits[e] - top)", 2: "1 / (1 + exp1(-logits[e]))", 3: "logits[e]"}[gating]
   body = f"""for (logits += job * {E}, sel += job * {count}, weights += job * {count}; job < last; job++, logits += {E}, sel += {count}, weights += {count}) {{
   float score[{E}], choice[{E}], top = logits[0], total = 0;

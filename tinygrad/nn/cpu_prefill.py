@@ -10,7 +10,7 @@ from typing import Any, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import prod
 from tinygrad.nn.cpu import ROTATE, ROWS, TYPES, group_bytes, groups, launch, of_block
-from tinygrad.nn.matvec import UNIT
+from tinygrad.nn.kernel import UNIT
 
 COLUMNS = 12    # of a tile
 DEPTH = 128     # weights of a row at a time, or a block of more
@@ -108,7 +108,7 @@ def pack(x:Tensor, norm:Any=None, heads:int=1, width:int=0, table:Tensor|None=No
 
 def products(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], x:Tensor, weights:Sequence[tuple[str, Any]], T:int, finish:str,
              functions:str="", chosen:bool=False) -> list[Tensor]:
-  """Rows of a matrix or a stack times the tiles of x. One weight: a job is its groups `g` and `g + 1`; two (gate and up): their groups `g`.
+  """MatvecPart of a matrix or a stack times the tiles of x. One weight: a job is its groups `g` and `g + 1`; two (gate and up): their groups `g`.
   chosen: the tiles of matrix m are starts[m] up to starts[m + 1], and of its column i the choice table[i]; else each has all T tokens.
   finish: C on the sums s[0] and s[1] of column `n` (a token, or a choice)"""
   w = weights[0][1]
@@ -273,7 +273,7 @@ def gate_up(x:Tensor, norm:Any, weights:tuple[Any, Any], router:Any=None) -> lis
   y, = products(f"gate_up_{gate.label}_{T}", {"y": Tensor.empty(T, F, dtype=dtypes.float)}, {}, X, [("gate", gate), ("up", up)], T, finish)
   return [y, *([] if router is None else [linear(X, router, T)])]
 
-def by_expert(sel:Tensor, experts:int) -> tuple[Tensor, Tensor]:
+def sort_by_expert(sel:Tensor, experts:int) -> tuple[Tensor, Tensor]:
   """The choices of each expert in order, in tiles. sel: int32 (T, K) -> int32 (E + 1,), each expert's first tile, and int32 (tiles · 12,), what a column
   is: a choice, token · K + k, or -1"""
   choices = prod(sel.shape)
@@ -294,7 +294,7 @@ def by_expert(sel:Tensor, experts:int) -> tuple[Tensor, Tensor]:
 def mul_mat_id(x:Tensor, weights:Sequence[Any], sel:Tensor, scale:Tensor|None=None) -> Tensor:
   """The matrices that sel names, (T, K), times x, (T, 1 or K, in) -> (T, K, out); of two, gate and up, silu(gate·x) · (up·x) · scale"""
   (E, rows, _), (T, K) = weights[0].shape, sel.shape
-  starts, table = by_expert(sel, E)
+  starts, table = sort_by_expert(sel, E)
   X = pack(x, table=table, share=K // x.shape[1])
   ins = {"starts": starts, "table": table, **({} if scale is None else {"scale": scale})}
   if len(weights) == 2: finish = f"put(y + n * {rows}L + g * 16, s[0] / (1 + exp16(-s[0])) * s[1] * scale[n], {rows} - (int)g * 16);"
@@ -304,9 +304,9 @@ def mul_mat_id(x:Tensor, weights:Sequence[Any], sel:Tensor, scale:Tensor|None=No
 
 def expert_gate_up(x:Tensor, norm:Any, weights:tuple[Any, Any], sel:Tensor, scale:Tensor) -> Tensor:
   """As in moe.expert_gate_up, of a choice"""
-  return mul_mat_id(normalized(x, norm).unsqueeze(1), weights, sel, scale)
+  return mul_mat_id(rms_norm(x, norm).unsqueeze(1), weights, sel, scale)
 
-def normalized(x:Tensor, norm:Any) -> Tensor:
+def rms_norm(x:Tensor, norm:Any) -> Tensor:
   T, D = x.shape
   body = f"""for (; job < last; job++) {{
     float factor = rms(x + job * {D}L, {D}, {norm.eps!r}f);

@@ -2,20 +2,20 @@
 from __future__ import annotations
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu
-from tinygrad.nn.intrinsics import Target, shuffle, target
-from tinygrad.nn.matvec import UNIT, launch, local
-from tinygrad.nn.norm_linear import Weight, kernel_target
+from tinygrad.nn.intrinsics import Target, shuffle, target_of
+from tinygrad.nn.kernel import UNIT, Weight, launch, local
+from tinygrad.nn.norm_linear import decode_target
 from tinygrad.uop.ops import Ops
 
 def embedding(ids:Tensor, w:Weight) -> Tensor:
   """ids: int32 (T,); w: (vocab, D) -> float32 (T, D)"""
   if cpu.fits(w): return cpu.embedding(ids, w)
-  if (t := kernel_target(ids.reshape(-1, 1), w.shape[1])): return embedding_kernel(t, ids, w)
+  if (t := decode_target(ids.reshape(-1, 1), w.shape[1])): return embedding_decode(t, ids, w)
   return embedding_ops(ids, w)
 
 def embedding_ops(ids:Tensor, w:Weight) -> Tensor: return w[ids].dequantize().contiguous()
 
-def embedding_kernel(t:Target, ids:Tensor, w:Weight) -> Tensor:
+def embedding_decode(t:Target, ids:Tensor, w:Weight) -> Tensor:
   vocab, D = w.shape
   def body(b:dict[str, UOp]) -> list[UOp]:
     unit = UOp.special(D // UNIT, "lidx0")  # a thread dequantizes a unit
@@ -30,8 +30,8 @@ def embedding_kernel(t:Target, ids:Tensor, w:Weight) -> Tensor:
 def argmax(x:Tensor) -> Tensor:
   """float32 (V,) -> int32 (1,), the place of the largest, the lower on a tie"""
   if cpu.device(): return cpu.argmax(x)
-  if (t := target()) is None: return argmax_ops(x)
-  return argmax_kernel(t, x)
+  if (t := target_of()) is None: return argmax_ops(x)
+  return argmax_decode(t, x)
 
 def advance(pos:Tensor, token:Tensor) -> Tensor:
   """pos, int32 (1,) on the device, moves on by one when the token, int32 (1,), is chosen. Returns where it then is, int32 (1,).
@@ -46,7 +46,7 @@ def advance(pos:Tensor, token:Tensor) -> Tensor:
 
 def argmax_ops(x:Tensor) -> Tensor: return x.argmax(keepdim=True).cast(dtypes.int32)
 
-def argmax_kernel(t:Target, x:Tensor) -> Tensor:
+def argmax_decode(t:Target, x:Tensor) -> Tensor:
   """Two launches: the best of each of 64 blocks, then the best of those"""
   threads, blocks, V = 256, 64, x.shape[0]
   Pair = tuple[UOp, UOp]

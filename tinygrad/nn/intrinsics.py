@@ -68,7 +68,7 @@ def of_arch(arch:str) -> Target:
   capability = int(m[0]) if (m := re.search(r"\d+", arch)) else 0
   return next(t for least, t in OF_CAPABILITY.items() if capability >= least)
 
-def target(device:str|None=None) -> Target|None:
+def target_of(device:str|None=None) -> Target|None:
   """The device's row, or None where there is none: the CPU, a GPU that nobody has written one for. NULL, which schedules with no device at all,
   stands for the one whose language it renders."""
   name = (device or Device.DEFAULT).split(":")[0]
@@ -98,15 +98,15 @@ def dot4(t:Target, a:UOp, b:UOp, c:UOp) -> UOp:
   assert t.dot4 is not None
   return UOp(Ops.CUSTOMI, dtypes.int, src=(a, b, c), arg=t.dot4)
 
-def hidden_zero(text:str, *after:UOp) -> UOp:
+def opaque_zero(text:str, *after:UOp) -> UOp:
   """A zero that tinygrad takes for an unknown 0 or 1, of a text that the target's compiler sees through: an index it is added to is computed
   behind `after`, and within its range"""
   return (UOp(Ops.CUSTOM, dtypes.int, src=after, arg=text) & 1).cast(dtypes.weakint)
 
-def after_previous(t:Target, *loads:UOp) -> UOp:
+def pdl_wait(t:Target, *loads:UOp) -> UOp:
   """A zero that is known only when the kernels before this one are done: an index it is added to reads what they wrote. Loads of constants
   that are given are issued before. Elsewhere a kernel starts when those before it are done, and this is a plain zero."""
-  return UOp.const(0) if t.wait is None else hidden_zero(f"0; {t.wait}", *(loads or (UOp.const(0, dtypes.int),)))
+  return UOp.const(0) if t.wait is None else opaque_zero(f"0; {t.wait}", *(loads or (UOp.const(0, dtypes.int),)))
 
 def round_to_int(x:UOp) -> UOp:
   """The nearest integer, halves away from zero"""

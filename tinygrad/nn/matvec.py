@@ -12,118 +12,46 @@ RMSNorm costs nothing here: x is multiplied by the norm's weight while it is sta
 """
 from __future__ import annotations
 from dataclasses import dataclass
-from enum import Enum
-from types import FunctionType
-from typing import Any, Callable, Protocol, Sequence
-from tinygrad import Tensor, UOp, dtypes
-from tinygrad.dtype import AddrSpace, DType
-from tinygrad.renderer import Estimates
-from tinygrad.uop.ops import KernelInfo, Ops
-from tinygrad.nn.intrinsics import Target, after_previous, dot4, group_reduce, group_sum, hidden_zero, round_to_int
+from typing import Callable, Sequence
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace
+from tinygrad.uop.ops import Ops
+from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, pdl_wait, round_to_int
+from tinygrad.nn.kernel import SLOTS, UNIT, Matrix, Unit, add, branch, local
 
-UNIT = 32                          # weights
-LOG2_E = 1.4426950408889634
 STEPS = 6                          # units a lane takes of a row before the row is spread over more warps
 WARPS, MANY_WARPS, MANY_JOBS = 8, 16, 2048  # of a block; of a block of a launch with that many warps' work
 FEW_BLOCKS = 64                    # a launch of fewer blocks is cut finer
 
 @dataclass(frozen=True)
-class Unit:
-  """32 weights of a row in a kernel's registers: weight = scale · value + minimum. Codes come four to a word, byte by byte; a value is
-  code - zero. Where `floats` are given they are the values, and words are empty."""
-  words: list[UOp]
-  scales: list[tuple[UOp, UOp|None]]   # of the whole unit or of each half
-  zero: int = 0
-  floats: list[UOp]|None = None
-
-  def value(self, i:int) -> UOp:
-    if self.floats is not None: return self.floats[i]
-    return (((self.words[i // 4] >> (8 * (i % 4))) & 255) | 0x4b000000).bitcast(dtypes.float) - float((1 << 23) + self.zero)
-  def registers(self) -> list[UOp]: return [*self.words, *(self.floats or ()), *(y for pair in self.scales for y in pair if y is not None)]
-
-# (row, unit, gate or None) -> Unit; nothing is loaded where the gate is false
-Matrix = Callable[[UOp, UOp, UOp|None], Unit]
-
-class Weight(Protocol):
-  """What a primitive needs of a quantized matrix (apps/quantized.py)"""
-  shape: tuple[int, ...]
-  integer: bool
-  label: str
-  nbytes: int
-  widths: tuple[int, ...]
-  zero: int
-  def scales(self, plane:Callable[[str, Any], Any], row:Any, unit:Any) -> list[tuple[Any, Any]]: ...
-  def __call__(self, x:Tensor, sel:Tensor|None=None) -> Tensor: ...
-  def args(self, name:str) -> dict[str, Tensor]: ...
-  def matrix(self, buffers:dict[str, UOp], name:str) -> Matrix: ...
-
-class Norm(Protocol):
-  weight: Tensor
-  eps: float
-  def __call__(self, x:Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Late:
-  """A matrix whose rows are known only after the kernels before: of(previous) reads what they wrote at indices that previous, a zero, is added to"""
+class DeferredMatrix:
+  """A matrix whose rows are known only after the kernels before: of(wait_zero) reads what they wrote at indices that wait_zero, a zero, is added to"""
   of: Callable[[UOp], Matrix]
 
-Row = Sequence[tuple[Matrix|Late, UOp]]   # one matrix and row for each of the lengths that the vector is cut into, most often one
+RowSegments = Sequence[tuple[Matrix|DeferredMatrix, UOp]]   # one matrix and row for each of the segments that the vector is cut into, most often one
 
 @dataclass(frozen=True)
-class Rows:
-  """A part of a launch: `teams` jobs. of(team) names a job's rows; finish(sums, team, keep, previous) stores what became of them where keep is
-  true (it is on one lane of the team); what earlier kernels wrote it reads at indices that previous, a zero, is added to. integer: whether
+class MatvecPart:
+  """A part of a launch: `teams` jobs. of(team) names a job's rows; finish(sums, team, is_writer, wait_zero) stores what became of them where is_writer is
+  true (it is on one lane of the team); what earlier kernels wrote it reads at indices that wait_zero, a zero, is added to. integer: whether
   every matrix has integer codes."""
   teams: int
-  of: Callable[[UOp], Sequence[Row]]
+  of: Callable[[UOp], Sequence[RowSegments]]
   finish: Callable[[list[UOp], UOp, UOp, UOp], list[UOp]]
   integer: bool
 
-def row_pairs(rows:int, of:Callable[[UOp], Row], y:UOp, integer:bool, place:Callable[[UOp], UOp]=lambda i: i, turn:Callable[[list[UOp], UOp], list[UOp]]|None=None,
-              residual:UOp|None=None) -> Rows:
-  """The part that most launches are: y[place(i)] = the row of(i) times x, for i < rows, two rows a team. turn(sums, i) changes the sums of
+def linear_part(rows:int, of:Callable[[UOp], RowSegments], y:UOp, integer:bool, out_index:Callable[[UOp], UOp]=lambda i: i, epilogue:Callable[[list[UOp], UOp], list[UOp]]|None=None,
+              residual:UOp|None=None) -> MatvecPart:
+  """The part that most launches are: y[out_index(i)] = the row of(i) times x, for i < rows, two rows a team. epilogue(sums, i) changes the sums of
   rows i and i + 1; residual[i] is added."""
   def inside(row:UOp) -> UOp: return row.minimum(rows - 1) if rows % 2 else row
-  def finish(sums:list[UOp], team:UOp, keep:UOp, previous:UOp) -> list[UOp]:
+  def finish(sums:list[UOp], team:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
     row, done = team * 2, []
-    for r, s in enumerate(sums if turn is None else turn(sums, row)):
-      ok = keep & (row + r < rows) if rows % 2 else keep
-      done.append(y[place(row + r).valid(ok)].store((s if residual is None else s + residual[(row + r + previous).valid(ok)].load()).cast(y.dtype)))
+    for r, s in enumerate(sums if epilogue is None else epilogue(sums, row)):
+      ok = is_writer & (row + r < rows) if rows % 2 else is_writer
+      done.append(y[out_index(row + r).valid(ok)].store((s if residual is None else s + residual[(row + r + wait_zero).valid(ok)].load()).cast(y.dtype)))
     return done
-  return Rows(-(-rows // 2), lambda team: [of(inside(team * 2 + r)) for r in range(2)], finish, integer)
-
-def branch(number:int, condition:UOp) -> tuple[UOp, UOp]:
-  """A loop that runs once where condition holds, else never, and a zero: what indices with it load or store happens inside. The end of
-  the branch is `.end(loop)` of what it stores."""
-  # the compiler of the GPU's language sees that both texts are what they are; tinygrad, which would fold a loop of at most one turn, does not
-  turns = UOp(Ops.CUSTOM, dtypes.int, src=(condition.where(UOp.const(1, dtypes.int), 0),), arg="{0}")
-  loop = UOp.range(turns.cast(dtypes.weakint), number)
-  return loop, hidden_zero("0", loop.cast(dtypes.int))
-
-def local(size:int, dtype:DType, slot:int) -> UOp: return UOp.placeholder((size,), dtype, slot=slot, addrspace=AddrSpace.LOCAL)
-class Rope(Protocol):
-  """The rotation of the tokens at hand (apps/rope.py)"""
-  table: Tensor
-  pos: UOp|int|Tensor
-  head: int
-  nope: int
-  def rotate(self, x:Tensor) -> Tensor: ...
-  def rotate_heads(self, q:Tensor) -> Tensor: ...
-
-def rotated(buffers:dict[str, UOp], half:int, at:UOp, pair:Sequence[UOp], turned:UOp, token:UOp|int=0) -> list[UOp]:
-  """Numbers `at` and `at + 1` of a rotated part of `half` pairs after RoPE where `turned` is true, and as they are elsewhere. token: from pos on"""
-  index = ((buffers["pos"][0].load().cast(dtypes.weakint) + token) * half + at // 2) * 2
-  cos, sin = (buffers["rope"][(index + i).valid(turned)].load() for i in range(2))
-  a, b = pair
-  return [turned.where(a * cos - b * sin, a), turned.where(a * sin + b * cos, b)]
-
-def add(a:UOp|None, b:UOp) -> UOp: return b if a is None else a + b
-def exp(x:UOp) -> UOp: return (x * LOG2_E).exp2()
-def silu(x:UOp) -> UOp: return x / (1 + exp(-x))
-def total(values:list[UOp], op:Callable[[UOp, UOp], UOp]) -> UOp:
-  while len(values) > 1: values = [op(*values[i:i+2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]  # short chains
-  return values[0]
+  return MatvecPart(-(-rows // 2), lambda team: [of(inside(team * 2 + r)) for r in range(2)], finish, integer)
 
 def float_dot(x:list[UOp]) -> Callable[[Unit], UOp]:
   """The product of a unit with 32 float32 values"""
@@ -189,11 +117,11 @@ class Int8Vector:
       return y
     return dot
 
-def layout(lengths:Sequence[int], lanes:int, jobs:int) -> tuple[int, int, int]:
+def thread_layout(segments:Sequence[int], lanes:int, jobs:int) -> tuple[int, int, int]:
   """(lanes of a warp a row lies over, warps it lies over, teams a block) for a launch of so many jobs.
   A row stays within a warp up to STEPS units a lane, over the most lanes that leave at most a tenth of them idle."""
-  units, width, warps = sum(lengths), lanes, 1
-  while sum(-(-n // (lanes * warps)) for n in lengths) > STEPS: warps += 1
+  units, width, warps = sum(segments), lanes, 1
+  while sum(-(-n // (lanes * warps)) for n in segments) > STEPS: warps += 1
   while warps == 1 and width > 1 and units < 0.9 * width * -(-units // width): width //= 2
   teams = max((MANY_WARPS if jobs * width * warps // lanes >= MANY_JOBS else WARPS) // warps, 1) * (lanes // width)
   # too few jobs to fill the machine: smaller blocks, and a row over as many lanes as it has units
@@ -201,32 +129,31 @@ def layout(lengths:Sequence[int], lanes:int, jobs:int) -> tuple[int, int, int]:
   while teams == 1 and warps * width * 2 <= units: warps *= 2
   return width, warps, teams
 
-SLOTS = 4  # places in shared memory of a part; a caller's own begin behind those of all parts it has
-Quads = Callable[[UOp], list[UOp]]  # k -> the values 4k … 4k+3 of a vector, float32
+Load4 = Callable[[UOp], list[UOp]]  # k -> the values 4k … 4k+3 of a vector, float32
 
-def matvec(target:Target, lengths:Sequence[int], x:Quads, parts:list[Rows], norm:tuple[Quads, float]|None=None,
-           side:Callable[[UOp, UOp, int, UOp], list[UOp]]|None=None,
-           choose:Callable[[UOp, int, UOp, list[UOp]], UOp]|None=None, items:int=1) -> list[UOp]:
+def matvec(target:Target, segments:Sequence[int], x:Load4, parts:list[MatvecPart], norm:tuple[Load4, float]|None=None,
+           extra_stores:Callable[[UOp, UOp, int, UOp], list[UOp]]|None=None,
+           barrier_of:Callable[[UOp, int, UOp, list[UOp]], UOp]|None=None, items:int=1) -> list[UOp]:
   """The stores of a launch over gidx0, each part in blocks of its own; what else numbers the blocks (a head, a token: `items` of them) is the
   caller's, in x and parts.
-  x: the vector, of so many units of 32 values as `lengths` sums to; norm: the weight of an RMSNorm of x and its epsilon; side(block, thread, threads,
-  previous): the stores of a small job done beside; choose(thread, threads, previous, stores): where rows are chosen here, the barrier, behind the
+  x: the vector, of so many units of 32 values as `segments` sums to; norm: the weight of an RMSNorm of x and its epsilon; extra_stores(block, thread, threads,
+  wait_zero): the stores of a small job done beside; barrier_of(thread, threads, wait_zero, stores): where rows are chosen here, the barrier, behind the
   given stores, after which they are known."""
-  layouts = [layout(lengths, target.lanes, items * part.teams) for part in parts]
+  layouts = [thread_layout(segments, target.lanes, items * part.teams) for part in parts]
   threads = max(width * warps * teams for width, warps, teams in layouts)
   blocks = [-(-part.teams // teams) for part, (_, _, teams) in zip(parts, layouts)]
   g, t = UOp.special(sum(blocks), "gidx0"), UOp.special(threads, "lidx0")
-  if len(parts) == 1: return _part(target, lengths, x, parts[0], layouts[0], g, t, threads, 0, norm, side, choose)
+  if len(parts) == 1: return _emit_part(target, segments, x, parts[0], layouts[0], g, t, threads, 0, norm, extra_stores, barrier_of)
   done, start = [], 0
   for i, (part, shape, n) in enumerate(zip(parts, layouts, blocks)):
     loop, zero = branch(i, (g >= start) & (g < start + n))
-    done.append(UOp.group(*_part(target, lengths, x, part, shape, g - start + zero, t, threads, i * SLOTS, norm)).end(loop))
+    done.append(UOp.group(*_emit_part(target, segments, x, part, shape, g - start + zero, t, threads, i * SLOTS, norm)).end(loop))
     start += n
   return done
 
-def _part(target:Target, lengths:Sequence[int], x:Quads, part:Rows, shape:tuple[int, int, int], block:UOp, t:UOp, threads:int, slot:int,
-          norm:tuple[Quads, float]|None=None, side:Callable|None=None, choose:Callable|None=None) -> list[UOp]:
-  (lanes, warps_of_row, teams), units, integer = shape, sum(lengths), part.integer and target.dot4 is not None
+def _emit_part(target:Target, segments:Sequence[int], x:Load4, part:MatvecPart, shape:tuple[int, int, int], block:UOp, t:UOp, threads:int, slot:int,
+          norm:tuple[Load4, float]|None=None, extra_stores:Callable|None=None, barrier_of:Callable|None=None) -> list[UOp]:
+  (lanes, warps_of_row, teams), units, integer = shape, sum(segments), part.integer and target.dot4 is not None
   span = lanes * warps_of_row
   team, lane = t // span, t % span
   def both(a:UOp|None, b:UOp|None) -> UOp|None: return b if a is None else a if b is None else a & b
@@ -234,48 +161,48 @@ def _part(target:Target, lengths:Sequence[int], x:Quads, part:Rows, shape:tuple[
     job = block * teams + number
     return job, both(number < teams if teams * span < threads else None, job < part.teams if part.teams % teams else None)
   unit_of = [(first, s * span + lane, None if (s + 1) * span <= n else s * span + lane < n)
-             for first, n in zip([sum(lengths[:i]) for i in range(len(lengths))], lengths) for s in range(-(-n // span))]
-  segment_of = [i for i, n in enumerate(lengths) for _ in range(-(-n // span))]
-  def rows_now() -> tuple[Sequence[Row], UOp|None]:
+             for first, n in zip([sum(segments[:i]) for i in range(len(segments))], segments) for s in range(-(-n // span))]
+  segment_of = [i for i, n in enumerate(segments) for _ in range(-(-n // span))]
+  def rows_now() -> tuple[Sequence[RowSegments], UOp|None]:
     job, inside = job_of(team)
     return part.of(job if inside is None else inside.where(job, 0)), inside
-  def units_of(row:Row, inside:UOp|None, previous:UOp|None=None, known:Sequence[Unit|None]=()) -> list[Unit|None]:
+  def units_of(row:RowSegments, inside:UOp|None, wait_zero:UOp|None=None, known:Sequence[Unit|None]=()) -> list[Unit|None]:
     """A row's units: first those of matrices whose rows are known; then, with the zero that the others wait for, these too"""
     units:list[Unit|None] = []
     for n, (i, (_, u, ok)) in enumerate(zip(segment_of, unit_of)):
       matrix, number = row[i]
-      if isinstance(matrix, Late) and previous is not None: matrix = matrix.of(previous)
+      if isinstance(matrix, DeferredMatrix) and wait_zero is not None: matrix = matrix.of(wait_zero)
       if known and known[n] is not None: units.append(known[n])
-      else: units.append(None if isinstance(matrix, Late) else matrix(number, u if ok is None else ok.where(u, 0), both(inside, ok)))
+      else: units.append(None if isinstance(matrix, DeferredMatrix) else matrix(number, u if ok is None else ok.where(u, 0), both(inside, ok)))
     return units
   def loads_of(weights:list[list[Unit|None]]) -> list[UOp]:
     found = UOp.sink(*(v for row in weights for w in row if w is not None for v in w.registers())).toposort()
     return [u for u in found if u.op is Ops.LOAD and u.src[0].src[0].addrspace is AddrSpace.GLOBAL]
   def weighted(k:UOp) -> list[UOp]:
-    values = x(k + previous)
+    values = x(k + wait_zero)
     return values if norm is None else [v * w for v, w in zip(values, norm[0](k))]
   # weights before x where they do not depend on what other kernels have made
-  if choose is not None: previous = after_previous(target)
+  if barrier_of is not None: wait_zero = pdl_wait(target)
   else:
     rows, inside = rows_now()
     known = [units_of(row, inside) for row in rows]
-    previous = after_previous(target, *loads_of(known))
-    weights = [units_of(row, inside, previous, units) for row, units in zip(rows, known)]
+    wait_zero = pdl_wait(target, *loads_of(known))
+    weights = [units_of(row, inside, wait_zero, units) for row, units in zip(rows, known)]
     loads = loads_of(weights)
   vector = Int8Vector(target, units, slot) if integer else FloatVector(units, slot) if FloatVector.fits(target, units) else DeviceVector(weighted)
-  quads, stores, squares = units * 8, [], None
-  for first in range(0, quads, threads):
+  n_float4, stores, squares = units * 8, [], None
+  for first in range(0, n_float4, threads):
     k, ok = t + first, None
-    if first + threads > quads: ok, k = k < quads, (k < quads).where(k, quads - 8 + t % 8)  # the rest stage the last unit again
+    if first + threads > n_float4: ok, k = k < n_float4, (k < n_float4).where(k, n_float4 - 8 + t % 8)  # the rest stage the last unit again
     if norm is not None:
-      for v in x(k + previous): squares = add(squares, v * v if ok is None else ok.where(v * v, 0.0))
+      for v in x(k + wait_zero): squares = add(squares, v * v if ok is None else ok.where(v * v, 0.0))
     stores += vector.stage(k, weighted(k))
   if squares is not None:
     square_sums = local(threads // target.lanes, dtypes.float, slot + 2)
     stores.append(square_sums[(t // target.lanes).valid((t % target.lanes).eq(0))].store(group_sum(target, squares, target.lanes)))
-  if choose is None: barrier = UOp(Ops.BARRIER, src=(*stores, *loads))
+  if barrier_of is None: barrier = UOp(Ops.BARRIER, src=(*stores, *loads))
   else:
-    barrier = choose(t, threads, previous, stores)
+    barrier = barrier_of(t, threads, wait_zero, stores)
     rows, inside = rows_now()
     weights = [units_of(row, inside) for row in rows]
   vector.after(barrier)
@@ -304,30 +231,6 @@ def _part(target:Target, lengths:Sequence[int], x:Quads, part:Rows, shape:tuple[
       sums.append(y)
   if factor is not None: sums = [y * factor for y in sums]
   job, inside = job_of(number)
-  keep = both(here, inside)
-  return part.finish(sums, job, keep, previous) + (side(block, t, threads, previous) if side else [])
+  is_writer = both(here, inside)
+  return part.finish(sums, job, is_writer, wait_zero) + (extra_stores(block, t, threads, wait_zero) if extra_stores else [])
 
-def fingerprint(x:Any) -> Any:
-  """What a kernel's body depends on, as a key: a function is its code and what it closes over, a tensor its shape and dtype, an object its
-  fields"""
-  if isinstance(x, Tensor): return x.shape, x.dtype
-  if isinstance(x, FunctionType): return x.__code__, x.__defaults__, *(fingerprint(cell.cell_contents) for cell in x.__closure__ or ())
-  if isinstance(x, (tuple, list)): return tuple(map(fingerprint, x))
-  if isinstance(x, dict): return tuple((key, fingerprint(value)) for key, value in x.items())
-  return x if isinstance(x, (UOp, Enum)) or not hasattr(x, "__dict__") else (type(x), fingerprint(vars(x)))
-
-_programs:dict[Any, UOp] = {}   # a model's blocks launch the same few kernels again and again: each is put together once
-
-def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:Callable[[dict[str, UOp]], list[UOp]], mem:int|None=None) -> list[Tensor]:
-  """Runs a kernel of the given stores: body gets the flat buffers by name, and is called once for all launches with its fingerprint. mem: bytes it
-  moves, where the renderer cannot count them. Returns the outs, written."""
-  names, tensors = [*outs, *ins], [t.flatten() for t in (*outs.values(), *ins.values())]
-  def fxn(*buffers:UOp) -> UOp:
-    key = name, mem, buffers, tuple(names), fingerprint(body)
-    if key not in _programs:
-      info = KernelInfo(name=name, opts_to_apply=(), estimates=None if mem is None else Estimates(0, mem, mem))
-      stores = body(dict(zip(names, (b.flatten() for b in buffers))))
-      _programs[key] = UOp.group(*stores).sink(arg=info).rtag(1)  # tagged: scheduled already
-    return _programs[key]
-  written = tensors[0].custom_kernel(*tensors[1:], fxn=fxn)
-  return [w.reshape(t.shape) for w, t in zip(written, outs.values())]

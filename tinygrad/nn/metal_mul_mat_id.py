@@ -13,20 +13,20 @@ Arithmetic. float32. A code is masked out of its 16 bits where it stands and nev
 the activation it meets, once for all rows. Planes with the higher bits of a code are summed apart and weighted by where they stand. Zeros and
 minimums are folded in through Σx. RMSNorm scales the finished sums.
 
-Not measured: nobody had a Mac. Results are checked on the mock (test/mockmetal); what a launch reads and how many threads it has is printed
+Not measured: nobody had a Mac. Results are checked on the mock (test/mockmetal); what a launch reads and routing many threads it has is printed
 by `bench_block.py --target METAL`.
 """
 from __future__ import annotations
 import functools, sys
-from typing import TYPE_CHECKING, Any, Callable, Sequence
+from typing import Any, Callable, Sequence
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ContextVar, prod
 from tinygrad.nn.intrinsics import TARGETS, Target
-from tinygrad.nn.matvec import UNIT, Norm, Weight
+from tinygrad.nn.kernel import UNIT, Norm, Weight
+from tinygrad.nn.routing import LEAST_SUM, SIGMOID, SOFTMAX, SOFTMAX_WEIGHT, Routing
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
-if TYPE_CHECKING: from tinygrad.nn.moe import Choice
 
 QL_MOE_MSL, QL_SHEXP_MSL = ContextVar("QL_MOE_MSL", 1), ContextVar("QL_SHEXP_MSL", 1)
 ROWS, SIMDGROUPS = 2, 4    # rows of a matrix that a SIMD-group takes, SIMD-groups of a threadgroup
@@ -46,16 +46,16 @@ PLACES = "float4(1.0f, 1.0f / 256, 1.0f, 1.0f / 256)"  # of a word's bytes in th
 TYPES:dict[DType, str] = {dtypes.float: "float", dtypes.half: "half", dtypes.int32: "int", dtypes.uint32: "uint", dtypes.uint16: "ushort",
                           dtypes.uint8: "uchar", dtypes.int8: "char"}
 
-class Text:
+class MslExpr:
   """An expression of MSL. Takes the operators in which quantized.py says what a unit's scales are."""
   def __init__(self, text:str): self.text = text
   def __str__(self) -> str: return self.text
-  def cast(self, dtype:DType) -> Text: return Text(f"{TYPES[dtype]}({self})")
-  def bitcast(self, dtype:DType) -> Text: return Text(f"as_type<{TYPES[dtype]}>({self})")
-def _operator(sign:str) -> Callable[[Text, Any], Text]:
-  return lambda a, b: Text(f"({a} {sign} {f'{b}f' if isinstance(b, float) else b})")
+  def cast(self, dtype:DType) -> MslExpr: return MslExpr(f"{TYPES[dtype]}({self})")
+  def bitcast(self, dtype:DType) -> MslExpr: return MslExpr(f"as_type<{TYPES[dtype]}>({self})")
+def _operator(sign:str) -> Callable[[MslExpr, Any], MslExpr]:
+  return lambda a, b: MslExpr(f"({a} {sign} {f'{b}f' if isinstance(b, float) else b})")
 for method, sign in dict(add="+", sub="-", mul="*", floordiv="/", mod="%", and_="&", or_="|", lshift="<<", rshift=">>").items():
-  setattr(Text, f"__{method.strip('_')}__", _operator(sign))
+  setattr(MslExpr, f"__{method.strip('_')}__", _operator(sign))
 
 def scaled(w:Weight) -> bool: return bool(w.widths) and w.widths[0] < 8   # whether activations have the factors of places taken off
 @functools.cache
@@ -90,7 +90,7 @@ def product(w:Weight, name:str, row:str, sum:str) -> str:
       factor = 2.0 ** (low - bit) * 16 ** (k % 2)
       terms.append(f"{'' if factor == 1 else f'{factor}f * '}four<{((1 << width) - 1) << bit:#x}>({word}, v[{k}])")
     low += width
-  scales = [tuple(map(str, pair)) for pair in w.scales(lambda plane, at: Text(f"{name}_{plane}[{at}]"), Text("row"), Text("unit"))]
+  scales = [tuple(map(str, pair)) for pair in w.scales(lambda plane, at: MslExpr(f"{name}_{plane}[{at}]"), MslExpr("row"), MslExpr("unit"))]
   def of_part(i:int) -> str: return scales[0][i] if len(scales) == 1 else f"(part ? {scales[1][i]} : {scales[0][i]})"
   zero = f" - {float(w.zero)}f * total" if w.zero not in (0, 128) else ""
   minimum = f" + {of_part(1)} * total" if scales[0][1] != "None" else ""
@@ -110,7 +110,7 @@ def sums(parts:Sequence[tuple[Weight, str, str]], x:str, norm:bool=False) -> str
     lines.append(f"for (uint r = 0; r < {ROWS}; r++) " + product(w, name, f"{start} + min(first + r, {w.shape[-2] - 1}u)", f"s{i}[r]"))
   return "\n".join([*lines, "}"])
 
-def launch_source(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:str, grid:tuple[int, int, int], mem:int) -> list[Tensor]:
+def launch_msl(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:str, grid:tuple[int, int, int], mem:int) -> list[Tensor]:
   """Runs a kernel of the given body on whole buffers, which it knows by their names with _ for dots. mem: bytes it reads. Returns the outs, written.
   It is a program that is not compiled yet: the JIT captures it and batches take it like any other."""
   tensors = [t.flatten() for t in (*outs.values(), *ins.values())]
@@ -153,7 +153,7 @@ def mul_mat_msl(x:Tensor, w:Weight, sel:Tensor|None=None, residual:Tensor|None=N
   y = Tensor.empty(*((1, rows) if sel is None else (1, K, rows)), dtype=dtypes.float)
   ins = {"x": x, **({} if sel is None else {"sel": sel}), **({} if residual is None else {"residual": residual}), **w.args("w")}
   name = f"mul_mat_msl_{K}_{w.label}{'' if residual is None else '_residual'}"
-  return launch_source(name, {"y": y}, ins, "\n".join(body), (groups(rows), 1, K), read_bytes(K, w))[0]
+  return launch_msl(name, {"y": y}, ins, "\n".join(body), (groups(rows), 1, K), read_bytes(K, w))[0]
 
 SWIGLU = "{ y0 *= factor; y[%s] = y0 / (1 + exp(-y0)) * (y1 * factor)%s; }"
 
@@ -169,42 +169,41 @@ def gate_up_msl(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], router:Weigh
     outs, ins = outs | {"logits": Tensor.empty(1, experts, dtype=dtypes.float)}, ins | router.args("router")
   read = [*weights, *([] if router is None else [router])]
   name = "_".join(["gate_up_msl", *(w.label for w in read[::2])])
-  return launch_source(name, outs, ins, "\n".join(body), (own + beside, 1, 1), read_bytes(1, *read))
+  return launch_msl(name, outs, ins, "\n".join(body), (own + beside, 1, 1), read_bytes(1, *read))
 
-def choose(how:Choice, experts:int) -> str:
+def choose(routing:Routing, experts:int) -> str:
   """Statements by which a SIMD-group ranks the experts, a lane every 32nd: it then knows all chosen, `ids`, and of its layer of the grid `expert`
   and `weight`. Ties go to the lower index."""
-  from tinygrad.nn.moe import LEAST_SUM, SIGMOID, SOFTMAX, SOFTMAX_WEIGHT  # which imports this file
-  K, each = how.count, -(-experts // 32)
+  K, each = routing.count, -(-experts // 32)
   def all_experts(text:str) -> str: return f"for (uint n = 0, e = lane; n < {each}; n++, e += 32) {{ {text} }}"
   lines = [f"float score[{each}], choice[{each}], values[{K}], top = -INFINITY, sum = 0, weight = 0;", f"uint ids[{K}], expert = 0;",
            all_experts(f"score[n] = e < {experts} ? logits[e] : -INFINITY; top = max(top, score[n]);"), "top = simd_max(top);"]
-  if how.gating == SIGMOID: lines.append(all_experts("score[n] = 1 / (1 + exp(-score[n]));"))
-  if how.gating == SOFTMAX:
+  if routing.gating == SIGMOID: lines.append(all_experts("score[n] = 1 / (1 + exp(-score[n]));"))
+  if routing.gating == SOFTMAX:
     lines += [all_experts("score[n] = exp(score[n] - top); sum += score[n];"), "sum = simd_sum(sum);", all_experts("score[n] /= sum;")]
-  lines += [all_experts(f"choice[n] = e < {experts} ? score[n]{'' if how.bias is None else ' + bias[e]'} : -INFINITY;"),
+  lines += [all_experts(f"choice[n] = e < {experts} ? score[n]{'' if routing.bias is None else ' + bias[e]'} : -INFINITY;"),
             f"for (uint k = 0; k < {K}; k++) {{", f"float best = -INFINITY, value = 0; uint id = {experts - 1};",
             all_experts("best = max(best, choice[n]);"), "best = simd_max(best);",
             all_experts("if (choice[n] == best) id = min(id, e);"), "id = simd_min(id);",
             all_experts("if (e == id) { value = score[n]; choice[n] = -INFINITY; }"),
-            f"ids[k] = id; values[k] = simd_sum(value){' - top' if how.gating == SOFTMAX_WEIGHT else ''};", "}", "sum = 0;"]
-  if how.gating == SOFTMAX_WEIGHT:
+            f"ids[k] = id; values[k] = simd_sum(value){' - top' if routing.gating == SOFTMAX_WEIGHT else ''};", "}", "sum = 0;"]
+  if routing.gating == SOFTMAX_WEIGHT:
     lines += [f"for (uint k = 0; k < {K}; k++) {{ values[k] = exp(values[k]); sum += values[k]; }}",
               f"for (uint k = 0; k < {K}; k++) values[k] /= sum;", "sum = 0;"]
-  lines.append(f"for (uint k = 0; k < {K}; k++) {{ sum += values[k]; if (k == group.z) expert = ids[k], weight = values[k] * {how.scale!r}f; }}")
-  return "\n".join(lines + [f"weight /= max(sum, {LEAST_SUM!r}f);"] * how.normalize)
+  lines.append(f"for (uint k = 0; k < {K}; k++) {{ sum += values[k]; if (k == group.z) expert = ids[k], weight = values[k] * {routing.scale!r}f; }}")
+  return "\n".join(lines + [f"weight /= max(sum, {LEAST_SUM!r}f);"] * routing.normalize)
 
-def expert_gate_up_msl(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, how:Choice) -> tuple[Tensor, Tensor]:
+def expert_gate_up_msl(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
   """As expert_gate_up of nn/moe.py, a chosen expert a layer of the grid. Every SIMD-group makes the choice for itself"""
-  (experts, rows, width), K = weights[0].shape, how.count
+  (experts, rows, width), K = weights[0].shape, routing.count
   parts = [(w, name, f"expert * {rows}") for w, name in zip(weights, ("gate", "up"))]
-  body = [choose(how, experts), f"if (group.x + group.z + simdgroup + lane == 0) for (uint k = 0; k < {K}; k++) sel[k] = ids[k];",
+  body = [choose(routing, experts), f"if (group.x + group.z + simdgroup + lane == 0) for (uint k = 0; k < {K}; k++) sel[k] = ids[k];",
           squared(width, norm, parts), finish(2, rows, SWIGLU % (f"group.z * {rows} + row", " * weight"))]
   outs = {"y": Tensor.empty(1, K, rows, dtype=dtypes.float), "sel": Tensor.empty(1, K, dtype=dtypes.int32)}
-  ins = {"x": x, "norm": norm.weight, "logits": logits, **({} if how.bias is None else {"bias": how.bias}), **weights[0].args("gate"),
+  ins = {"x": x, "norm": norm.weight, "logits": logits, **({} if routing.bias is None else {"bias": routing.bias}), **weights[0].args("gate"),
          **weights[1].args("up")}
-  name = f"expert_gate_up_msl_{K}_{how.gating}_{weights[0].label}"
-  y, sel = launch_source(name, outs, ins, "\n".join(body), (groups(rows), 1, K), read_bytes(K, *weights))
+  name = f"expert_gate_up_msl_{K}_{routing.gating}_{weights[0].label}"
+  y, sel = launch_msl(name, outs, ins, "\n".join(body), (groups(rows), 1, K), read_bytes(K, *weights))
   return y, sel
 
 def expert_down_msl(hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, Weight]|None=None) -> Tensor:
@@ -216,4 +215,4 @@ def expert_down_msl(hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, sha
   ins = {"hidden": hidden, "sel": sel, "residual": residual, **down.args("w"), **({"x": shared[0], **shared[1].args("shared")} if shared else {})}
   mem = read_bytes(K, down) + (read_bytes(1, shared[1]) if shared else 0)
   name = f"expert_down_msl_{K}_{down.label}" + (f"_{shared[1].label}" if shared else "")
-  return launch_source(name, {"y": Tensor.empty(1, rows, dtype=dtypes.float)}, ins, "\n".join(body), (groups(rows), 1, 1), mem)[0]
+  return launch_msl(name, {"y": Tensor.empty(1, rows, dtype=dtypes.float)}, ins, "\n".join(body), (groups(rows), 1, 1), mem)[0]

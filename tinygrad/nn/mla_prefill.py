@@ -10,8 +10,8 @@ import math
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import Target, shuffle
-from tinygrad.nn.matmat import SLAB, depth_of
-from tinygrad.nn.matvec import launch, local, total
+from tinygrad.nn.kernel import launch, local, total
+from tinygrad.nn.matmul import SLAB, depth_of
 from tinygrad.uop.ops import Ops
 
 TOKENS, POSITIONS, WARPS = 16, 32, 4
@@ -71,7 +71,7 @@ def mla_prefill(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, s
           row, column = m.c(lane, e)
           written.append(scores[(warp * TOKENS + i * m.M + row) * PITCH + j * m.N + column].store(sums[i][e]))
     scores = scores.after(UOp(Ops.BARRIER, src=tuple(written)))
-    factor, updates, weights, shrinks = scale * math.log2(math.e), [], [], []
+    factor, updates, weights, rescales = scale * math.log2(math.e), [], [], []
     for i in range(down):
       found:list[list[list[UOp]]] = []                                 # by slab and step of positions: the lane's elements
       for slab in range(POSITIONS // SLAB):
@@ -82,25 +82,25 @@ def mla_prefill(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, s
             s = total([scores[(w * TOKENS + i * m.M + row) * PITCH + position].load() for w in range(WARPS)], UOp.add) * factor
             values.append((at * POSITIONS + position <= start + token_of(i * m.M + row)).where(s, NEVER))
           found.append(values)
-      tops = []
+      row_max = []
       for r, slot in enumerate(row_slots):
         old = now[i * len(row_slots) + r].load()
         own = total([v for values in found for v, (row, _) in zip(values, places) if row is slot], UOp.maximum)
-        tops.append(top := over_row(own, UOp.maximum).maximum(old))
-        shrinks.append((old - top).exp2())
+        row_max.append(top := over_row(own, UOp.maximum).maximum(old))
+        rescales.append((old - top).exp2())
         updates.append(now[i * len(row_slots) + r].store(top))
-      exps = [[(v - tops[row_slots.index(row)]).exp2() for v, (row, _) in zip(values, places)] for values in found]
+      exps = [[(v - row_max[row_slots.index(row)]).exp2() for v, (row, _) in zip(values, places)] for values in found]
       for r, slot in enumerate(row_slots):
         own = total([v for values in exps for v, (row, _) in zip(values, places) if row is slot], UOp.add)
         at_sum = rows + i * len(row_slots) + r
-        updates.append(now[at_sum].store(now[at_sum].load() * shrinks[i * len(row_slots) + r] + own))
+        updates.append(now[at_sum].store(now[at_sum].load() * rescales[i * len(row_slots) + r] + own))
       weights.append([[v.cast(dtypes.half) for v in values] for values in exps])
     def slot_of(i:int, e:int) -> int: return i * len(row_slots) + row_slots.index(m.c(lane, e)[0])
     def sum_at(i:int, g:int, n:int, e:int) -> int: return 2 * rows + ((i * groups + g) * 4 + n) * each + e
     first = warp * (L // WARPS)
     for g in range(groups):
       for n in range(4):
-        sums = [[now[sum_at(i, g, n, e)].load() * shrinks[slot_of(i, e)] for e in range(each)] for i in range(down)]
+        sums = [[now[sum_at(i, g, n, e)].load() * rescales[slot_of(i, e)] for e in range(each)] for i in range(down)]
         for slab in range(POSITIONS // SLAB):
           for part in range(steps):
             values = [key(slab * SLAB + depth_of(m, part, k), first + (g * m.N + column) * 4 + n)

@@ -5,11 +5,11 @@ from typing import Iterable, Iterator
 import numpy as np
 from tinygrad import Device, Tensor, UOp, Variable, dtypes
 from tinygrad.apps.capture import Step, read, to_device, write
+from tinygrad.apps.engine.sampling import Features, Sampling, sample
 from tinygrad.apps.mla import CHUNK, Transformer
-from tinygrad.apps.sampling import Features, Sampling, sample
 from tinygrad.nn.embedding import advance
+from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn import cpu
-from tinygrad.nn.intrinsics import target
 
 _one_at_a_time = threading.RLock()  # not a generator's own: what is recorded, and the CPU's threads, are the process's
 def _forked() -> None:
@@ -59,7 +59,7 @@ class Generator:
     # where kernels read the position from the device, a step moves it on itself, and nothing in its graph changes from token to token
     self.device_position = to_device(np.zeros(1, np.int32)) if model.kernels_fit else None
     if self.device_position is None:
-      kernels = target() is not None or cpu.device() is not None
+      kernels = target_of() is not None or cpu.device() is not None
       why = "a dimension of this model is not one that the kernels take" if kernels else "no kernels for this device"
       _say_once(f"{Device.DEFAULT}: {why}: decoding by plain ops, slowly")
     self.start = to_device(np.zeros(1, np.int32)) if model.prefill_kernels_fit else None

@@ -5,7 +5,7 @@ memory, beside them the tokens' halves, and each warp multiplies its part of the
 tokens; experts' rows once for a tile of the tokens that chose the expert.
 
 Layout in shared memory: slabs of 16 numbers of the row, in each the rows (or tokens), in each four quads of halves. A lane's share of a product's
-depth is a quad: sums do not mind which numbers of the row meet in which place as long as both sides agree. A quad lies at (q + row/4 + slab) % 4:
+depth is a load4: sums do not mind which numbers of the row meet in which place as long as both sides agree. A load4 lies at (q + row/4 + slab) % 4:
 both the threads that fill a buffer and the lanes that read it hit different banks.
 
 Arithmetic: halves times halves, sums in float32, in a fixed order: same input, same bytes.
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.nn.intrinsics import Mma, Target, group_sum, target
-from tinygrad.nn.matvec import UNIT, Matrix, Norm, Rope, Unit, Weight, add, launch, local, rotated, silu, total
+from tinygrad.nn.intrinsics import Mma, Target, group_sum
+from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Unit, Weight, add, launch, local, rotated, silu, total
 from tinygrad.uop.ops import Ops
 
 SLAB = 16  # numbers of a row
-HIDDEN = 2.0 ** -6  # a feed-forward's hidden numbers are kept as halves times this: they reach 4e6 so, in steps of 4e-6 near zero
+HALF_SCALE = 2.0 ** -6  # a feed-forward's hidden numbers are kept as halves times this: they reach 4e6 so, in steps of 4e-6 near zero
 
 @dataclass(frozen=True)
 class Tile:
@@ -29,20 +29,20 @@ class Tile:
   rows: int
   warps: tuple[int, int]
 
-WIDE, NARROW = Tile(64, 64, (2, 2)), Tile(32, 64, (1, 4))   # the second for the tokens that chose an expert
+TILE_64x64, TILE_32x64 = Tile(64, 64, (2, 2)), Tile(32, 64, (1, 4))   # the second for the tokens that chose an expert
 FEW_TILES = 256
 
 def depth_of(m:Mma, part:int, k:UOp) -> UOp:
-  """The number of a slab that meets at place k of the depth of the slab's product `part`: a lane's places are parts of its quad"""
+  """The number of a slab that meets at place k of the depth of the slab's product `part`: a lane's places are parts of its load4"""
   return k % 8 // 2 * 4 + part * (m.K // 4) + k % 2 + k // 8 * 2
 
 class Halves:
   """Some numbers of some rows in shared memory"""
   def __init__(self, rows:int, width:int, slot:int): self.rows, self.shared = rows, local(rows * width, dtypes.half, slot)
-  def at(self, row:UOp, slab:UOp|int, quad:UOp) -> UOp:
-    return (slab * self.rows + row) * SLAB + (quad + row // 4 + slab) % 4 * 4
+  def at(self, row:UOp, slab:UOp|int, load4:UOp) -> UOp:
+    return (slab * self.rows + row) * SLAB + (load4 + row // 4 + slab) % 4 * 4
 
-def loaded_ahead(values:list[UOp], at:UOp, last:int) -> tuple[list[UOp], Callable[[UOp], list[UOp]]]:
+def prefetch(values:list[UOp], at:UOp, last:int) -> tuple[list[UOp], Callable[[UOp], list[UOp]]]:
   """Values of the loop `at`, made of what the turn before loaded, and the stores that load for the next turn behind a barrier of this one"""
   loads = [u for u in UOp.sink(*values).toposort() if u.op is Ops.LOAD and u.src[0].src[0].addrspace is AddrSpace.GLOBAL and at in u.backward_slice]
   def loads_at(turn:UOp) -> list[UOp]: return list(UOp.sink(*loads).substitute({at: turn}, walk=True).src)
@@ -91,11 +91,11 @@ def products(t:Target, tile:Tile, width:int, matrices:Sequence[Callable[[UOp, UO
         values.append((value if minimum is None else value + minimum).cast(dtypes.half))
   for start in range(0, quads, threads):
     i = (thread + start) % quads
-    quad, token, slab = i % 4, i // 4 % tile.tokens, i // (4 * tile.tokens)
-    for j, v in enumerate(x(token, at * step + slab * SLAB + quad * 4)):
-      places.append(xs.shared[xs.at(token, slab, quad) + j])
+    load4, token, slab = i % 4, i // 4 % tile.tokens, i // (4 * tile.tokens)
+    for j, v in enumerate(x(token, at * step + slab * SLAB + load4 * 4)):
+      places.append(xs.shared[xs.at(token, slab, load4) + j])
       values.append(v)
-  values, ahead = loaded_ahead(values, at, last)
+  values, ahead = prefetch(values, at, last)
   barrier = UOp(Ops.BARRIER, src=tuple(place.store(v) for place, v in zip(places, values)))
   held = ahead(barrier)
   shared_x, shared_w = xs.shared.after(barrier), [w.shared.after(barrier) for w in ws]
@@ -122,34 +122,15 @@ def products(t:Target, tile:Tile, width:int, matrices:Sequence[Callable[[UOp, UO
                       [sums[((n * across + j) * down + i) * each + e].load() for n in range(len(matrices))]))
   return found
 
-def mats_target(x:Tensor, *widths:int) -> Target|None:
-  """The target whose tensor cores take this step: many tokens, vectors of several whole units"""
-  t = target() if x.shape[0] > 1 else None
-  return t if t is not None and t.mma is not None and all(w % UNIT == 0 and w > UNIT for w in widths) else None
 
 def tile_of(tokens:int, rows:int) -> Tile:
   """Narrow tiles where wide ones are too few to fill a large GPU"""
-  return WIDE if -(-tokens // WIDE.tokens) * -(-rows // WIDE.rows) >= FEW_TILES else NARROW
+  return TILE_64x64 if -(-tokens // TILE_64x64.tokens) * -(-rows // TILE_64x64.rows) >= FEW_TILES else TILE_32x64
 
-def halves(x:Tensor) -> tuple[Tensor, float]:
-  """x as halves, and what a product with them is to be multiplied by: halves are hidden numbers, times HIDDEN"""
-  return (x, 1 / HIDDEN) if x.dtype == dtypes.half else (x.cast(dtypes.half).contiguous(), 1.0)
-
-def heads_linear(x:Tensor, w:Weight, factor:float=1.0) -> Tensor:
-  """A matrix a head: (T, H, in) -> (T, H, out), float32; by tensor cores it is halves, times the factor"""
-  if (t := mats_target(x, x.shape[2], w.shape[0] * w.shape[1])) is None: return w(x)
-  return mul_mats(t, halves(x)[0], w, factor=factor, dtype=dtypes.half)
-
-def position(pos:UOp|int|Tensor) -> Tensor:
-  """int32 (1,) on the device, where kernels read it"""
-  if isinstance(pos, Tensor): return pos
-  if isinstance(pos, UOp): return Tensor(pos, dtype=dtypes.int32).reshape(1).contiguous()
-  def body(b:dict[str, UOp]) -> list[UOp]: return [b["pos"][UOp.special(1, "lidx0")].store(pos)]
-  return launch("position", {"pos": Tensor.empty(1, dtype=dtypes.int32)}, {}, body)[0]
-
-def mul_mats(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:float=1.0, rope:Rope|None=None, dtype:DType=dtypes.float) -> Tensor:
+def matmul(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:float=1.0, rope:Rope|None=None, pos:Tensor|None=None,
+           dtype:DType=dtypes.float) -> Tensor:
   """y = factor · W·x + residual. x: half (T, in), or (T, H, in or more) for a stack of matrices, one a head -> (T, out) or (T, H, out); rope
-  rotates the heads of y"""
+  rotates the heads of y; pos: int32 (1,), the first token's position"""
   (*stack, rows, width), T = w.shape, x.shape[0]
   heads = stack[0] if stack else 1
   tile = tile_of(T, heads * rows)
@@ -157,10 +138,10 @@ def mul_mats(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:flo
     group, block, head = UOp.special(-(-T // tile.tokens), "gidx0"), UOp.special(-(-rows // tile.rows), "gidx1"), UOp.special(heads, "gidx2")
     matrix, done = w.matrix(b, "w"), []
     def weights(row:UOp, unit:UOp) -> Unit: return matrix(head * rows + (block * tile.rows + row).minimum(rows - 1), unit, None)
-    def quad(token:UOp, k:UOp) -> list[UOp]:
+    def load4(token:UOp, k:UOp) -> list[UOp]:
       start = ((group * tile.tokens + token).minimum(T - 1) * heads + head) * x.shape[-1] + k
       return [b["x"][start + j].load() for j in range(4)]
-    found = products(t, tile, width, [weights], quad)
+    found = products(t, tile, width, [weights], load4)
     for (token, row, (first,)), (_, _, (second,)) in zip(found[::2], found[1::2]):  # neighbouring rows of a token
       token, row = group * tile.tokens + token, block * tile.rows + row
       pair = [y if factor == 1.0 else y * factor for y in (first, second)]
@@ -171,66 +152,34 @@ def mul_mats(t:Target, x:Tensor, w:Weight, residual:Tensor|None=None, factor:flo
         index = ((token * heads + head) * rows + row + i).valid((token < T) & (row + i < rows))
         done.append(b["y"][index].store((y if residual is None else y + b["residual"][index].load()).cast(dtype)))
     return done
-  ins = {"x": x, **({} if residual is None else {"residual": residual}), **({} if rope is None else {"rope": rope.table, "pos": position(rope.pos)}),
+  ins = {"x": x, **({} if residual is None else {"residual": residual}), **({} if rope is None or pos is None else {"rope": rope.table, "pos": pos}),
          **w.args("w")}
-  name = "_".join(["mul_mats", w.label, str(T), *([] if residual is None else ["residual"]), *([] if rope is None else ["rope"])])
+  name = "_".join(["matmul", w.label, str(T), *([] if residual is None else ["residual"]), *([] if rope is None else ["rope"])])
   return launch(name, {"y": Tensor.empty(*x.shape[:-1], rows, dtype=dtype)}, ins, body)[0]
 
-def gate_up_mats(t:Target, x:Tensor, weights:tuple[Weight, Weight]) -> Tensor:
-  """silu(gate·x) · (up·x) · HIDDEN. x: half (T, D); weights: gate and up, (F, D) -> half (T, F)"""
+def gate_up_prefill(t:Target, x:Tensor, weights:tuple[Weight, Weight]) -> Tensor:
+  """silu(gate·x) · (up·x) · HALF_SCALE. x: half (T, D); weights: gate and up, (F, D) -> half (T, F)"""
   (rows, width), T = weights[0].shape, x.shape[0]
   tile = tile_of(T, rows)
   def body(b:dict[str, UOp]) -> list[UOp]:
     group, block, done = UOp.special(-(-T // tile.tokens), "gidx0"), UOp.special(-(-rows // tile.rows), "gidx1"), []
     def of(matrix:Matrix) -> Callable[[UOp, UOp], Unit]: return lambda row, unit: matrix((block * tile.rows + row).minimum(rows - 1), unit, None)
-    def quad(token:UOp, k:UOp) -> list[UOp]: return [b["x"][(group * tile.tokens + token).minimum(T - 1) * width + k + j].load() for j in range(4)]
-    for token, row, (gate, up) in products(t, tile, width, [of(w.matrix(b, name)) for w, name in zip(weights, ("gate", "up"))], quad):
+    def load4(token:UOp, k:UOp) -> list[UOp]: return [b["x"][(group * tile.tokens + token).minimum(T - 1) * width + k + j].load() for j in range(4)]
+    for token, row, (gate, up) in products(t, tile, width, [of(w.matrix(b, name)) for w, name in zip(weights, ("gate", "up"))], load4):
       token, row = group * tile.tokens + token, block * tile.rows + row
-      done.append(b["y"][(token * rows + row).valid((token < T) & (row < rows))].store((silu(gate) * up * HIDDEN).cast(dtypes.half)))
+      done.append(b["y"][(token * rows + row).valid((token < T) & (row < rows))].store((silu(gate) * up * HALF_SCALE).cast(dtypes.half)))
     return done
   ins = {"x": x, **weights[0].args("gate"), **weights[1].args("up")}
-  return launch(f"gate_up_mats_{weights[0].label}_{T}", {"y": Tensor.empty(T, rows, dtype=dtypes.half)}, ins, body)[0]
+  return launch(f"gate_up_prefill_{weights[0].label}_{T}", {"y": Tensor.empty(T, rows, dtype=dtypes.half)}, ins, body)[0]
 
 # ---- experts ----
 
-def by_expert(t:Target, sel:Tensor, experts:int) -> tuple[Tensor, Tensor]:
-  """The choices of each expert in order. sel: int32 (T, K), a token's distinct experts -> int32 (E, T), numbers of choices, token · K + k, the
-  first `count` of a row are written; and the counts, int32 (E,)"""
-  T, K = sel.shape
-  side, choices = 16, T * K
-  threads = side * side
-  each = -(-choices // threads)
-  def body(b:dict[str, UOp]) -> list[UOp]:
-    expert, thread = UOp.special(experts, "gidx0"), UOp.special(threads, "lidx0")
-    mine = []
-    for j in range(each):
-      at = thread * each + j
-      inside = at < choices
-      mine.append((at, inside & b["sel"][at.valid(inside)].load().eq(expert.cast(dtypes.int))))
-    def count(values:list[UOp]) -> UOp: return total(values, UOp.add)
-    ones = [hit.where(UOp.const(1, dtypes.int), 0) for _, hit in mine]
-    counts, groups = local(threads, dtypes.int, 0), local(side, dtypes.int, 1)
-    counts = counts.after(UOp(Ops.BARRIER, src=(counts[thread].store(count(ones)),)))
-    near = [counts[thread // side * side + j].load() for j in range(side)]
-    groups = groups.after(UOp(Ops.BARRIER, src=(groups[(thread // side).valid((thread % side).eq(0))].store(count(near)),)))
-    far = [groups[j].load() for j in range(side)]
-    place = count([(thread % side > j).where(near[j], 0) for j in range(side)]) + count([(thread // side > j).where(far[j], 0) for j in range(side)])
-    done = [b["counts"][expert.valid(thread.eq(0))].store(count(far))]
-    for (at, hit), one in zip(mine, ones):
-      here = hit.where(place, T)   # not in the gate: tinygrad would take a hit for true in all that the place depends on, the barriers' stores too
-      slot = (ok := here < T).where(here, 0).cast(dtypes.weakint)
-      done.append(b["order"][(expert * T + slot).valid(ok)].store(at.cast(dtypes.int)))
-      place = place + one
-    return done
-  outs = {"order": Tensor.empty(experts, T, dtype=dtypes.int32), "counts": Tensor.empty(experts, dtype=dtypes.int32)}
-  order, counts = launch(f"by_expert_{experts}", outs, {"sel": sel}, body)
-  return order, counts
 
-def mul_mats_id(t:Target, x:Tensor, weights:Sequence[Weight], chosen:tuple[Tensor, Tensor], K:int,
+def grouped_matmul(t:Target, x:Tensor, weights:Sequence[Weight], chosen:tuple[Tensor, Tensor], K:int,
                 scale:Tensor|None=None, factor:float=1.0) -> Tensor:
-  """One matrix: factor · W·x for each choice, float32 (T, K, out). Two: silu(gate·x) · (up·x) · scale · HIDDEN, half (T, K, out).
-  x: half (T, in) or (T, K, in); weights: (E, out, in); chosen: as by_expert gives it; scale: float32 (T, K)"""
-  (E, rows, width), T, tile, paired = weights[0].shape, x.shape[0], NARROW, len(weights) == 2
+  """One matrix: factor · W·x for each choice, float32 (T, K, out). Two: silu(gate·x) · (up·x) · scale · HALF_SCALE, half (T, K, out).
+  x: half (T, in) or (T, K, in); weights: (E, out, in); chosen: as sort_by_expert gives it; scale: float32 (T, K)"""
+  (E, rows, width), T, tile, paired = weights[0].shape, x.shape[0], TILE_32x64, len(weights) == 2
   share = K if x.ndim == 2 else 1
   def body(b:dict[str, UOp]) -> list[UOp]:
     block, group, expert = UOp.special(-(-rows // tile.rows), "gidx0"), UOp.special(-(-T // tile.tokens), "gidx1"), UOp.special(E, "gidx2")
@@ -240,20 +189,20 @@ def mul_mats_id(t:Target, x:Tensor, weights:Sequence[Weight], chosen:tuple[Tenso
       return b["order"][expert * T + at.minimum(T - 1)].load().maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
     def of(matrix:Matrix) -> Callable[[UOp, UOp], Unit]:
       return lambda row, unit: matrix(expert * rows + (block * tile.rows + row).minimum(rows - 1), unit, None)
-    def quad(token:UOp, k:UOp) -> list[UOp]: return [b["x"][choice(token) // share * width + k + j].load() for j in range(4)]
+    def load4(token:UOp, k:UOp) -> list[UOp]: return [b["x"][choice(token) // share * width + k + j].load() for j in range(4)]
     active = group * tile.tokens < count
-    for token, row, y in products(t, tile, width, [of(w.matrix(b, f"w{i}")) for i, w in enumerate(weights)], quad, active):
+    for token, row, y in products(t, tile, width, [of(w.matrix(b, f"w{i}")) for i, w in enumerate(weights)], load4, active):
       at, row = choice(token), block * tile.rows + row
       ok = (group * tile.tokens + token < count) & (row < rows)
-      value = silu(y[0]) * y[1] * (b["scale"][at.valid(ok)].load() * HIDDEN) if paired else y[0] * factor
+      value = silu(y[0]) * y[1] * (b["scale"][at.valid(ok)].load() * HALF_SCALE) if paired else y[0] * factor
       done.append(b["y"][(at * rows + row).valid(ok)].store(value.cast(b["y"].dtype)))
     return done
   ins = {"x": x, "order": chosen[0], "counts": chosen[1], **({} if scale is None else {"scale": scale})}
   for i, w in enumerate(weights): ins |= w.args(f"w{i}")
-  name = f"{'expert_gate_up_mats' if paired else 'mul_mats_id'}_{weights[0].label}_{T}"
+  name = f"{'expert_gate_up_prefill' if paired else 'grouped_matmul'}_{weights[0].label}_{T}"
   return launch(name, {"y": Tensor.empty(T, K, rows, dtype=dtypes.half if paired else dtypes.float)}, ins, body, sum(w.nbytes for w in weights))[0]
 
-def normalized(t:Target, x:Tensor, norm:Norm, low:bool=False) -> list[Tensor]:
+def rms_norm_half(t:Target, x:Tensor, norm:Norm, low:bool=False) -> list[Tensor]:
   """RMSNorm(x), float32 (T, D) -> half (T, D) and, if wanted, as much again of what halves leave out"""
   (T, D), warps = x.shape, 4
   threads = warps * t.lanes
@@ -262,28 +211,28 @@ def normalized(t:Target, x:Tensor, norm:Norm, low:bool=False) -> list[Tensor]:
     for first in range(0, D // 4, threads):
       k = (thread + first) * 4
       ok = k < D
-      quad = [b["x"][(token * D + k + j).valid(ok)].load() for j in range(4)]
-      values.append((k, ok, quad))
-      for v in quad: squares = add(squares, v * v)   # nothing is loaded past the end: zeros
+      load4 = [b["x"][(token * D + k + j).valid(ok)].load() for j in range(4)]
+      values.append((k, ok, load4))
+      for v in load4: squares = add(squares, v * v)   # nothing is loaded past the end: zeros
     sums = local(warps, dtypes.float, 0)
     mine = sums[(thread // t.lanes).valid((thread % t.lanes).eq(0))].store(group_sum(t, squares, t.lanes))
     sums = sums.after(UOp(Ops.BARRIER, src=(mine,)))
     factor, done = (total([sums[w].load() for w in range(warps)], UOp.add) * (1.0 / D) + norm.eps).rsqrt(), []
-    for k, ok, quad in values:
-      for j, v in enumerate(quad):
+    for k, ok, load4 in values:
+      for j, v in enumerate(load4):
         y = v * factor * b["norm"][(k + j).valid(ok)].load()
         done.append(b["y"][(token * D + k + j).valid(ok)].store(y.cast(dtypes.half)))
-        if low: done.append(b["low"][(token * D + k + j).valid(ok)].store(left_out(y).cast(dtypes.half)))
+        if low: done.append(b["low"][(token * D + k + j).valid(ok)].store(rounding_error(y).cast(dtypes.half)))
     return done
   outs = {name: Tensor.empty(T, D, dtype=dtypes.half) for name in ("y", "low")[:1 + low]}
   return launch(f"normalized_{T}_{D}{'_low' if low else ''}", outs, {"x": x, "norm": norm.weight}, body)
 
-def left_out(x:UOp) -> UOp:
+def rounding_error(x:UOp) -> UOp:
   """What a half of x leaves out, but for the least halves"""
   bits = x.bitcast(dtypes.uint32)   # rounded in integers: tinygrad takes a half made of a float, and a float of that, for the same float
   return x - ((bits + 0xfff + ((bits >> 13) & 1)) & 0xffffe000).bitcast(dtypes.float)
 
-def precise_mats(t:Target, x:Tensor, low:Tensor, w:Weight) -> Tensor:
+def matmul_split_half(t:Target, x:Tensor, low:Tensor, w:Weight) -> Tensor:
   """W·(x + low) to about 22 bits: both sides in halves and what those leave out. x, low: half (T, in) -> float32 (T, out)"""
   (rows, width), T, tile = w.shape, x.shape[0], tile_of(x.shape[0], w.shape[0])
   parts = next(n for n in (8, 4, 2, 1) if width % (n * 2 * UNIT) == 0 or n == 1)    # few rows: blocks take a part of the row each
@@ -297,13 +246,13 @@ def precise_mats(t:Target, x:Tensor, low:Tensor, w:Weight) -> Tensor:
         scale, minimum = u.scales[i * len(u.scales) // UNIT]
         y = u.value(i) * scale
         return y if minimum is None else y + minimum
-      return Unit([], [(UOp.const(1.0, dtypes.float), None)], floats=[low_w.where(left_out(y), y) for y in map(value, range(UNIT))])
-    def quad(token:UOp, k:UOp) -> list[UOp]:
+      return Unit([], [(UOp.const(1.0, dtypes.float), None)], floats=[low_w.where(rounding_error(y), y) for y in map(value, range(UNIT))])
+    def load4(token:UOp, k:UOp) -> list[UOp]:
       start = (group * tile.tokens + token).minimum(T - 1) * width + first + k
       return [low_x.where(b["low"][(start + j).valid(low_x)].load(), b["x"][(start + j).valid(low_x.ne(True))].load()) for j in range(4)]
-    for token, row, (y,) in products(t, tile, width // parts, [weights], quad):
+    for token, row, (y,) in products(t, tile, width // parts, [weights], load4):
       token, row = group * tile.tokens + token, block * tile.rows + row
       done.append(b["y"][((part * T + token) * rows + row).valid((token < T) & (row < rows))].store(y))
     return done
-  y, = launch(f"precise_mats_{w.label}_{T}", {"y": Tensor.empty(3 * parts, T, rows, dtype=dtypes.float)}, {"x": x, "low": low, **w.args("w")}, body)
+  y, = launch(f"matmul_split_half_{w.label}_{T}", {"y": Tensor.empty(3 * parts, T, rows, dtype=dtypes.float)}, {"x": x, "low": low, **w.args("w")}, body)
   return y.sum(0).contiguous()
