@@ -137,7 +137,7 @@ class Tokenizer:
 
   def _encode_piece(self, piece: str) -> tuple[int, ...]:
     raw = piece.encode()
-    if (whole := self._whole.get(raw)) is not None: return (whole,)
+    if (known := self._whole.get(raw)) is not None: return (known,)
     if lacking := self._missing.intersection(raw): self._byte_id(min(lacking))  # raises: tiktoken would abort
     return tuple(self._ids[rank] for rank in self._bpe.encode_ordinary(piece))
 
