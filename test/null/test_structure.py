@@ -183,7 +183,7 @@ OLD_NAMES = set("""matmat mul_mats mul_mats_id mats_target kernel_target gate_up
   Quads hidden_zero after_previous by_tiles mla_splits splits_by_lanes splits_by_tiles launch_source without_counting
   of_few one_loop _give_back""".split())
 # words that mean other things too: no function, class or constant of a file, nor imported
-OLD_DEFINITIONS = set("Choice Chosen Late Text HIDDEN WIDE NARROW MANY MOST FULL worth say converse whole leave quad".split())
+OLD_DEFINITIONS = set("Chosen Late Text HIDDEN WIDE NARROW MANY MOST FULL worth say converse whole leave quad".split())
 
 def definitions(tree: ast.Module) -> Iterator[tuple[str, int]]:
   """The names that a file defines for others, or imports, with their lines"""
