@@ -1,5 +1,5 @@
-"""How the code is built, judged without running it: ruff, line lengths, the direction of imports, names, places that choose a form, long functions,
-and that what the workflow runs exists.
+"""How the code is built, judged without running it: ruff, line lengths, the direction of imports, names, places that choose a form, long functions;
+and that what the workflow and CONTRIBUTING.md name exists.
 
 A check takes a clone's root, or a file's text, and returns a list of complaints, so that the same function judges this clone and faults planted
 on purpose.
@@ -297,8 +297,10 @@ def commands(workflow: str) -> Iterator[list[str]]:
       for line in step.get("run", "").replace("\\\n", " ").splitlines():
         if line.strip(): yield shlex.split(line)
 
+def make_targets(root: Path) -> list[str]: return re.findall(r"^(\w[\w-]*):", (root / "Makefile").read_text(), re.M)
+
 def check_command(root: Path, command: list[str]) -> list[str]:
-  targets = re.findall(r"^(\w[\w-]*):", (root / "Makefile").read_text(), re.M)
+  targets = make_targets(root)
   while command and re.fullmatch(r"\w+=.*", command[0]): command = command[1:]
   program, *rest = command
   if program == "make":
@@ -326,3 +328,28 @@ def test_the_workflow_runs_what_there_is():
 def test_a_command_that_is_not_there(line: str, complaint: str):
   steps = yaml.safe_dump({"jobs": {"test": {"steps": [{"uses": "actions/checkout@v6"}, {"run": f"make setup\n{line}\n"}]}}})
   assert [c for command in commands(steps) for c in check_command(ROOT, command)] == [complaint]
+
+# ***** CONTRIBUTING.md names what there is *****
+
+def check_guide(root: Path, text: str) -> list[str]:
+  """Every file, make target and constant that stands in backticks exists; a constant in a file that its line names"""
+  complaints, targets = [], make_targets(root)
+  for line in text.splitlines():
+    quoted = re.findall(r"`([^`]+)`", line)
+    words = [re.sub(r"^\w+=", "", word) for q in quoted for word in q.split()]
+    paths = [w for w in words if re.search(r"\.(py|md|yml|toml)$", w) or ("/" in w and not w.startswith((".venv", "/")))]
+    found = {w: next((f for f in (root / w, root / "tinygrad/nn" / w) if f.exists()), None) for w in paths}
+    complaints += [f"{w}: no such file" for w, f in found.items() if f is None]
+    complaints += [f"make {m[1]}: no such target" for q in quoted if (m := re.match(r"make (\w+)", q)) and m[1] not in targets]
+    if files := [f for f in found.values() if f and f.is_file()]:
+      complaints += [f"{q}: not in {' or '.join(f.name for f in files)}" for q in quoted if re.fullmatch(r"[A-Z][A-Z_]+", q)
+                     and not any(re.search(rf"\b{q}\b", f.read_text(encoding="utf-8")) for f in files)]
+  return complaints
+
+def test_the_guide(): assert check_guide(ROOT, (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")) == []
+
+@pytest.mark.parametrize("text,complaint", [
+  ("see `tinygrad/nn/gone.py`", "tinygrad/nn/gone.py: no such file"), ("`gone.py` and `kernel.py`", "gone.py: no such file"),
+  ("`make tests`", "make tests: no such target"), ("`make test ARGS=test/gone.py`", "test/gone.py: no such file"),
+  ("`tinygrad/apps/quantized.py`: a row of `FORMATTED`", "FORMATTED: not in quantized.py")])
+def test_a_guide_that_is_wrong(text: str, complaint: str): assert check_guide(ROOT, text) == [complaint]
