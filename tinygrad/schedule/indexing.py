@@ -185,7 +185,7 @@ def _note_reads(sink:UOp) -> None:
     if u.op is Ops.STORE: _stored.setdefault(u.src[0].base, 1 << len(_stored))
   for u in nodes: _reads[u] = functools.reduce(operator.or_, (_reads.get(s, 0) for s in u.src), _stored.get(u, 0))
 
-def _realize_what_reads_its_place(ctx:IndexingContext, dest:UOp, src:UOp) -> None:
+def _realize_what_reads_its_place(ctx:_wheel.IndexingContext, dest:UOp, src:UOp) -> None:
   """In place of the wheel's, which goes through all that comes before a store to see whether it reads what it writes: quadratic in the stores"""
   if src not in _reads: _wheel.realize_store_after_src(ctx, dest, src)
   elif _reads[src] & _stored[dest.base]: ctx.realize_map[src] = None

@@ -136,7 +136,9 @@ def share_sums(k:Scheduler) -> Scheduler|None:
   for s, along in zip(sums, left):
     inside = 1
     for r in sorted(s.inside, key=lambda r: r.vmax):
-      if inside * (n := r.vmax + 1) <= UNROLLED: inside *= n; _split(k, OptOps.UNROLL, r, n)
+      if inside * (n := r.vmax + 1) <= UNROLLED:
+        inside *= n
+        _split(k, OptOps.UNROLL, r, n)
     if not columns: _spread(k, OptOps.UNROLL, along, min(LOAD // s.load.dtype.itemsize, max(VALUES // inside, 1)))
   if not all(left): return None
   threads = min(threads, MOST // beside) if columns else max(threads, min(WARP, values))
