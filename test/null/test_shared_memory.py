@@ -5,7 +5,7 @@ from extra.bench import captured, no_device, shared_bytes
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.codegen.opt import KernelOptError, Opt, OptOps
-from tinygrad.codegen.opt.heuristic import one_loop
+from tinygrad.codegen.opt.heuristic import merge_loops
 from tinygrad.codegen.opt.postrange import Scheduler
 from tinygrad.codegen.opt.search import get_kernel_actions
 from tinygrad.helpers import Context
@@ -69,7 +69,7 @@ def test_every_group_counts():
   """Two reduces over one range: their partial sums lie beside each other"""
   def run(cls:Any) -> Scheduler:
     k = scheduler(lambda: (empty(16, 24576) * empty(24576)).sum(1) + empty(16, 24576).max(1), cls)
-    one_loop(k)
+    merge_loops(k)
     return k
   assert "49152 bytes" in refused(run(Scheduler), "GROUP", 0, 6144)
   applied(run(Wheels), ("GROUP", 0, 6144))
