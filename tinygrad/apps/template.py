@@ -539,23 +539,22 @@ def _call(node: nodes.Call) -> Expression:
     args, kw = arguments(r, s)
     return f.call(r, *args, **kw)
   return run
-@_makes(nodes.Filter)
-def _filter(node: nodes.Filter) -> Expression:
-  # the innermost filter of a block has no node: it takes the block's text
-  value, arguments = _make(node.node or nodes.Name(BLOCK, "load")), _arguments(node)
+def _applied(node: nodes.Filter | nodes.Test, to: nodes.Node, table: dict[str, Callable], what: str) -> Expression:
+  """A filter or a test, by its name in the table, of the value of `to` and the node's arguments"""
+  value, arguments = _make(to), _arguments(node)
   def run(r: Run, s: Scope) -> Any:
     x = value(r, s)
     args, kw = arguments(r, s)
-    return _known(FILTERS, "filter", node.name)(r, x, *args, **kw)
+    return _known(table, what, node.name)(r, x, *args, **kw)
   return run
+@_makes(nodes.Filter)
+def _filter(node: nodes.Filter) -> Expression:
+  # the innermost filter of a block has no node: it takes the block's text
+  return _applied(node, node.node or nodes.Name(BLOCK, "load"), FILTERS, "filter")
 @_makes(nodes.Test)
 def _tested(node: nodes.Test) -> Expression:
-  value, arguments = _make(node.node), _arguments(node)
-  def run(r: Run, s: Scope) -> bool:
-    x = value(r, s)
-    args, kw = arguments(r, s)
-    return bool(_known(TESTS, "test", node.name)(r, x, *args, **kw))
-  return run
+  test = _applied(node, node.node, TESTS, "test")
+  return lambda r, s: bool(test(r, s))
 
 class Template:
   """Raises TemplateError, or whatever jinja2's parser does, for a source that is no template."""
