@@ -22,7 +22,7 @@ from tinygrad.apps.engine.sampling import Features
 from tinygrad.nn.kernel import UNIT
 from tinygrad.nn.split_kv import plan_splits, split_length
 from tinygrad.dtype import AddrSpace
-from tinygrad.engine.realize import capturing, compile_linear
+from tinygrad.engine.realize import compile_linear
 from tinygrad.helpers import Context, JIT_BATCH_SIZE
 from tinygrad.nn import cpu, intrinsics
 from tinygrad.renderer import Renderer
@@ -93,7 +93,7 @@ def cache_row_bytes(c:Config, to:str) -> int:
 
 @contextlib.contextmanager
 def plain_ops() -> Iterator[None]:
-  """None of the fork's kernels: every primitive takes its plain-ops form, which tinygrad schedules, as on a device that nobody has written kernels for"""
+  """None of the fork's kernels: every primitive takes its plain-ops form, which tinygrad schedules, as on a device that has no kernels of ours"""
   users = [m for name, m in sys.modules.items() if name.startswith("tinygrad.") and getattr(m, "target_of", None) is intrinsics.target_of]
   with contextlib.ExitStack() as stack:
     for m in users: stack.enter_context(mock.patch.object(m, "target_of", lambda device=None: None))
@@ -131,15 +131,6 @@ def no_device(target:str) -> Iterator[None]:
     with Context(DEV=f"NULL:{name}:{arch}", PARALLEL=0, BEAM=0, MAX_KERNEL_BUFFERS=DEVICE_MAX_BUFS.get(target, 0)), \
          mock.patch.object(QuantizedWeight, "load", classmethod(_unread)): yield
   finally: null.renderers = kept
-
-@contextlib.contextmanager
-def captured() -> Iterator[list[UOp]]:
-  """Collects the calls that are scheduled inside; they are not compiled, not run, and their buffers take no memory"""
-  class Calls(list):
-    def add_linear(self, linear:UOp, var_vals:dict[str, int]) -> None: self.extend(linear.src)
-  capturing.append(calls := Calls())
-  try: yield calls
-  finally: capturing.clear()
 
 Kinds = list[tuple[int, int]]
 

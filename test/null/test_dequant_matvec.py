@@ -3,9 +3,10 @@ import math, re
 from typing import Callable
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
-from extra.bench import captured, no_device, plain_ops, shared_bytes
+from extra.bench import no_device, plain_ops, shared_bytes
 from helpers import HALVES
 from tinygrad import Device, Tensor, Variable, dtypes
+from tinygrad.apps.capture import collected_calls
 from tinygrad.apps.quantized import FORMATS, QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.codegen.opt import OptOps
 from tinygrad.codegen.opt.heuristic import RESIDENT_THREADS, threads_of
@@ -31,7 +32,7 @@ class Kernel:
 
 def kernels(target:str, run:Callable[[], Tensor]) -> list[Kernel]:
   with plain_ops(), no_device(target):
-    with captured() as calls: run().realize()
+    with collected_calls() as calls: run().realize()
     return [Kernel(c.src[0]) for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
 def kernel(target:str, run:Callable[[], Tensor]) -> Kernel:
   k, = kernels(target, run)

@@ -1,8 +1,9 @@
 """What a kernel's scheduler refuses: opts that overflow shared memory, and groups that codegen gets wrong. On the target with the least of it."""
 from typing import Any, Callable, Iterator
 import pytest
-from extra.bench import captured, no_device, shared_bytes
+from extra.bench import no_device, shared_bytes
 from tinygrad import Device, Tensor, dtypes
+from tinygrad.apps.capture import collected_calls
 from tinygrad.codegen import to_program
 from tinygrad.codegen.opt import KernelOptError, Opt, OptOps
 from tinygrad.codegen.opt.heuristic import merge_loops
@@ -22,7 +23,7 @@ def metal() -> Iterator[None]:
 def empty(*shape:int, dtype=dtypes.float) -> Tensor: return Tensor.empty(*shape, dtype=dtype)
 
 def scheduler(run:Callable[[], Tensor], cls:Any=Scheduler) -> Scheduler:
-  with captured() as calls: run().realize()
+  with collected_calls() as calls: run().realize()
   k = cls(calls[-1].src[0], Device[Device.DEFAULT].renderer)
   k.convert_loop_to_global()
   return k
