@@ -51,5 +51,5 @@ class Talker(Model):
     yield self.tokenizer.eos_id
 
 if __name__ == "__main__":
-  from tinygrad.apps.terminal import Options, converse
-  converse(Talker(int(sys.argv[1])), Options(Sampling(1.0, seed=7)), introduction="the talker")
+  from tinygrad.apps.terminal import Options, chat_loop
+  chat_loop(Talker(int(sys.argv[1])), Options(Sampling(1.0, seed=7)), introduction="the talker")

@@ -63,8 +63,9 @@ def benchmark_flags(p:Parser, bench:bool) -> None:
   """Adds --benchmark and the flags that it takes; bench: as for parser"""
   def add(name:str, short:str="", **kw) -> None:
     p.add_argument(*([short] if short and bench else []), *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **kw)
-  add("benchmark", nargs="?", type=int_at_least(1), const=0, metavar="N", help=f"time the decoding of N tokens, a line each (default {TOKENS}); with any of the "
-      "next four, -o or --plot: a table as llama-bench prints it. -p, -n, -d and -r are then short for the four")
+  add("benchmark", nargs="?", type=int_at_least(1), const=0, metavar="N",
+      help=f"time the decoding of N tokens, a line each (default {TOKENS}); with any of the next four, -o or --plot: a table as llama-bench prints "
+           "it. -p, -n, -d and -r are then short for the four")
   add("n_prompt", "-p", metavar="LIST", help="a table's prefills: tokens of each (default 512; 0: none)")
   add("n_gen", "-n", metavar="LIST", help="a table's decodings: tokens of each (default 128; 0: none)")
   add("depth", "-d", metavar="LIST", help="tokens in the cache before a benchmark's first (default 0); several: a table")
@@ -90,7 +91,8 @@ def parser(bench:bool=False) -> Parser:
   add("system", "-sys", default="", metavar="TEXT", help="the system's message")
   add("no_think", action="store_true", help="ask the model to answer without reasoning first")
   add("hide_think", action="store_true", help="do not print the reasoning")
-  add("count", "-n", type=int_at_least(1, -1), metavar="N", help="at most N new tokens (default, and -1: until the model stops or the context is full)")
+  add("count", "-n", type=int_at_least(1, -1), metavar="N",
+      help="at most N new tokens (default, and -1: until the model stops or the context is full)")
   for name, short, kind, text in (("temperature", "--temp", float, "0 is greedy"), ("top_k", None, int, "keep the k likeliest tokens, 0 all"),
                                   ("top_p", None, float, "keep the likeliest tokens up to this probability"),
                                   ("min_p", None, float, "keep tokens this likely, relative to the likeliest"),
@@ -135,7 +137,7 @@ class Work:
   text: str|None             # whose perplexity is asked for
   prompt: str|None           # what is to be answered
   raw: bool                  # … as it is, without the chat template
-  figures: Path|None         # where the JSON line is kept
+  json_file: Path|None       # where the JSON line is kept
   @property
   def chat(self) -> bool: return self.prompt is None and not self.benched and self.text is None
 
@@ -151,34 +153,34 @@ def work_of(args:argparse.Namespace) -> Work:
   if benched:
     from tinygrad.apps.measure import sweep_of
     sweep = sweep_of(args, of_table)
-  text, figures = None, None if args.json in (None, "-") else Path(args.json)
+  text, json_file = None, None if args.json in (None, "-") else Path(args.json)
   if args.json and not benched and args.perplexity is None: raise UserError("--json: expected --benchmark or --perplexity beside it")
-  if figures:
-    try: figures.open("a").close()  # better before the work than after it
-    except OSError as e: raise UserError(f"--json {figures}: {e.strerror}") from None
+  if json_file:
+    try: json_file.open("a").close()  # better before the work than after it
+    except OSError as e: raise UserError(f"--json {json_file}: {e.strerror}") from None
   if args.perplexity is not None: text = read_text("--perplexity", args.perplexity, MAX_TEXT, regular=True)
-  work = Work(sampling, benched, sweep, text, *prompt_of(args), figures)
+  work = Work(sampling, benched, sweep, text, *prompt_of(args), json_file)
   if work.chat and sys.stdin is None: raise UserError("stdin is closed: expected a conversation on it, or --prompt or --file")
   return work
 
-def answer_prompt(model:Model, args:argparse.Namespace, work:Work, options:Options) -> bool:
-  """Prints the answer to the flags' prompt. Returns whether the person stopped it. Raises ContextFull, GGUFError, ValueError."""
-  tok, prompt = model.tokenizer, str(work.prompt)
-  if work.raw:
+def answer_prompt(model:Model, args:argparse.Namespace, prompt:str, raw:bool, options:Options) -> bool:
+  """Prints the answer to one prompt. Returns whether the person stopped it. Raises ContextFull, GGUFError, ValueError."""
+  tok = model.tokenizer
+  if raw:
     ids = tok.encode(prompt, special=args.special)
     if tok.add_bos and tok.bos_id is not None and ids[:1] != [tok.bos_id]: ids.insert(0, tok.bos_id)
   else:
     system = [{"role": "system", "content": args.system}] if args.system else []
     ids = model.render([*system, {"role": "user", "content": prompt}], **options.template)
   answer = Answer(model, ids, options.count, options.sampling, options.stops)
-  return print_stream(answer, options, prompt if work.raw else None).stopped
+  return print_stream(answer, options, prompt if raw else None).stopped
 
-def measure(model:Model, args:argparse.Namespace, work:Work, load_seconds:float) -> Any:
+def measured(model:Model, args:argparse.Namespace, work:Work, load_seconds:float) -> Any:
   """Runs --benchmark or --perplexity. Returns the figures of its JSON line. Raises UserError."""
   from tinygrad.apps import measure
   if work.sweep: return measure.table(model, args.model, work.sweep, args.output or "md", Path(args.plot) if args.plot else None)
   if work.benched: return measure.benchmark(model, args.model, args.benchmark or TOKENS, int(args.depth or 0), load_seconds)
-  result = measure.perplexity(model, str(work.text))
+  result = measure.perplexity(model, work.text)
   print(f"perplexity {result['perplexity']:.4f} over {result['tokens']} tokens in {result['windows']} windows")
   return result
 
@@ -205,11 +207,11 @@ def main(argv:list[str]|None=None) -> int|None:
   if work.chat: return chat_loop(model, options, args.system, demo)
   if work.prompt is not None:
     if demo and sys.stderr.isatty(): note(f"[{demo}]")
-    if answer_prompt(model, args, work, options): return 130
+    if answer_prompt(model, args, work.prompt, work.raw, options): return 130
   if work.benched or work.text is not None:
-    line = json.dumps(measure(model, args, work, load_seconds))
+    line = json.dumps(measured(model, args, work, load_seconds))
     if args.output == "json" or (args.json and args.output != "csv"): print(line)
-    if work.figures: work.figures.write_text(line + "\n")
+    if work.json_file: work.json_file.write_text(line + "\n")
 
 def die(message:str, code:int) -> None:
   """Ends the process with the exit code, after one line on stderr unless the message is empty"""
