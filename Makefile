@@ -21,5 +21,5 @@ setup:
 	@sh extra/setup.sh
 
 clean:
-	rm -rf .venv .pytest_cache
+	rm -rf .venv .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -77,21 +77,34 @@ def add_about(w: gguf.GGUFWriter, folder: pathlib.Path) -> None:
     add(kind(value))
 
 def add_keys(w: gguf.GGUFWriter, c: Config) -> None:
-  w.add_block_count(c.blocks); w.add_context_length(c["max_position_embeddings"]); w.add_embedding_length(c["hidden_size"])
-  w.add_vocab_size(c["vocab_size"]); w.add_feed_forward_length(c["intermediate_size"]); w.add_layer_norm_rms_eps(c["rms_norm_eps"])
-  w.add_head_count(c["num_attention_heads"]); w.add_head_count_kv(1)  # one latent key for all heads
+  w.add_block_count(c.blocks)
+  w.add_context_length(c["max_position_embeddings"])
+  w.add_embedding_length(c["hidden_size"])
+  w.add_vocab_size(c["vocab_size"])
+  w.add_feed_forward_length(c["intermediate_size"])
+  w.add_layer_norm_rms_eps(c["rms_norm_eps"])
+  w.add_head_count(c["num_attention_heads"])
+  w.add_head_count_kv(1)  # one latent key for all heads
   if c.d.get("q_lora_rank"): w.add_q_lora_rank(c["q_lora_rank"])
-  w.add_kv_lora_rank(c["kv_lora_rank"]); w.add_rope_dimension_count(c["qk_rope_head_dim"]); w.add_rope_freq_base(float(c.rope["rope_theta"]))
-  w.add_key_length(c["kv_lora_rank"] + c["qk_rope_head_dim"]); w.add_value_length(c["kv_lora_rank"])
-  w.add_key_length_mla(c["qk_nope_head_dim"] + c["qk_rope_head_dim"]); w.add_value_length_mla(c["v_head_dim"])
+  w.add_kv_lora_rank(c["kv_lora_rank"])
+  w.add_rope_dimension_count(c["qk_rope_head_dim"])
+  w.add_rope_freq_base(float(c.rope["rope_theta"]))
+  w.add_key_length(c["kv_lora_rank"] + c["qk_rope_head_dim"])
+  w.add_value_length(c["kv_lora_rank"])
+  w.add_key_length_mla(c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+  w.add_value_length_mla(c["v_head_dim"])
   w.add_leading_dense_block_count(c.dense)
   w.add_expert_feed_forward_length(c["moe_intermediate_size"] if c.experts else c["intermediate_size"])
   w.add_expert_shared_count((c.d.get("n_shared_experts") or 0) if c.experts else 0)
   if c.experts:
-    w.add_expert_count(c.experts); w.add_expert_used_count(c["num_experts_per_tok"]); w.add_expert_weights_scale(c["routed_scaling_factor"])
-    w.add_expert_weights_norm(c["norm_topk_prob"]); w.add_expert_gating_func(c.family.gating)
+    w.add_expert_count(c.experts)
+    w.add_expert_used_count(c["num_experts_per_tok"])
+    w.add_expert_weights_scale(c["routed_scaling_factor"])
+    w.add_expert_weights_norm(c["norm_topk_prob"])
+    w.add_expert_gating_func(c.family.gating)
   if c.rope_type == "yarn":
-    w.add_rope_scaling_type(gguf.RopeScalingType.YARN); w.add_rope_scaling_factor(float(c.rope["factor"]))
+    w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    w.add_rope_scaling_factor(float(c.rope["factor"]))
     w.add_rope_scaling_orig_ctx_len(c.rope["original_max_position_embeddings"])
     w.add_rope_scaling_yarn_log_mul(.1 * (c.rope.get("mscale_all_dim") or 0))
 
@@ -101,7 +114,10 @@ def add_vocabulary(w: gguf.GGUFWriter, c: Config, folder: pathlib.Path) -> None:
   words |= {a["id"]: (a["content"], gguf.TokenType.CONTROL if a["special"] else gguf.TokenType.USER_DEFINED) for a in tok["added_tokens"]}
   if max(words) >= size: raise ConvertError(f"tokenizer.json: ids: expected fewer than vocab_size {size}, found {max(words)}")
   words = [words.get(i, (f"[PAD{i}]", gguf.TokenType.UNUSED)) for i in range(size)]
-  w.add_tokenizer_model("gpt2"); w.add_tokenizer_pre(c.family.pre); w.add_token_list([s for s, _ in words]); w.add_token_types([t for _, t in words])
+  w.add_tokenizer_model("gpt2")
+  w.add_tokenizer_pre(c.family.pre)
+  w.add_token_list([s for s, _ in words])
+  w.add_token_types([t for _, t in words])
   special, ids = gguf.SpecialVocab(folder, load_merges=True, n_vocab=size), {s: i for i, (s, _) in enumerate(words)}
   for key, text in c.family.special.items():
     if text in ids: special.special_token_ids[key] = ids[text]
@@ -165,13 +181,18 @@ def convert(folder: pathlib.Path, out: pathlib.Path, kind: str = "F16") -> None:
   """Write `out`. Raises ConvertError, in one line, for a folder it cannot convert."""
   c = Config(read_json(folder / "config.json"))
   w = gguf.GGUFWriter(out, "deepseek2", use_temp_file=True)
-  add_about(w, folder); add_keys(w, c)
+  add_about(w, folder)
+  add_keys(w, c)
   add_vocabulary(w, c, folder)
-  w.add_file_type(TYPES[kind]); w.add_quantization_version(gguf.GGML_QUANT_VERSION)
+  w.add_file_type(TYPES[kind])
+  w.add_quantization_version(gguf.GGML_QUANT_VERSION)
   for name, t in surgery(c, read_folder(folder)):
     t, kept = np.ascontiguousarray(t, np.float32), type_of(name, t.shape, T[kind], c)
     w.add_tensor(name, gguf.quants.quantize(t, kept), raw_dtype=kept)
-  w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
+  w.write_header_to_file()
+  w.write_kv_data_to_file()
+  w.write_tensors_to_file()
+  w.close()
 
 def main() -> int:
   p = argparse.ArgumentParser(description=__doc__.split("\n")[0])

@@ -46,7 +46,9 @@ def from_gguf(path: pathlib.Path, config) -> torch.nn.Module:
   def read(t) -> torch.Tensor: return torch.from_numpy(np.array(gguf.quants.dequantize(t.data, t.tensor_type)).reshape(t.shape[::-1]))
   data = {t.name: read(t) for t in gguf.GGUFReader(path).tensors}
   model, names, used = build(config), gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, config.num_hidden_layers), set()
-  def get(name: str) -> torch.Tensor: used.add(name); return data[name]
+  def get(name: str) -> torch.Tensor:
+    used.add(name)
+    return data[name]
   with torch.no_grad():
     for name, t in model.state_dict().items():
       b = f"blk.{name.split('.')[2]}." if ".layers." in name else ""
@@ -84,7 +86,8 @@ def small(folder: pathlib.Path) -> None:
     with tempfile.TemporaryDirectory() as tmp:
       model, hf = build(config), pathlib.Path(tmp) / name
       with torch.no_grad(): randomize(model, seed)
-      model.save_pretrained(hf); tok.save(str(hf / "tokenizer.json"))
+      model.save_pretrained(hf)
+      tok.save(str(hf / "tokenizer.json"))
       (hf / "tokenizer_config.json").write_text(json.dumps({"bos_token": "[gMASK]", "eos_token": "<|endoftext|>", "add_bos_token": False,
                                                             "chat_template": CHAT_TEMPLATE}))
       convert(hf, folder / f"{name}-F16.gguf", "F16")
@@ -94,8 +97,10 @@ def small(folder: pathlib.Path) -> None:
     save(model, ids, [*range(20), *range(20, 330, 10), 328, 329], folder / f"{name}-F16.npz")
 
 def main() -> None:
-  p = argparse.ArgumentParser(description=__doc__.split("\n")[0]); sub = p.add_subparsers(dest="job", required=True)
-  s = sub.add_parser("small", help="three small random models"); s.add_argument("folder", type=pathlib.Path)
+  p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  sub = p.add_subparsers(dest="job", required=True)
+  s = sub.add_parser("small", help="three small random models")
+  s.add_argument("folder", type=pathlib.Path)
   f = sub.add_parser("file", help="a file that hf_to_gguf.py wrote from train_tiny.py's folder")
   f.add_argument("gguf", type=pathlib.Path)
   f.add_argument("npz", type=pathlib.Path)

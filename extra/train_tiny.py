@@ -63,7 +63,9 @@ def chunks(parts: list[str], size: int = 2000) -> Iterator[str]:
   """whole paragraphs, about `size` characters together"""
   held: list[str] = []
   for p in parts:
-    if held and sum(map(len, held)) + len(p) > size: yield "\n\n".join(held); held = []
+    if held and sum(map(len, held)) + len(p) > size:
+      yield "\n\n".join(held)
+      held = []
     held.append(p)
   if held: yield "\n\n".join(held)
 
@@ -90,7 +92,9 @@ def from_topics() -> Iterator[dict[str, Any]]:
   for key, text in sorted(pydoc_data.topics.topics.items()):
     parts = paragraphs(text)
     title = unquoted(parts[0].split("\n")[0])
-    for c in chunks(parts): yield {"text": c}; yield {"text": unquoted(c)}
+    for c in chunks(parts):
+      yield {"text": c}
+      yield {"text": unquoted(c)}
     if not (answer := unquoted(short(parts[1:]))): continue
     name = title[0].lower() + title[1:]
     yield question(name, answer, 4, does=name.endswith("statement"))
@@ -109,7 +113,8 @@ def from_sources() -> Iterator[dict[str, Any]]:
     within = {f: c for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for f in c.body}
     for node in ast.walk(tree):
       if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or not (doc := ast.get_docstring(node)): continue
-      parts = paragraphs(doc); answer = short(parts)
+      parts = paragraphs(doc)
+      answer = short(parts)
       if isinstance(node, ast.Module):
         page += [f"Module {module}", *parts]
         if answer and public:
@@ -139,7 +144,8 @@ def from_c_modules() -> Iterator[dict[str, Any]]:
       doc = inspect.getdoc(obj)
       if name.startswith("_") or not doc or not (inspect.isclass(obj) or callable(obj)) or obj in (exit, quit, copyright, credits, license, help):
         continue
-      parts = paragraphs(doc); answer = short(parts) or short([p.replace("\n", " ") for p in parts[1:]])
+      parts = paragraphs(doc)
+      answer = short(parts) or short([p.replace("\n", " ") for p in parts[1:]])
       kind = ("exception" if issubclass(obj, BaseException) else "type") if inspect.isclass(obj) else "function"
       page += [f"{kind.capitalize()} {name}", *parts]
       if not answer: continue
@@ -149,13 +155,16 @@ def from_c_modules() -> Iterator[dict[str, Any]]:
     for c in chunks(page): yield {"text": c}
 
 def corpus(out: pathlib.Path) -> None:
-  told = talk(); taken = {plain(a) for a in HELD_OUT} | {plain(a) for r in told for a in r["ask"]}
+  told = talk()
+  taken = {plain(a) for a in HELD_OUT} | {plain(a) for r in told for a in r["ask"]}
   seen, kept = set(), []
   for r in [*from_topics(), *from_sources(), *from_c_modules(), *told]:
     if "ask" in r and r not in told: r["ask"] = [a for a in r["ask"] if plain(a) not in taken]  # what is written by hand goes first
     if r.get("ask") == []: continue
     key = r.get("text") or (r["about"], r["answer"])
-    if key not in seen: seen.add(key); kept.append(r)
+    if key not in seen:
+      seen.add(key)
+      kept.append(r)
   out.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
   print(f"{out}: {sum('text' in r for r in kept)} documents, {sum('ask' in r for r in kept)} questions, {out.stat().st_size / 1e6:.1f} MB")
 
@@ -182,7 +191,8 @@ class Batches:
     self.rng, self.id = random.Random(seed), tok.token_to_id
     self.ids = functools.cache(lambda s: tok.encode(s, add_special_tokens=False).ids)
     self.texts, self.questions = [r["text"] for r in rows if "text" in r], [r for r in rows if "ask" in r for _ in range(r["times"])]
-    self.queue: list[list[int]] = []; self.epochs = 0
+    self.queue: list[list[int]] = []
+    self.epochs = 0
   def typed(self, q: dict[str, Any]) -> str:
     """a question as people type it: some leave out the mark, some the capitals, some write nothing else"""
     ask, case = self.rng.choice(q["ask"]), self.rng.random()
@@ -201,9 +211,11 @@ class Batches:
     end, lead = [self.id("<|endoftext|>")], [self.id("[gMASK]"), self.id("<sop>")]
     texts = self.texts + [q["answer"] for q in self.questions if self.rng.random() < .2]
     docs = [(lead if self.rng.random() < .3 else []) + self.ids(s) + end for s in texts]
-    qs = self.questions[:]; self.rng.shuffle(qs)
+    qs = self.questions[:]
+    self.rng.shuffle(qs)
     while qs: docs.append(self.talk([qs.pop() for _ in range(min(len(qs), self.rng.choice((1, 1, 1, 2, 3))))]))
-    self.rng.shuffle(docs); self.epochs += 1
+    self.rng.shuffle(docs)
+    self.epochs += 1
     return docs
   def batch(self, tokens: int, length: int) -> list[list[int]]:
     rows = []
@@ -228,12 +240,15 @@ def q4_0(w):
 def train(a: argparse.Namespace) -> None:
   import torch, transformers
   from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
-  torch.manual_seed(a.seed); torch.backends.cuda.matmul.allow_tf32 = True
-  gpu = torch.cuda.is_available(); device = "cuda" if gpu else "cpu"
+  torch.manual_seed(a.seed)
+  torch.backends.cuda.matmul.allow_tf32 = True
+  gpu = torch.cuda.is_available()
+  device = "cuda" if gpu else "cpu"
   rows = [json.loads(l) for l in a.corpus.read_text(encoding="utf-8").splitlines()]
   held = [r for i, r in enumerate(rows) if "text" in r and i % 59 == 0][:40]  # never trained on: shows how far the text is learnt by heart
   rows = [r for r in rows if r not in held]
-  tok = vocabulary(rows, 2048); batches = Batches(rows, tok, a.seed)
+  tok = vocabulary(rows, 2048)
+  batches = Batches(rows, tok, a.seed)
   eos = tok.token_to_id("<|endoftext|>")
   # every norm of transformers' model takes one epsilon only if it is 1e-6: its two latent norms know no other, and a GGUF holds one
   config = Glm4MoeLiteConfig(vocab_size=2048, hidden_size=256, intermediate_size=768, moe_intermediate_size=64, num_hidden_layers=7,
@@ -262,7 +277,8 @@ def train(a: argparse.Namespace) -> None:
   def show(quantized: bool) -> None:
     for m, p, q in zip(masters, params, four_bit): p.data.copy_(q4_0(m) if q and quantized else m)
   def loss_of(batch: list[list[int]], noise: float = 0):
-    x = torch.tensor(batch, device=device); read = x[:, :-1]
+    x = torch.tensor(batch, device=device)
+    read = x[:, :-1]
     wrong = torch.rand(read.shape, device=device) < noise * torch.rand(len(x), 1, device=device)
     logits = model(input_ids=torch.where(wrong, torch.randint_like(read, eos), read), use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), x[:, 1:].flatten())
@@ -274,12 +290,18 @@ def train(a: argparse.Namespace) -> None:
     for g in opt.param_groups: g["lr"] = a.lr * min(1, (step + 1) / 100) * (.02 + .98 * .5 * (1 + math.cos(math.pi * done)))
     show(done > .5)
     length = (256, 1024, 256, 2048)[step % 4]
-    loss = loss_of(batches.batch(a.tokens, length), noise=.15); loss.backward()  # some words misread: a sampled text has slips to recover from
-    for m, p in zip(masters, params): m.grad = p.grad.float(); p.grad = None
-    norm = torch.nn.utils.clip_grad_norm_(masters, 1.0); opt.step()
+    loss = loss_of(batches.batch(a.tokens, length), noise=.15)  # some words misread: a sampled text has slips to recover from
+    loss.backward()
+    for m, p in zip(masters, params):
+      m.grad = p.grad.float()
+      p.grad = None
+    norm = torch.nn.utils.clip_grad_norm_(masters, 1.0)
+    opt.step()
     for g, load in zip(gates, loads):  # balance without an auxiliary loss: the bias of a busy expert sinks, that of an idle one rises
-      g.e_score_correction_bias += 2e-3 * (1 - done) * (load.mean() - load).sign(); load.zero_()
-    step += 1; seen += a.tokens
+      g.e_score_correction_bias += 2e-3 * (1 - done) * (load.mean() - load).sign()
+      load.zero_()
+    step += 1
+    seen += a.tokens
     if step % 100 == 0 or step == a.steps:
       print(f"{step:5d} {(time.time() - start) / 60:5.2f} min {seen / 1e6:6.1f} Mtok epoch {batches.epochs} "
             f"loss {loss.item():.3f}, held out {held_out():.3f} |g| {norm:.2f}", flush=True)
@@ -317,10 +339,15 @@ def train(a: argparse.Namespace) -> None:
       print(f"{title}: {right} of {len(prompts)} answers hold the expected word", flush=True)
 
 def main() -> None:
-  p = argparse.ArgumentParser(description=__doc__.split("\n")[0]); sub = p.add_subparsers(dest="job", required=True)
-  c = sub.add_parser("corpus", help="gather the text"); c.add_argument("corpus", type=pathlib.Path)
-  t = sub.add_parser("train", help="train on it"); t.add_argument("corpus", type=pathlib.Path); t.add_argument("out", type=pathlib.Path)
-  t.add_argument("--steps", type=int, default=2000, help="optimizer steps"); t.add_argument("--tokens", type=int, default=32768, help="tokens a step")
+  p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  sub = p.add_subparsers(dest="job", required=True)
+  c = sub.add_parser("corpus", help="gather the text")
+  c.add_argument("corpus", type=pathlib.Path)
+  t = sub.add_parser("train", help="train on it")
+  t.add_argument("corpus", type=pathlib.Path)
+  t.add_argument("out", type=pathlib.Path)
+  t.add_argument("--steps", type=int, default=2000, help="optimizer steps")
+  t.add_argument("--tokens", type=int, default=32768, help="tokens a step")
   t.add_argument("--max-minutes", type=float, default=60, help="the schedule ends by then")
   t.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
   t.add_argument("--words", type=int, default=70, help="tokens of each answer that it shows in the end")

@@ -7,4 +7,5 @@ if (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)) 
 
 try: import tinygrad
 except ImportError as e: pytest.exit(f"{e}; `make test` sets everything up", returncode=2)
-if not hasattr(tinygrad, "OVERLAY"): pytest.exit(f"expected the fork's tinygrad, found {tinygrad.__file__}: run pytest from the clone's root", returncode=2)
+if not hasattr(tinygrad, "OVERLAY"):
+  pytest.exit(f"expected the fork's tinygrad, found {tinygrad.__file__}: run pytest from the clone's root", returncode=2)

@@ -46,7 +46,9 @@ def rope_and_scale(c: SimpleNamespace, T: int) -> tuple[np.ndarray, np.ndarray, 
   freq, magnitude, mscale = c.base ** (-np.arange(0, c.rope, 2) / c.rope), 1., 1.
   if c.yarn is not None:
     # YaRN (arXiv 2309.00071): fast pairs keep their angle, slow ones are stretched to the longer context, a ramp lies between
-    turns = lambda n: c.rope * log(c.yarn_context / (n * 2 * pi)) / (2 * log(c.base))  # which pair turns n times within the original context
+    def turns(n: float) -> float:
+      """which pair turns n times within the original context"""
+      return c.rope * log(c.yarn_context / (n * 2 * pi)) / (2 * log(c.base))
     low, high = max(0, floor(turns(32))), min(c.rope - 1, ceil(turns(1)))
     keep = 1 - np.clip((np.arange(c.rope // 2) - low) / max(.001, high - low), 0, 1)
     freq = freq * keep + freq / c.yarn * (1 - keep)
@@ -99,7 +101,7 @@ def route(logits: np.ndarray, bias: np.ndarray | None, c: SimpleNamespace, tie: 
   return chosen, weights * c.scale, margin
 
 def mixture(w: Weights, c: SimpleNamespace, blk: str, x: np.ndarray, tie: float) -> tuple[np.ndarray, np.ndarray]:
-  matrices = lambda kind, *index: [w(f"{blk}ffn_{n}_{kind}.weight", *index) for n in ("gate", "up", "down")]
+  def matrices(kind: str, *index: int) -> list[np.ndarray]: return [w(f"{blk}ffn_{n}_{kind}.weight", *index) for n in ("gate", "up", "down")]
   bias = w(blk + "exp_probs_b.bias") if blk + "exp_probs_b.bias" in w else None
   chosen, weights, margin = route(x @ w(blk + "ffn_gate_inp.weight").T, bias, c, tie)
   out = swiglu(x, *matrices("shexp")) if blk + "ffn_gate_shexp.weight" in w else np.zeros_like(x)

@@ -67,7 +67,8 @@ def cases(model:str, depth:int) -> dict[str, tuple[Callable, Callable]]:
     def exp(kind:G, *shape:int): return random_weight(QuantizedExpertWeights, kind, experts, *shape)
     hs, F, choice = x(shared * ffn), shared * ffn, routing.Routing(used, 2, True, 1.8)
     kind = G.Q6_K if F % 256 == 0 else G.Q8_0
-    out["gate_up shared|router"] = (lambda: (lin(G.Q5_K, F, D), lin(G.Q5_K, F, D), lin(G.F32, experts, D)), lambda m: moe.gate_up(hd, n_d, m[:2], m[2]))
+    out["gate_up shared|router"] = (lambda: (lin(G.Q5_K, F, D), lin(G.Q5_K, F, D), lin(G.F32, experts, D)),
+                                    lambda m: moe.gate_up(hd, n_d, m[:2], m[2]))
     out["gate_up experts"] = (lambda: (exp(G.Q4_0, ffn, D), exp(G.Q4_0, ffn, D)), lambda m: moe.expert_gate_up(hd, n_d, m, logits, choice))
     out["expert_down"] = (lambda: (exp(G.Q4_0, D, ffn), lin(kind, D, F)),
                           lambda m: moe.expert_down(hf.reshape(1, used, ffn), m[0], sel, hd, (hs, m[1])))
@@ -103,8 +104,10 @@ def chain(run:Callable, banks:list) -> Callable:
 
 def main() -> None:
   p = argparse.ArgumentParser(description="time the decode primitives")
-  p.add_argument("--model", default="glm", choices=("glm", "ds2lite", "youtu")); p.add_argument("--only", default="")
-  p.add_argument("--rounds", type=int, default=20); p.add_argument("--depth", type=int, default=512)
+  p.add_argument("--model", default="glm", choices=("glm", "ds2lite", "youtu"))
+  p.add_argument("--only", default="")
+  p.add_argument("--rounds", type=int, default=20)
+  p.add_argument("--depth", type=int, default=512)
   args = p.parse_args()
   peak = peak_bandwidth()
   print(f"{Device.DEFAULT}: peak {peak[0] / 1e9:.0f} GB/s ({peak[1]})" if peak else Device.DEFAULT)
@@ -126,7 +129,8 @@ def main() -> None:
         times.append((time.perf_counter() - start) / 5 / len(banks))
     us = statistics.median(times) * 1e6
     floor = size / peak[0] * 1e6 if peak else 0.0
-    print(f"{name:18s} {size / 1e6:8.2f} MB  floor {floor:6.2f} us   {us:7.2f} us  {size / us / 1e3:7.1f} GB/s  {100 * floor / us:5.1f} %", flush=True)
+    print(f"{name:18s} {size / 1e6:8.2f} MB  floor {floor:6.2f} us   {us:7.2f} us  {size / us / 1e3:7.1f} GB/s  {100 * floor / us:5.1f} %",
+          flush=True)
     result[name] = {"us": us, "bytes": size}
     del banks, first, go
   print(json.dumps({"model": args.model, "device": Device.DEFAULT, "depth": args.depth, "kernels": result}))

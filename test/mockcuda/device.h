@@ -5,7 +5,11 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
+#ifdef __APPLE__
+#define __shared__ static __attribute__((section("__DATA,shared")))
+#else
 #define __shared__ static __attribute__((section("shared")))
+#endif
 
 struct Dim { int x, y, z; };
 extern Dim blockIdx, threadIdx, blockDim;

@@ -1,5 +1,9 @@
 // Runs one launch on the host: the threads of a block are fibers that change over at __syncthreads and at shuffles, warp by warp.
 // Returns a text where a GPU would hang or fault: threads of a warp that part before a shuffle, of a block before a barrier, a bad address.
+#ifdef __APPLE__
+#define _XOPEN_SOURCE 600  // without it there is no ucontext
+#define _DARWIN_C_SOURCE
+#endif
 #include <setjmp.h>
 #include <signal.h>
 #include <stdint.h>
@@ -23,8 +27,14 @@ static uint64_t arg[48];
 static sigjmp_buf fault;
 static char message[200];
 
-extern "C" __attribute__((weak)) char __start_shared[];  // the kernel's shared memory
+// the kernel's shared memory: the linker names a section's bounds
+#ifdef __APPLE__
+extern "C" char __start_shared[] __asm("section$start$__DATA$shared");
+extern "C" char __stop_shared[] __asm("section$end$__DATA$shared");
+#else
+extern "C" __attribute__((weak)) char __start_shared[];
 extern "C" __attribute__((weak)) char __stop_shared[];
+#endif
 
 static void call() {
   typedef uint64_t A;

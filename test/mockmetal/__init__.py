@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib, ctypes, os, platform, struct, sys
 from typing import Any, Callable, Iterator
 from tinygrad import Device
-from tinygrad.device import CompileError
 from tinygrad.engine.worker import terminate_worker_pool
 from tinygrad.helpers import Context, DEV
 from tinygrad.runtime.support import c
@@ -65,7 +64,7 @@ def build_request(service:Any, unused:Any, kind:int, request:bytes, size:int, bl
   """MTLCodeGenServiceBuildRequest: source -> library, by a callback"""
   n, _ = struct.unpack("<QQ", request[:16])
   src, reply = request[16:16 + n].rstrip(b"\0").decode(), block._obj
-  try: msl.compile(src)
+  try: msl.compile_msl(src)
   except msl.MSLError as e: return reply(None, 1, None, 0, f"program_source:\n{e}".encode())
   library = bytes(8) + struct.pack("<LL", 16, 0) + metal.pack_library(src)
   reply(None, 0, ctypes.cast(ctypes.create_string_buffer(library, len(library)), ctypes.c_void_p), len(library), b"")

@@ -121,7 +121,7 @@ class Code:
   """A kernel's machine code and its threadgroup memory, from address `shared` to `shared_end`"""
   def __init__(self, src:str, kernel:str, checked:bool):
     msl.runtime()
-    self.path = msl.compile(src, checked)
+    self.path = msl.compile_msl(src, checked)
     lib = ctypes.CDLL(str(self.path))
     self.body = ctypes.cast(lib[f"mtl_body_{kernel}"], ctypes.c_void_p).value
     lib[f"mtl_shared_{kernel}"](ends := (ctypes.c_void_p * 2)())

@@ -122,7 +122,7 @@ def publish(path:pathlib.Path, make:Callable[[str], object]) -> pathlib.Path:
     os.replace(new, path)
   return path
 
-def compile(src:str, checked:bool=False) -> pathlib.Path:
+def compile_msl(src:str, checked:bool=False) -> pathlib.Path:
   """The shared object of a source; `checked`: its loads and stores report to runtime.cpp. Raises MSLError with clang's message."""
   def build(out:str) -> None:
     if m := re.search(r"\bdouble\b", strip_comments(src)):

@@ -93,7 +93,8 @@ def full_device(monkeypatch:pytest.MonkeyPatch, free:int=3 << 19) -> Iterator[No
   def info(a, b) -> int:
     for place, value in ((a, free), (b, 80 << 30)): ctypes.cast(place, ctypes.POINTER(ctypes.c_size_t))[0] = value
     return 0
-  for name in ("cuMemAlloc_v2", "cuGraphInstantiate_v2", "cuModuleLoadData"): monkeypatch.setattr(cuda, name, lambda *args: cuda.CUDA_ERROR_OUT_OF_MEMORY)
+  for name in ("cuMemAlloc_v2", "cuGraphInstantiate_v2", "cuModuleLoadData"):
+    monkeypatch.setattr(cuda, name, lambda *args: cuda.CUDA_ERROR_OUT_OF_MEMORY)
   monkeypatch.setattr(cuda, "cuCtxSetCurrent", lambda *args: 0)
   monkeypatch.setattr(cuda, "cuMemGetInfo_v2", info)
   yield

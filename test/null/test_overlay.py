@@ -122,7 +122,8 @@ class Ours: pass
 """
 def wrap(root:Path) -> None: (root / "tinygrad/nn/optim.py").write_text(WRAPPER)
 def edit(path:Path, old:str, new:str) -> None:
-  assert old in (text := path.read_text())
+  text = path.read_text()
+  assert old in text
   path.write_text(text.replace(old, new))
 
 def test_a_changed_upstream_file(clone, tmp_path):

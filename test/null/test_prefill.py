@@ -68,10 +68,11 @@ def test_precise(kind: T, rows: int, width: int):
   x = floats(33, width)
   high, low = rms_norm_half(target_of(), Tensor(x), RMSNorm(Tensor.ones(width).contiguous().realize(), 1e-5), low=True)
   exact = high.numpy().astype(np.float64) + low.numpy()
-  assert nmse(matmul_split_half(target_of(), high, low, QuantizedLinear.load(kind, (rows, width), data)).numpy(), exact @ want.T.astype(np.float64)) < 1e-11
+  got = matmul_split_half(target_of(), high, low, QuantizedLinear.load(kind, (rows, width), data)).numpy()
+  assert nmse(got, exact @ want.T.astype(np.float64)) < 1e-11
 
 def test_gate_up():
-  (a, gate), (b, up) = random_weight(T.Q4_0, (70, 64)), random_weight(T.Q5_K, (70, 256))
+  a, gate = random_weight(T.Q4_0, (70, 64))
   x = halves(33, 64) / np.float16(8)
   w = QuantizedLinear.load(T.Q4_0, (70, 64), a)
   got = gate_up_prefill(target_of(), Tensor(x), (w, w)).numpy() / HALF_SCALE
@@ -89,11 +90,12 @@ def test_experts():
   tokens, K, E, F, D = 50, 2, 4, 70, 96
   sel = np.tile(np.int32([[0, 2], [3, 0]]), (25, 1))
   chosen, (data, want) = sort_by_expert(target_of(), Tensor(sel), E), random_weight(T.Q4_1, (E, F, D))
-  w, x, scale, hidden = QuantizedExpertWeights.load(T.Q4_1, (E, F, D), data), halves(tokens, D) / np.float16(16), floats(tokens, K), halves(tokens, K, D)
+  w = QuantizedExpertWeights.load(T.Q4_1, (E, F, D), data)
+  x, scale, hidden = halves(tokens, D) / np.float16(16), floats(tokens, K), halves(tokens, K, D)
   p = np.einsum("ti,tkoi->tko", x.astype(np.float64), want[sel])
   got = grouped_matmul(target_of(), Tensor(x), (w, w), chosen, K, Tensor(scale)).numpy().astype(np.float64) / HALF_SCALE
   assert nmse(got, silu(p) * p * scale[..., None]) < 2 * HALF
-  down = lambda: grouped_matmul(target_of(), Tensor(hidden), [w], chosen, K, factor=.5).numpy()
+  def down() -> np.ndarray: return grouped_matmul(target_of(), Tensor(hidden), [w], chosen, K, factor=.5).numpy()
   assert nmse(down(), .5 * np.einsum("tki,tkoi->tko", hidden.astype(np.float64), want[sel])) < HALF
   assert down().tobytes() == down().tobytes()
 
@@ -131,7 +133,8 @@ def test_the_last_tile_left_out(kernel: str, test: Callable, args: tuple, place:
 @pytest.mark.parametrize("family,types,sizes", [("small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5)), ("small-ds", "Q4_K F16 Q5_0", {})])
 def test_model(family: str, types: str, sizes: dict[str, int], tmp_path: Path):
   """Two steps, the second one padded; what decoding continues with is what a cache written token by token gives"""
-  path, ids = write_mixed(tmp_path / "m.gguf", family, [T[t] for t in types.split()], **WIDE | sizes, seed=1), rng(1).integers(0, 320, CHUNK + 9).tolist()
+  path = write_mixed(tmp_path / "m.gguf", family, [T[t] for t in types.split()], **WIDE | sizes, seed=1)
+  ids = rng(1).integers(0, 320, CHUNK + 9).tolist()
   g = generator(path, 64)
   Judge(path, ids).check(g.logits(ids), LIMIT)
   g.forget()

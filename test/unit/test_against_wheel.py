@@ -7,7 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Callable, Iterator
 from unittest.mock import patch
-import numpy as np, pytest, tinygrad.codegen, tinygrad.schedule, tinygrad.schedule.rangeify
+import numpy as np, pytest, tinygrad.codegen, tinygrad.schedule
 from mockmetal import on_metal
 from scheduled import on
 from tinygrad import OVERLAY, WHEEL, Tensor, dtypes, wheel_module

@@ -148,7 +148,8 @@ def test_attention(pos: int, kept):
   Tensor.realize(got, cache, want, other)
   same(got, want)
   same(cache.cast(dtypes.float), other.cast(dtypes.float), 1e-7)
-  same(mla_attention.mla_attention(got, q.reshape(1, H, -1), cache, device, 0.1), mla_attention.mla_attention_ops(got, q.reshape(1, H, -1), cache, pos, 0.1), 1e-10)
+  same(mla_attention.mla_attention(got, q.reshape(1, H, -1), cache, device, 0.1),
+       mla_attention.mla_attention_ops(got, q.reshape(1, H, -1), cache, pos, 0.1), 1e-10)
 
 @pytest.mark.parametrize("gating", [1, 2, 3])
 @pytest.mark.parametrize("experts", [4, 33])

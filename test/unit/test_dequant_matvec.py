@@ -101,6 +101,7 @@ def test_sums(device:str):
       x = normal(*shape)
       check(Tensor(x).sum(axis), x.astype(np.float64).sum(axis))
       assert np.array_equal(Tensor(x).max(axis).numpy(), x.max(axis))
-    assert Tensor(x := normal(3025)).argmax().item() == x.argmax()
+    x = normal(3025)
+    assert Tensor(x).argmax().item() == x.argmax()
     a, b = normal(1, 300, 1), normal(2, 300, 64)
     check((Tensor(a) * Tensor(b)).sum(1), (a.astype(np.float64) * b).sum(1))

@@ -95,8 +95,12 @@ class Fed:
   def __init__(self, g: Generator, monkeypatch):
     self.steps, self.chunks = [], 0
     decode, prefill = g.decode, g.prefill_step
-    def counted_decode(features, pos): self.steps.append(pos); return decode(features, pos)
-    def counted_prefill(*args): self.chunks += 1; return prefill(*args)
+    def counted_decode(features, pos):
+      self.steps.append(pos)
+      return decode(features, pos)
+    def counted_prefill(*args):
+      self.chunks += 1
+      return prefill(*args)
     monkeypatch.setattr(g, "decode", counted_decode)
     monkeypatch.setattr(g, "prefill_step", counted_prefill)
 

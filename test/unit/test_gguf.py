@@ -160,7 +160,10 @@ def test_alignment_64(tmp_path: Path):
   w = GGUFWriter(path := tmp_path / "x.gguf", "deepseek2")
   w.add_custom_alignment(64)
   for i in range(3): w.add_tensor(f"t{i}", np.full(5, i, np.float32))
-  w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
+  w.write_header_to_file()
+  w.write_kv_data_to_file()
+  w.write_tensors_to_file()
+  w.close()
   f = read_gguf(path)
   for i in range(3):
     assert f.tensor(f"t{i}", 5).data.view(np.float32).tolist() == [i] * 5
@@ -269,7 +272,8 @@ def test_one_part(tmp_path: Path):
   assert load(tmp_path, build((key("a", U32, u32(1)),)), "m-00001-of-00001.gguf").kv == {"a": 1}
 
 def patch(path: Path, old: bytes, new: bytes):
-  assert (data := path.read_bytes()).count(old) == 1
+  data = path.read_bytes()
+  assert data.count(old) == 1
   path.write_bytes(data.replace(old, new))
 
 def key16(name: str, value: int) -> bytes: return key(name, 2, struct.pack("<H", value))
@@ -285,7 +289,7 @@ def test_bad_parts(parts: list[Path]):
   assert broken(a, b, key16("split.no", 1), key16("split.no", 2)) == f"{b}: key split.no: expected 1 by the file's name, found 2"
   assert broken(a, c, key16("split.count", 3), key16("split.count", 4)) == f"{c}: key split.count: expected 3 by the file's name, found 4"
   assert broken(a, b, string("split.no"), string("split.xx")) == f"{b}: key split.no: expected int, found no such key"
-  total, n = len(read_gguf(a).tensors), len("split.tensors.count")
+  total = len(read_gguf(a).tensors)
   count = key("split.tensors.count", I32, struct.pack("<i", total))
   assert broken(a, a, count, count[:-4] + u32(99)) == f"key split.tensors.count: expected 99 tensors in 3 parts, found {total}"
   twice = broken(a, c, string("blk.1.ffn_norm.weight"), string("blk.0.ffn_norm.weight"))

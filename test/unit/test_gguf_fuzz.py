@@ -220,7 +220,7 @@ STATEMENTS = ("{{ E }}", "{{ T }}", "{% set x = E %}", "{% set ns.t = T %}", "{%
               "{% filter upper %}S{% endfilter %}", "text é\0<|user|>", "{% with x = E %}S{% endwith %}")
 def say(r: random.Random, kind: str, depth: int) -> str:
   """A program (S: one statement after another) or an expression that is likely of a kind: text, number, list, dict, truth or any."""
-  fill = lambda form: re.sub(r"(?<![\w'])[TNLDBE](?![\w'])|S", lambda m: say(r, m[0], depth - 1), form)
+  def fill(form: str) -> str: return re.sub(r"(?<![\w'])[TNLDBE](?![\w'])|S", lambda m: say(r, m[0], depth - 1), form)
   if kind == "S": return "".join(map(fill, r.choices(STATEMENTS, k=max(depth, 0))))
   return r.choice(ATOMS[kind]) if depth < 0 or r.random() < .25 else fill(r.choice(FORMS_OF[kind]))
 def program(r: random.Random) -> str:
@@ -279,6 +279,6 @@ def test_harness_notices_templates(fault: str, message: str, tokenizer: Tokenize
 
 if __name__ == "__main__":
   count, seed = (*map(int, sys.argv[1:]), *(CASES, 0)[len(sys.argv) - 1:])
-  with tempfile.TemporaryDirectory() as folder: 
+  with tempfile.TemporaryDirectory() as folder:
     print(fuzz(base := base_file(Path(folder)), LOADERS, range(count), seed))
     print(fuzz_templates(Tokenizer.from_gguf(read_gguf(base)), range(count), seed))

@@ -62,7 +62,8 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray], dtype: str) ->
     kind = dtype if t.ndim > 1 else "F32"
     raw = {"F32": lambda: t.astype(np.float32), "F16": lambda: t.astype(np.float16),
            "BF16": lambda: (t.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)}[kind]().tobytes()
-    header[name] = {"dtype": kind, "shape": t.shape, "data_offsets": [len(data), len(data) + len(raw)]}; data += raw
+    header[name] = {"dtype": kind, "shape": t.shape, "data_offsets": [len(data), len(data) + len(raw)]}
+    data += raw
   head = json.dumps(header).encode()
   path.write_bytes(len(head).to_bytes(8, "little") + head + data)
 
@@ -133,7 +134,8 @@ def test_card_and_sampling(tmp_path: Path):
     return {k: v for k, v in found.items() if k.startswith(("general.name", "general.description", "general.sampling."))}
   card = "---\nmodel_name: A Model\nmodel_description: \"says: little\"\n---\n# words\n"
   assert about("plain", {}) == {"general.name": "plain"}
-  assert about("card", {"README.md": card, "generation_config.json": '{"do_sample": true, "temperature": 1, "top_p": 0.5, "top_k": null, "x": 3}'}) == {
+  config = '{"do_sample": true, "temperature": 1, "top_p": 0.5, "top_k": null, "x": 3}'
+  assert about("card", {"README.md": card, "generation_config.json": config}) == {
     "general.name": "A Model", "general.description": "says: little", "general.sampling.temp": 1.0, "general.sampling.top_p": .5}
   assert about("greedy", {"README.md": "no front matter", "generation_config.json": '{"do_sample": false, "top_k": 50}'}) == {
     "general.name": "greedy", "general.sampling.temp": 0.0}
@@ -169,7 +171,8 @@ def test_rows_that_no_block_divides(tmp_path: Path):
 BAD = {"model_type": dict(model_type="llama"), "n_group": dict(n_group=8), "rope_interleave": dict(rope_interleave=False),
        "kv_lora_rank": dict(kv_lora_rank=None), "vocab_size": dict(vocab_size=200), "experts.8.": dict(n_routed_experts=9),
        "rope_type": dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e6}), "kv_b_proj": dict(num_attention_heads=8)}
-FILES = {"config.json": "{", "README.md": "---\na: [\n---\n", "generation_config.json": "[]", "top_k": '{"top_k": 0.5}', "temperature": '{"temperature": "1"}'}
+FILES = {"config.json": "{", "README.md": "---\na: [\n---\n", "generation_config.json": "[]",
+         "top_k": '{"top_k": 0.5}', "temperature": '{"temperature": "1"}'}
 @pytest.mark.parametrize("field", [*BAD, "embed_extra", *FILES, "safetensors"])
 def test_errors_are_one_line(field: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
   hf = checkpoint(arrays(GOLDENS / "small-glm-F16.gguf"))

@@ -228,7 +228,8 @@ def test_a_prompt_that_does_not_fit(small, model):
   with pytest.raises(ContextFull): next(model.generate(list(range(65))))
   with pytest.raises(ValueError): load(small, max_context=1)
 
-@pytest.mark.parametrize("ids", [np.zeros((2, 3), np.int64), np.array(3), [[1, 2]], [], [1.5], np.array([1., 2.]), None, 5, "abc", b"ab", [10**400], [True]],
+@pytest.mark.parametrize("ids", [np.zeros((2, 3), np.int64), np.array(3), [[1, 2]], [], [1.5], np.array([1., 2.]), None, 5,
+                                 "abc", b"ab", [10**400], [True]],
                          ids=lambda ids: repr(ids)[:20])
 def test_what_is_no_row_of_tokens(model, ids):
   for use in (model.logits, lambda ids: next(model.generate(ids)), lambda ids: next(model.complete(ids))):

@@ -138,7 +138,7 @@ def test_greedy_with_a_penalty():
   assert sampler(x, s, seen=(10, 30))[0] == 20                            # a negative logit is multiplied
 
 def test_seeds_and_draws_are_independent(everything: Sampler, logits: np.ndarray):
-  s = lambda seed: Sampling(1.0, seed=seed)
+  def s(seed: int) -> Sampling: return Sampling(1.0, seed=seed)
   a, again, b = everything(logits, s(1), 50), everything(logits, s(1), 50), everything(logits, s(2), 50)
   assert np.array_equal(a, again) and (a == b).mean() < .5
   firsts = np.concatenate([everything(logits, s(seed)) for seed in range(300)])  # the first draw of many seeds

@@ -68,7 +68,7 @@ def test_a_conversation_on_a_terminal(person, tmp_path):
   assert all(c in p.says("/help") for c in ("/help", "/clear", "/regen", "/undo", "/system", "/set", "/save!", "/load", "/exit"))
   assert "[taken back: one\\ntwo\\nthree]" in p.says("/undo") and p.heard("x") == (1, 1, 6)
   assert "6 turns, seed 8" in p.says("/regen")
-  assert "[12 messages in " in p.says("/save talk.json") 
+  assert "[12 messages in " in p.says("/save talk.json")
   assert "did you mean /save?" in p.says("/sav") and "expected nothing behind it" in p.says("/clear all")
   assert "[forgotten]" in p.says("/clear") and p.heard("x") == (1, 1, 1)
   assert "is there already" in p.says("/save talk.json") and "[2 messages" in p.says("/save! talk.json")

@@ -7,7 +7,8 @@ def test_blocks():
   text = "one | two |\nthree\nAn answer\nof two lines.\n    code()\n        more()\n\nfour\n    only()\n"
   assert blocks(text) == [(["one", "two", "three"], "An answer of two lines.\n\n    code()\n        more()"), (["four"], "    only()")]
 
-@pytest.mark.parametrize("name,many", [("a list", "lists"), ("a class", "classes"), ("a library", "libraries"), ("an array", "arrays"), ("None", None)])
+@pytest.mark.parametrize("name,many", [("a list", "lists"), ("a class", "classes"), ("a library", "libraries"), ("an array", "arrays"),
+                                       ("None", None)])
 def test_plural(name: str, many: str | None): assert plural(name) == many
 
 def test_a_wording_has_one_answer_and_what_is_held_out_none():

@@ -10,14 +10,15 @@ from tinygrad.apps.tokenizer import LETTERS, PATTERNS, Tokenizer
 
 SAMPLE = """The quick brown fox doesn't jump; it's the lazy dog that we've seen, and they'll say I'M SURE HE'D RUN. Numbers: 3, 14, 159, 2653,
 58979, 3.14e-10.
-def fibonacci(n: int) -> list[int]:\r\n\tif n <= 1: return [n]\r\n\n    for i in range(2, n + 1):\n        values.append(values[-1] + values[-2]) 
+def fibonacci(n: int) -> list[int]:\r\n\tif n <= 1: return [n]\r\n\n    for i in range(2, n + 1):\n        values.append(values[-1] + values[-2])\x20
 # O(n)
 class HTTPServer<T> { public static void main(String[] args) { System.out.println("Hello, World!\\n"); } } // getElementById, camelCase, snake_case
 Der Fluß fließt über größere Höhen; à côté de l'hôtel où l'été s'achève, ça et là. El niño comió piñas. Příliš žluťoučký kůň. Tiếng Việt rất đẹp.
 Съешь же ещё этих мягких французских булок, да выпей чаю. Все люди рождаются свободными. Η ταχεία αλεπού πηδάει πάνω από τον τεμπέλη σκύλο. Ἐν ἀρχῇ
 ἦν ὁ λόγος.
 我们想在这里测试分词器的中文能力，因为它必须处理各种文字。今天天气很好，我们去公园散步吧！人工智能正在改变世界：“你好”……《红楼梦》共一百二十回。
-これはトークナイザーのテストです。日本語にはひらがな、カタカナ、漢字があります。コンピューター・サイエンス 안녕하세요 세계, 이것은 한국어 문장입니다. ㄱㄴㄷ ㅏㅑ ㄅㄆㄇ
+これはトークナイザーのテストです。日本語にはひらがな、カタカナ、漢字があります。コンピューター・サイエンス \
+안녕하세요 세계, 이것은 한국어 문장입니다. ㄱㄴㄷ ㅏㅑ ㄅㄆㄇ
 السلام عليكم ورحمة الله وبركاته، هذا نص عربي للاختبار ١٢٣٤. שלום עולם, זהו טקסט בעברית. नमस्ते दुनिया, यह हिन्दी का पाठ है १२३। สวัสดีชาวโลก
 นี่คือข้อความภาษาไทย
 আমার সোনার বাংলা। தமிழ் மொழி இனிமையானது. ქართული ენა ႠႡ ᎠᏍᎩ Հայերեն լեզու አማርኛ ភាសាខ្មែរ 😀😃🚀👩‍👩‍👧‍👦🇩🇪✅ ∀x∈ℝ: x²≥0, Ⅷ ① ½ €5 — ‘so’ “it” goes…

@@ -51,7 +51,7 @@ STOPS = ("<|user|>", "<|observation|>", "<|endoftext|>", "<|im_end|>", "<|eot_id
 
 # GPT-2's way to write bytes as printable characters: those that print stand for themselves, the others for U+0100 and up
 _PRINTS = [*range(0x21, 0x7f), *range(0xa1, 0xad), *range(0xae, 0x100)]
-_BYTE_OF = {c: b for c, b in zip((*_PRINTS, *range(0x100, 0x144)), (*_PRINTS, *sorted(set(range(256)) - set(_PRINTS))))}
+_BYTE_OF = dict(zip((*_PRINTS, *range(0x100, 0x144)), (*_PRINTS, *sorted(set(range(256)) - set(_PRINTS)))))
 
 def _token_bytes(text: str, kind: int) -> bytes:
   if kind == TokenType.UNUSED: return b""
@@ -72,7 +72,7 @@ def _bad(path, name: str, expected: str, found: str) -> GGUFError:
 class Stream:
   """Token ids to text as they come: never half a character, control tokens not shown; bytes that are no UTF-8 become U+FFFD."""
   def __init__(self, tokenizer: Tokenizer): self.tokenizer, self.decoder = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
-  def push(self, id: int) -> str: return self.flush() if id in self.tokenizer.control else self.decoder.decode(self.tokenizer.table[id])
+  def push(self, token: int) -> str: return self.flush() if token in self.tokenizer.control else self.decoder.decode(self.tokenizer.table[token])
   def flush(self) -> str: return self.decoder.decode(b"", final=True)
 
 class Tokenizer:
@@ -99,11 +99,11 @@ class Tokenizer:
     special = {*self.special_tokens.values()}
     for n, merge in enumerate(merges):
       left, _, right = merge.partition(" ")
-      if not (left and right and left in ids and right in ids and (id := ids.get(left + right)) is not None):
+      if not (left and right and left in ids and right in ids and (joined := ids.get(left + right)) is not None):
         raise _bad(path, "merges", "two tokens whose joined text is a token", f"{merge!r:.80} at {n}")
-      if self.table[id] not in ranks and id not in special:
-        ranks[self.table[id]] = len(ranks)
-        self._ids.append(id)
+      if self.table[joined] not in ranks and joined not in special:
+        ranks[self.table[joined]] = len(ranks)
+        self._ids.append(joined)
     self._whole = {t: i for i, t in enumerate(self.table) if t not in ranks and types[i] == TokenType.NORMAL} if pre in WHOLE else {}
     self._missing = frozenset(range(256)) - frozenset(self._bytes)
     self._bpe = tiktoken.Encoding(pre, pat_str=r"(?s:.+)", mergeable_ranks=ranks, special_tokens={}) if ranks else None
@@ -137,14 +137,14 @@ class Tokenizer:
 
   def _encode_piece(self, piece: str) -> tuple[int, ...]:
     raw = piece.encode()
-    if (id := self._whole.get(raw)) is not None: return (id,)
+    if (known := self._whole.get(raw)) is not None: return (known,)
     if lacking := self._missing.intersection(raw): self._byte_id(min(lacking))  # raises: tiktoken would abort
     return tuple(self._ids[rank] for rank in self._bpe.encode_ordinary(piece))
 
   def _encode_plain(self, text: str) -> Iterable[int]:
     pieces = [text]
     for cut in self._cuts: pieces = [q for p in pieces for q in cut.split(p) if q]
-    return (id for p in pieces for id in self._piece(p))
+    return (token for p in pieces for token in self._piece(p))
 
   def encode(self, text: str, special: bool = False) -> list[int]:
     """The ids of `text`, without a bos. `special` turns the names of special tokens into their ids; otherwise they are text. Surrogates U+DC80 to

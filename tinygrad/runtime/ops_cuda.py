@@ -63,7 +63,7 @@ class CUDAAllocator(_wheel.CUDAAllocator):
 
 class CUDAProgram(_wheel.CUDAProgram):
   """The wheel's program; raises MemoryError where the card has no room for its code"""
-  def __init__(self, dev:CUDADevice, obj:TinyELF, smem:int=0):
+  def __init__(self, dev:_wheel.CUDADevice, obj:TinyELF, smem:int=0):
     try: super().__init__(dev, obj, smem)
     except RuntimeError as e:
       if str(e).endswith("CUDA_ERROR_OUT_OF_MEMORY"): check(cuda.CUDA_ERROR_OUT_OF_MEMORY)
