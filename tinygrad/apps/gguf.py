@@ -1,7 +1,8 @@
-"""Reading GGUF: a file, or all the parts of one, becomes typed keys and named tensors whose bytes stay mapped. A bad file ends in one GGUFError line.
+"""Reading GGUF: a file, or all parts of one, becomes typed keys and named tensors whose bytes stay mapped. A bad file is one line of GGUFError.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian). The `gguf` package walks it; what stands here
-checks every read against the file's end, every count, size and offset in Python's unbounded integers, and names the field that is wrong.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian). The `gguf` package walks the file. This
+module checks every read against the file's end, and every count, size and offset in Python's unbounded integers, and names the field that is wrong.
+Keys are read by mla.py (Config), tokenizer.py and chat.py, tensors by quantized.py, which puts them on the device.
 """
 from __future__ import annotations
 import math, os, re, struct
@@ -16,9 +17,9 @@ SUPPORTED = tuple(GGMLType[t] for t in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q
                                         "IQ4_NL", "IQ4_XS", "MXFP4"))
 SCALARS, STRING, ARRAY = GGUFReader.gguf_scalar_to_np, ValueType.STRING, ValueType.ARRAY
 MAX_DIMS = 4                  # ggml's own limit
-MAX_STRING = 1 << 20          # bytes, far past any template: what a wrong length may decode before it is found out
-MAX_ITEMS = 1 << 24           # elements of an array, far past any vocabulary
-MIN_KEY, MIN_TENSOR = 13, 32  # bytes of the smallest entry of each kind: they bound both counts by the file's size
+MAX_STRING = 1 << 20          # bytes of a string, far more than any template: a wrong length decodes no more than this
+MAX_ITEMS = 1 << 24           # elements of an array, far more than any vocabulary
+MIN_KEY, MIN_TENSOR = 13, 32  # bytes of the smallest key and the smallest tensor info: they bound both counts by the file's size
 PART = re.compile(r"(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
 REQUIRED: Any = object()      # no default: the key must be there
 
@@ -28,12 +29,12 @@ def one_line(message: str) -> str:
   return line if len(line) <= 500 else line[:400] + " ... " + line[-95:]
 
 class GGUFError(Exception):
-  """A file that is not what it should be. str(e) is one printable line: file, field, what was expected, what was found."""
+  """A file that is broken, or not supported. str(e) is one printable line: file, field, what was expected, what was found."""
   def __init__(self, message: str): super().__init__(one_line(message))
 
 class GGUFTensor(NamedTuple):
-  """One weight as it lies in the file. shape: numpy order, (out, in) or (E, out, in); data: uint8, 1-D, mapped
-  (copy-on-write), the tensor's bytes and no others."""
+  """A weight as the file stores it. shape: numpy order, (out, in) or (E, out, in); type: its block format; data: numpy uint8 (bytes,), mapped
+  copy-on-write."""
   name: str
   shape: tuple[int, ...]
   type: GGMLType
@@ -50,7 +51,8 @@ class GGUFFile:
   def total_bytes(self) -> int: return sum(t.data.nbytes for t in self.tensors.values())
 
   def key(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
-    """The value of a key. kind: int, float (an int serves), bool, str or list. GGUFError if it is of another type, or absent without a default."""
+    """The value of a key. kind: int, float (an int will do), bool, str or list. Raises GGUFError for one of another type, or a missing one without a
+    default."""
     if name not in self.kv:
       if default is REQUIRED: raise GGUFError(f"{self.path}: key {name}: expected {kind.__name__}, found no such key")
       return default
@@ -62,7 +64,7 @@ class GGUFFile:
     return value
 
   def tensor(self, name: str, *shape: int) -> GGUFTensor:
-    """A tensor by name; GGUFError if it is missing or, where a shape is given, if its own differs."""
+    """A tensor by name. Raises GGUFError where it is missing or, if a shape is given, has another."""
     want = f"expected shape {shape}" if shape else "expected a tensor"
     if (t := self.tensors.get(name)) is None: raise GGUFError(f"{self.path}: tensor {name}: {want}, found no such tensor")
     if shape and t.shape != shape: raise GGUFError(f"{self.path}: tensor {name}: {want}, found {t.shape}")
@@ -75,7 +77,7 @@ class Reader(GGUFReader):
     self.kv: dict[str, Any] = {}
     self.found: dict[str, GGUFTensor | None] = {}        # every name from its entry on, its tensor once all entries are read
     super().__init__(path, "c")  # copy-on-write: nothing is written, but a copy to a device wants a writable address
-    # arrays of numbers become lists only now: a bogus count that the file can hold is found out by what follows it, before it costs memory
+    # arrays of numbers become lists only now: a wrong count that the file can hold shows in what follows it, before it costs memory
     self.kv = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in self.kv.items()}
 
   def fail(self, message: str) -> NoReturn: raise GGUFError(f"{self.at}: {message}")
@@ -101,7 +103,7 @@ class Reader(GGUFReader):
     return length, data
 
   def strings(self, offset: int, count: int) -> tuple[list[str], int]:
-    """`count` strings from offset on -> (the strings, the offset behind them). One loop over the mapped bytes: a vocabulary holds half a million."""
+    """(`count` strings from offset on, the offset behind them). One loop over the mapped bytes: vocabularies have up to half a million strings."""
     data, end, out, unpack = memoryview(self.data), self.data.size, [], struct.Struct("<Q").unpack_from
     for i in range(count):
       if (start := offset + 8) > end: self.check_end(offset, 8)
@@ -187,7 +189,7 @@ def read_part(path: Path) -> GGUFFile:
   return GGUFFile(path, reader.kv, reader.found)
 
 def read_gguf(path: str | Path) -> GGUFFile:
-  """Maps a GGUF file; any part NAME-00001-of-0000N.gguf of one brings all the others. Raises GGUFError for whatever is wrong with it."""
+  """Maps a GGUF file; any part NAME-00001-of-0000N.gguf of one stands for all of them. Raises GGUFError for whatever is wrong with a file."""
   path = Path(path)
   if (m := PART.fullmatch(path.name)) is None: paths = [path]
   else:
