@@ -161,17 +161,17 @@ def shared_bytes(program:UOp) -> int:
 def render_kernels(f:GGUFFile, target:str, max_context:int=4096, depth:int=0) -> list[Kernel]:
   """The kernels of a token after `depth` others, each once, lowered and rendered for the target: slower than counting, and finds what the target
   cannot say"""
-  kernels, at = [], {"pos": depth}      # where the position is a variable of the graph
+  kernels, variables = [], {"pos": depth}                  # where the position is a variable of the graph
   with no_device(target):
-    model, parts, each = _token(f, max_context)
-    times, known = Counter(), {}
-    for n, part in zip(each, parts):
+    model, parts, repeats = _token(f, max_context)
+    times, programs = Counter(), {}
+    for n, part in zip(repeats, parts):
       for call in compile_linear(UOp(Ops.LINEAR, src=tuple(part))).src:
         times[call.src[0].key] += n
-        known[call.src[0].key] = call.src[0]
+        programs[call.src[0].key] = call.src[0]
     for key, n in times.items():
-      p = known[key]
+      p = programs[key]
       read = p.src[0].arg.estimates
-      threads = math.prod(sym_infer(size, at) for size in (*p.arg.global_size, *(p.arg.local_size or ())))
-      kernels.append(Kernel(p.arg.name, n, bytes_moved(p.arg.name, read.mem, model, depth, at) if read else 0, shared_bytes(p), threads))
+      threads = math.prod(sym_infer(size, variables) for size in (*p.arg.global_size, *(p.arg.local_size or ())))
+      kernels.append(Kernel(p.arg.name, n, bytes_moved(p.arg.name, read.mem, model, depth, variables) if read else 0, shared_bytes(p), threads))
   return kernels

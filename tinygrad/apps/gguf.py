@@ -73,14 +73,14 @@ class GGUFFile:
 class Reader(GGUFReader):
   """GGUFReader with its reads bounded. Its errors lack the file's name: read_part adds it."""
   def __init__(self, path: Path):
-    self.at, self.text = "header", ""                    # the entry being read and the last string, for messages
+    self.entry, self.text = "header", ""                 # what is being read and the last string, for messages
     self.kv: dict[str, Any] = {}
-    self.found: dict[str, GGUFTensor | None] = {}        # every name from its entry on, its tensor once all entries are read
+    self.entries: dict[str, GGUFTensor | None] = {}      # every name from its entry on, its tensor once all entries are read
     super().__init__(path, "c")  # copy-on-write: nothing is written, but a copy to a device wants a writable address
     # arrays of numbers become lists only now: a wrong count that the file can hold shows in what follows it, before it costs memory
     self.kv = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in self.kv.items()}
 
-  def fail(self, message: str) -> NoReturn: raise GGUFError(f"{self.at}: {message}")
+  def fail(self, message: str) -> NoReturn: raise GGUFError(f"{self.entry}: {message}")
 
   def check_end(self, offset: int, size: int):
     if offset + size > self.data.size: self.fail(f"truncated: expected {size} bytes at offset {offset}, the file ends at {self.data.size}")
@@ -114,7 +114,7 @@ class Reader(GGUFReader):
     return out, offset
 
   def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[ValueType]]:
-    self.at, kind = f"key {self.text}", int(raw_type)
+    self.entry, kind = f"key {self.text}", int(raw_type)
     if kind not in SCALARS and kind not in (STRING, ARRAY): self.fail(f"expected a value type from 0 to {max(ValueType):d}, found {kind}")
     if kind != ARRAY: return super()._get_field_parts(orig_offs, kind)
     item, count, start = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
@@ -136,23 +136,23 @@ class Reader(GGUFReader):
     value = self.kv[field.name] = field.parts[-1] if field.types[0] == ARRAY else field.contents()
     if field.name == "general.alignment" and (field.types != [ValueType.UINT32] or value < 1 or value & (value - 1)):
       self.fail(f"expected a uint32 power of two, found {field.types[0].name.lower()} {value!r:.80}")
-    self.at = f"entry behind {self.at}"
+    self.entry = f"entry behind {self.entry}"
     # the value alone: the small arrays go, and the alignment is a Python integer
     return super()._push_field(field._replace(parts=[[value]]), skip_sum=True)
 
   def _get_tensor_info_field(self, orig_offs: int) -> ReaderField:
-    self.at = f"tensor info {len(self.found)}"
+    self.entry = f"tensor info {len(self.entries)}"
     field = super()._get_tensor_info_field(orig_offs)
-    self.at = f"tensor {field.name}"
-    if field.name in self.found: self.fail(f"duplicate tensor at offset {orig_offs}")
+    self.entry = f"tensor {field.name}"
+    if field.name in self.entries: self.fail(f"duplicate tensor at offset {orig_offs}")
     if not 1 <= len(field.parts[3]) <= MAX_DIMS: self.fail(f"expected 1 to {MAX_DIMS} dimensions, found {len(field.parts[3])}")
-    self.found[field.name] = None
+    self.entries[field.name] = None
     return field
 
   def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
     spans: list[tuple[int, int, str]] = []
     for field in fields:
-      self.at = f"tensor {field.name}"
+      self.entry = f"tensor {field.name}"
       dims, raw_type, offset = field.parts[3].tolist(), int(field.parts[4][0]), int(field.parts[5][0])
       if raw_type not in SUPPORTED:
         name = GGMLType(raw_type).name if raw_type in set(GGMLType) else f"unknown ggml type {raw_type}"
@@ -165,7 +165,7 @@ class Reader(GGUFReader):
       begin, size = start_offs + offset, math.prod(dims) // block * block_bytes
       self.check_end(begin, size)
       spans.append((begin, begin + size, field.name))
-      self.found[field.name] = GGUFTensor(field.name, shape, ggml_type, self.data[begin:begin + size])
+      self.entries[field.name] = GGUFTensor(field.name, shape, ggml_type, self.data[begin:begin + size])
     for (_, end, name), (begin, _, other) in zip(spans := sorted(spans), spans[1:]):
       if begin < end: raise GGUFError(f"tensor {other}: overlaps tensor {name}: expected an offset of at least {end} in the file, found {begin}")
 
@@ -186,7 +186,7 @@ def read_part(path: Path) -> GGUFFile:
     try: reader = Reader(path)
     except GGUFError as e: raise GGUFError(f"{path}: {e}") from None
   except OSError as e: raise GGUFError(f"{path}: cannot be read: {e.strerror or e}") from None
-  return GGUFFile(path, reader.kv, reader.found)
+  return GGUFFile(path, reader.kv, reader.entries)
 
 def read_gguf(path: str | Path) -> GGUFFile:
   """Maps a GGUF file; any part NAME-00001-of-0000N.gguf of one stands for all of them. Raises GGUFError for whatever is wrong with a file."""

@@ -202,7 +202,7 @@ def _getter(r: Run, path: Any, default: Any = None) -> Callable[[Any], Any]:
   if type(path) is str: r.spend(len(path))
   keys = [] if path is None else [int(k) if k.isdigit() else k for k in path.split(".")] if type(path) is str else [path]
   def get(x: Any) -> Any:
-    for k in keys: x = default if isinstance(found := _item(r, x, k), Undefined) and default is not None else found
+    for k in keys: x = default if isinstance(value := _item(r, x, k), Undefined) and default is not None else value
     return x
   return get
 
