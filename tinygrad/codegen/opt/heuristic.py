@@ -18,16 +18,17 @@ from tinygrad.uop.ops import AxisType, Ops, UOp
 
 _wheel = wheel_module(__name__)
 
-WARP = 32         # threads that load together
-BLOCK = 128       # threads of a block where there are outputs enough
-MAX_BLOCK = 512   # threads of a block where one output is a block's work
-RESIDENT_THREADS = 1 << 17  # threads that a large GPU runs at once
-BARRIER = 64      # values that a thread adds up in the time of a barrier
-LOAD = 16         # bytes of a load
-VALUES = 16       # values of the sum that a thread takes at a time: with more, a warp's reads of the vector lie in too many cache lines
-UNROLLED = 32     # values of an entry that are unrolled
+WARP = 32                    # threads that load together
+BLOCK = 128                  # threads of a block where there are outputs enough
+MAX_BLOCK = 512              # threads of a block where one output is a block's work
+RESIDENT_THREADS = 1 << 17   # threads that a large GPU runs at once
+BARRIER = 64                 # values that a thread adds up in the time of a barrier
+LOAD = 16                    # bytes of a load
+VALUES = 16                  # values of the sum that a thread takes at a time: with more, a warp's reads of the vector lie in too many cache lines
+UNROLLED = 32                # values of an entry that are unrolled
 
 def hand_coded_optimizations(k:Scheduler) -> Scheduler:
+  """The wheel's entry point: the kernel laid out by rows, else with its sums shared, else as the wheel chooses"""
   if share_rows(k): return k
   if k.ren.has_local and k.ren.has_shared and not NOLOCALS:
     try:
