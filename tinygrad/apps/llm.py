@@ -1,7 +1,7 @@
-"""The command line: what its flags are, whether they fit together, and what they start. A flag is known here alone.
+"""The command line: its flags, whether they fit together, and what they start. Flags are declared here alone.
 
 A prompt and a conversation are terminal.py's, figures measure.py's, files and names models.py's, whose `load` is public here too. The model itself
-begins at mla.py. (The wheel has a `tinygrad.llm` of its own, which knows none of this.)
+begins at mla.py. The wheel's own `tinygrad.llm` is another program, which the fork does not use.
 
   python tinygrad/apps/llm.py --model glm-4.7:flash --prompt "What is a list?"
   python tinygrad/apps/llm.py --model models/tiny-glm-Q4_0.gguf --benchmark 20
