@@ -22,11 +22,11 @@ if not hasattr(tinygrad, "OVERLAY"):
 import contextlib, copy, ctypes, json, statistics, time
 from typing import Any, Callable
 import numpy as np
-from extra.bench import (LANGUAGES, batch_count, cache_row_bytes, count_kernels, head_bytes, plain_ops, random_weights, read_bytes,
+from extra.bench import (LANGUAGES, batch_count, cache_row_bytes, count_kernels, head_bytes, random_weights, read_bytes,
                          render_kernels, stand_in, with_blocks)
 from extra.mkgguf import MIXES, MODELS
 from tinygrad import Device, Tensor, Variable
-from tinygrad.apps.capture import Step, to_device
+from tinygrad.apps.capture import Replay, to_device
 from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.gguf import GGUFError, GGUFFile, read_gguf
 from tinygrad.apps.llm import Parser, int_at_least
@@ -35,6 +35,8 @@ from tinygrad.apps.mla import Block, Config, Transformer
 from tinygrad.apps.models import UserError, check_device, find_model
 from tinygrad.apps.rope import Rope
 from tinygrad.apps.engine.sampling import Features
+from tinygrad.nn.primitive import plain_ops
+from tinygrad.nn.step import Step
 
 TOKENS, ROUND_SECONDS, MAX_BLOCKS = 64, 0.1, 16  # a round: so many tokens, or fewer where they take longer than this
 
@@ -73,18 +75,17 @@ class Timed:
             "gb_s": self.read / self.median / 1e9, "ceiling_percent": 100 * self.read / peak / self.median if peak else None,
             "tokens_a_round": self.tokens, "rounds": len(self.seconds)}
 
-def attention(block:Block, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]: return block.attn(x, cache, rope)
-def feed_forward(block:Block, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]: return block.ffn(x), cache
+def attention(block:Block, step:Step, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]: return block.attn(step, x, cache, rope)
+def feed_forward(block:Block, step:Step, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]: return block.ffn(step, x), cache
 
-def bank(model:Transformer, which:range, depth:int, part:Callable[[Block, Tensor, Tensor, Rope], tuple[Tensor, Tensor]], read:float) -> Timed:
+def bank(model:Transformer, which:range, depth:int, part:Callable[..., tuple[Tensor, Tensor]], read:float) -> Timed:
   """Blocks `which` of the model, each doing `part` with what the one before it gave, at position `depth`"""
-  c, at, step = model.config, Variable("pos", 0, model.max_context - 1), Step()
-  x = to_device(np.random.default_rng(0).standard_normal((1, c.dim), np.float32))
+  x = to_device(np.random.default_rng(0).standard_normal((1, model.config.dim), np.float32))
   # the position is where the decode step has it: on the device where the kernels can read it there, else a variable
-  on_device = model.kernels_fit
-  rope = Rope(model.rope, to_device(np.array([depth], np.int32)) if on_device else at.bind(depth), c.nope_dim + c.rope_dim, c.nope_dim)
-  for i in which: x, _ = step.run(part, model.blk[i], x, model.cache[i], rope)
-  return Timed((lambda i: step()) if on_device else (lambda i: step(pos=depth + i % TOKENS)), lambda: len(step.calls), len(which), read)
+  replay, step = Replay(), Step.decode(to_device(np.array([depth], np.int32)))
+  if plain := model.plain_parts(step): step = Step.decode(Variable("pos", 0, model.max_context - 1).bind(depth))
+  for i in which: x, _ = replay.run(part, model.blk[i], step, x, model.cache[i], model.rope)
+  return Timed((lambda i: replay(pos=depth + i % TOKENS)) if plain else (lambda i: replay()), lambda: len(replay.calls), len(which), read)
 
 def head(model:Transformer, read:float) -> Timed:
   bare = copy.copy(model)

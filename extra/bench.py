@@ -4,7 +4,7 @@ A stand-in is a GGUFFile that no disk holds: the keys, names, shapes and types o
 zeros. `random_weights`, given to Transformer.from_gguf, fills it tensor by tensor.
 """
 from __future__ import annotations
-import contextlib, functools, math, sys
+import contextlib, functools, math
 from collections import Counter
 from pathlib import Path
 from typing import Iterator, NamedTuple
@@ -13,7 +13,6 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from extra.mkgguf import MODELS, Weights, add_keys, tensor_list
 from tinygrad import Device, Tensor, dtypes
-from tinygrad.apps import capture, mla
 from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.gguf import GGUFFile, GGUFTensor
 from tinygrad.apps.mla import Config, Transformer
@@ -80,26 +79,16 @@ def bytes_moved(name:str, estimate:UOp|int, model:Transformer, position:int, var
   (the position is on the device, out of an estimate's reach): they read what is written of it."""
   said, c = sym_infer(estimate, variables), model.config
   if name.startswith(("mla_attention", "mla_split_kv", "mla_prefill")): return said * (position + 1) // model.cache[0].shape[0]
-  if name.startswith("mla_combine") and (t := intrinsics.target_of()):
+  if name.startswith("mla_combine") and (t := intrinsics.target_of(Device.DEFAULT)):
     splits, step = plan_splits(t, c.n_heads, c.kv_lora_rank, model.cache[0])
     return said * (position // split_length(position, splits, step) + 1) // splits
   return said
 
 def cache_row_bytes(c:Config, to:str) -> int:
   """Bytes of a token's rows of the cache, on a target (a key of LANGUAGES)"""
-  with no_device(to): return c.n_blocks * c.cache_dim * (4 if mla.target_of() is None else 2)  # as Transformer has it
+  with no_device(to): return c.n_blocks * c.cache_dim * (4 if intrinsics.target_of(Device.DEFAULT) is None else 2)  # as Transformer has it
 
 # ---- kernels ----
-
-@contextlib.contextmanager
-def plain_ops() -> Iterator[None]:
-  """None of the fork's kernels: every primitive takes its plain-ops form, which tinygrad schedules, as on a device that has no kernels of ours"""
-  users = [m for name, m in sys.modules.items() if name.startswith("tinygrad.") and getattr(m, "target_of", None) is intrinsics.target_of]
-  with contextlib.ExitStack() as stack:
-    for m in users: stack.enter_context(mock.patch.object(m, "target_of", lambda device=None: None))
-    stack.enter_context(mock.patch.object(cpu, "device", lambda: None))
-    stack.enter_context(mock.patch.object(capture, "code", lambda code=capture.code(): f"{code} by plain ops"))
-    yield
 
 def batch_count(kernels:int) -> int:
   """Graph batches that a JIT makes of so many kernels in a row: each holds twice as many as the one before"""

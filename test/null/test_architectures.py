@@ -12,6 +12,7 @@ from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.mla import Transformer
 from tinygrad.apps.engine.sampling import Features
 from tinygrad.engine.realize import compile_linear
+from tinygrad.nn.step import Step
 from tinygrad.nn.intrinsics import HOPPER, MMA_CUDA, MMA_TURING, of_arch, target_of
 from tinygrad.uop.ops import Ops, UOp
 
@@ -29,9 +30,9 @@ def sources(arch: str, monkeypatch: pytest.MonkeyPatch) -> str:
   """All that a decode step and a prefill step are rendered as"""
   monkeypatch.setitem(bench.LANGUAGES, "CUDA", (bench.CUDARenderer, arch))
   with bench.no_device("CUDA"):
-    assert Device.DEFAULT == "NULL" and target_of() is of_arch(arch)
+    assert Device.DEFAULT == "NULL" and target_of(Device.DEFAULT) is of_arch(arch)
     gen = Generator(Transformer.from_gguf(bench.with_blocks(bench.stand_in("small-glm"), [0, 1]), 64))
-    assert gen.model.kernels_fit
+    assert gen.device_position is not None and gen.start is None if target_of(Device.DEFAULT).mma is None else gen.start is not None
     calls = gen.build_decode(Features(), compiled=False).calls + gen.build_prefill(32, compiled=False).calls
     return "\n".join(c.src[0].src[2].arg for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src if c.src[0].op is Ops.PROGRAM)
 
@@ -54,9 +55,10 @@ def test_forward(arch: str, limit: float, tmp_path: Path):
   ids = np.random.default_rng(2).integers(0, 320, 3)
   with on_cuda(arch):
     g = generator(path, 32)
-    assert g.model.kernels_fit and target_of() is of_arch(arch)
+    assert g.device_position is not None and target_of(Device.DEFAULT) is of_arch(arch)
     if arch == "sm_75": got = g.logits(ids.tolist())
     else:
-      def step(token: int, position: int) -> Tensor: return g.model.logits(*(Tensor([i], dtype=dtypes.int32).realize() for i in (token, position)))
+      def ids_of(i: int) -> Tensor: return Tensor([i], dtype=dtypes.int32).realize()
+      def step(token: int, position: int) -> Tensor: return g.model.logits(Step.decode(ids_of(position)), ids_of(token))
       got = np.concatenate([step(t, i).numpy() for i, t in enumerate(ids)])
   assert error(got, logits(path, ids)) < limit

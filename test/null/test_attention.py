@@ -5,8 +5,12 @@ import numpy as np, pytest
 from mockcuda import on_cuda
 from mockmetal import on_metal
 from oracle import nmse
-from tinygrad import Tensor, dtypes
-from tinygrad.nn import intrinsics, mla_attention, split_kv
+from tinygrad import Device, Tensor, dtypes
+from tinygrad.nn import intrinsics, split_kv
+
+def split_attention(q_latent: Tensor, q: Tensor, cache: Tensor, pos: Tensor, scale: float) -> Tensor:
+  target = intrinsics.target_of(Device.DEFAULT)
+  return split_kv.mla_combine(target, *split_kv.split_kv(target, q_latent, q, cache, pos, scale), cache, pos)
 
 def attention(H: int, L: int, R: int, C: int, last: int, seed: int) -> tuple[float, float]:
   """The worst head's NMSE of the kernels' result, and what halves for queries and weights may cost: a half is off by at most 2^-11 of itself, so a
@@ -19,20 +23,20 @@ def attention(H: int, L: int, R: int, C: int, last: int, seed: int) -> tuple[flo
   scores = query @ keys.T * 0.11
   weights = np.exp(scores - scores.max(-1, keepdims=True))
   want = weights / weights.sum(-1, keepdims=True) @ keys[:, :L]
-  if split_kv.uses_tensor_cores(intrinsics.target_of(), L, R):
+  if split_kv.uses_tensor_cores(intrinsics.target_of(Device.DEFAULT), L, R):
     head, number = np.meshgrid(np.arange(H), np.arange(L), indexing="ij")
     placed = np.full((split_kv.padded(H), L), np.nan, np.float16)
     placed.reshape(-1)[split_kv.query_place(head, number, L)] = q_latent
     q_latent = placed
-  got = mla_attention.mla_attention(Tensor(q_latent).unsqueeze(0), Tensor(q).unsqueeze(0), Tensor(cache), Tensor([last], dtype=dtypes.int32), 0.11)
-  return nmse(got.numpy()[0], want), 2 ** -22 * (np.square(scores).mean() + 1)
+  got = split_attention(Tensor(q_latent), Tensor(q), Tensor(cache), Tensor([last], dtype=dtypes.int32), 0.11)
+  return nmse(got.numpy(), want), 2 ** -22 * (np.square(scores).mean() + 1)
 
 SHAPES = [(8, 512, 64, 200, 199), (5, 128, 32, 300, 130), (3, 128, 32, 40, 0), (16, 256, 32, 33, 32), (2, 128, 64, 700, 630)]
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_by_tiles(shape: tuple[int, ...]):
   with on_cuda():
-    assert split_kv.uses_tensor_cores(intrinsics.target_of(), shape[1], shape[2])
+    assert split_kv.uses_tensor_cores(intrinsics.target_of(Device.DEFAULT), shape[1], shape[2])
     error, halves = attention(*shape, seed=1)
     assert error < halves
 
@@ -40,7 +44,7 @@ def test_by_tiles(shape: tuple[int, ...]):
 def test_by_lanes(shape: tuple[int, ...], on: Callable, monkeypatch: pytest.MonkeyPatch):
   monkeypatch.setitem(intrinsics.TARGETS, "CUDA", dataclasses.replace(intrinsics.TARGETS["CUDA"], mma=None))
   with on():
-    assert not split_kv.uses_tensor_cores(intrinsics.target_of(), shape[1], shape[2])
+    assert not split_kv.uses_tensor_cores(intrinsics.target_of(Device.DEFAULT), shape[1], shape[2])
     assert attention(*shape, seed=2)[0] < 1e-12
 
 @pytest.mark.parametrize("last", [0, 1, 63, 64, 127, 400])
@@ -53,10 +57,10 @@ def test_few_blocks(last: int, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_head_left_out(monkeypatch: pytest.MonkeyPatch):
   """… is noticed by the test of all heads"""
-  plain = mla_attention.mla_attention
+  plain = split_attention
   def faulty(*args) -> Tensor:
     context = plain(*args).numpy()
-    context[0, 4] = 0
+    context[4] = 0
     return Tensor(context)
-  monkeypatch.setattr(mla_attention, "mla_attention", faulty)
+  monkeypatch.setitem(globals(), "split_attention", faulty)
   with pytest.raises(AssertionError, match="^assert 1.0 < "): test_by_tiles(SHAPES[1])

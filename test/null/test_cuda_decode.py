@@ -8,7 +8,8 @@ from mockcuda import on_cuda
 from mockmetal import on_metal
 from oracle import Judge
 from tinygrad import Tensor, TinyJit, dtypes
-from tinygrad.nn import intrinsics, mla_attention
+from tinygrad.nn import intrinsics, split_kv
+from tinygrad.nn.step import Step
 
 # and the error: activations of 8 bits cost a product 2e-5, 17 in two blocks 4e-4, and no position 2.5 times that; without them a cache of
 # halves costs keys and values 2^-24 of their squares each, four times in two blocks, where scores of a few units multiply what the keys are off
@@ -27,10 +28,10 @@ def test_decode(limit: float, family: str, types: str, sizes: dict[str, int], tm
   path = write_mixed(tmp_path / "m.gguf", family, [T[t] for t in types.split()], **WIDE | sizes, seed=1)
   ids = np.random.default_rng(1).integers(0, 320, 34 if GPUS["cuda"][1] == limit else 20)  # every access is checked on the mock of Metal: slow
   g = generator(path, 64)
-  assert g.model.kernels_fit
+  assert g.device_position is not None
   position = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize()
   def step(token: Tensor) -> Tensor:
-    out = g.model.logits(token, position)
+    out = g.model.logits(Step.decode(position), token)
     out.realize(position.assign(position + 1))
     return out
   jit = TinyJit(step)
@@ -40,10 +41,10 @@ def test_decode(limit: float, family: str, types: str, sizes: dict[str, int], tm
 @pytest.mark.parametrize("limit", ["cuda"], indirect=True)
 def test_splits_left_out(limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
   """All but the first, which holds 32 positions: noticed at those behind, and at no other"""
-  combine = mla_attention.mla_combine
+  combine = split_kv.mla_combine
   def faulty(t: intrinsics.Target, sums: Tensor, tops: Tensor, *args: Tensor) -> Tensor:
     assert sums.shape[0] == 3  # of 64 positions and a step's padding
     return combine(t, sums[:1].contiguous(), tops[:1].contiguous(), *args)
-  monkeypatch.setattr(mla_attention, "mla_combine", faulty)
+  monkeypatch.setattr(split_kv, "mla_combine", faulty)
   with pytest.raises(AssertionError, match=r"^positions \[32, 33\] of 34"):
     test_decode(limit, "small-youtu", "F16", dict(q_lora=256, experts=0, blocks=1), tmp_path)

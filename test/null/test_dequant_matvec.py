@@ -3,7 +3,7 @@ import math, re
 from typing import Callable
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
-from extra.bench import no_device, plain_ops, shared_bytes
+from extra.bench import no_device, shared_bytes
 from helpers import HALVES
 from tinygrad import Device, Tensor, Variable, dtypes
 from tinygrad.apps.capture import collected_calls
@@ -11,6 +11,7 @@ from tinygrad.apps.quantized import FORMATS, QuantizedExpertWeights, QuantizedLi
 from tinygrad.codegen.opt import OptOps
 from tinygrad.codegen.opt.heuristic import RESIDENT_THREADS, threads_of
 from tinygrad.engine.realize import compile_linear
+from tinygrad.nn.primitive import plain_ops
 from tinygrad.uop.ops import Ops, UOp
 
 GPUS = ("CUDA", "METAL")

@@ -43,11 +43,11 @@ def test_what_metal_takes():
 @pytest.mark.parametrize("kernels,batches", [(1, 0), (2, 1), (32, 1), (33, 2), (96, 2), (97, 3), (475, 4), (480, 4), (481, 5)])
 def test_batch_count(kernels: int, batches: int): assert batch_count(kernels) == batches
 
-def test_null_speaks_for_a_target_of():
+def test_null_speaks_for_a_target():
   before = Device.DEFAULT
   for to in ("CUDA", "METAL"):
-    with no_device(to): assert Device.DEFAULT == "NULL" and target_of() is (HOPPER if to == "CUDA" else TARGETS[to]) and target_of("CPU") is None
-  with no_device("CPU"): assert target_of() is None
+    with no_device(to): assert Device.DEFAULT == "NULL" and target_of(Device.DEFAULT) is (HOPPER if to == "CUDA" else TARGETS[to]) and target_of("CPU") is None
+  with no_device("CPU"): assert target_of(Device.DEFAULT) is None
   assert Device.DEFAULT == before and target_of("METAL:1") is TARGETS["METAL"]
 
 def test_collected_calls_do_not_run():

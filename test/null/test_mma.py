@@ -1,6 +1,6 @@
 """A target's small matrix product and where it says that a lane's elements lie."""
 import numpy as np, pytest
-from tinygrad import Tensor, UOp, dtypes
+from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import launch
 from mockcuda import on_cuda
@@ -12,7 +12,7 @@ def on_turing(): return on_cuda("sm_75")
 def test_fragments(on):
   rng = np.random.default_rng(0)
   with on():
-    m = target_of().mma
+    m = target_of(Device.DEFAULT).mma
     a, b, c = (rng.standard_normal(s).astype(np.float16) for s in ((m.M, m.K), (m.K, m.N), (m.M, m.N)))
     def body(buffers):
       lane = UOp.special(32, "lidx0")

@@ -11,6 +11,7 @@ from tinygrad import Device, Tensor
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear
 from tinygrad.engine.realize import lower_and_compile
 from tinygrad.nn.norm_linear import norm_linear
+from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
 
 FOUR_BITS = [T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q4_K, T.Q5_K, T.Q6_K, T.IQ4_NL, T.IQ4_XS, T.MXFP4]  # the low nibbles of 32 weights are 16 bytes
@@ -91,5 +92,5 @@ def test_a_residual_where_rows_are_no_whole_teams(rows: int):
   """The last team's idle lanes read nothing past the residual's end"""
   data, want = random_weight(T.Q4_0, (rows, 64))
   w, x, residual = QuantizedLinear.load(T.Q4_0, (rows, 64), data), normal(1, 64), normal(1, rows)
-  y, = norm_linear(Tensor(x).realize(), None, [w], residual=Tensor(residual).realize())
+  y, = norm_linear(Step.decode(0), Tensor(x).realize(), None, [w], residual=Tensor(residual).realize())
   check(y, residual + x @ want.astype(np.float64).T, True)

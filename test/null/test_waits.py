@@ -3,12 +3,11 @@ waited. The order of loads in the rendered source is what decides; a race would 
 import functools, re
 import pytest
 from extra.bench import no_device, stand_in
-from tinygrad.apps import quantized
 from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.mla import Transformer
 from tinygrad.apps.engine.sampling import Features
 from tinygrad.engine.realize import compile_linear
-from tinygrad.nn import embedding, moe, norm_linear, split_kv
+from tinygrad.nn import embedding, mla_attention, moe, norm_linear, split_kv
 from tinygrad.uop.ops import Ops, UOp
 
 WAIT = "griddepcontrol.wait;"
@@ -34,7 +33,7 @@ def sources(model: str) -> dict[str, tuple[list[str], str]]:
       return launch(name, outs, ins, body, mem)
     return wrapped
   with no_device("CUDA"), pytest.MonkeyPatch.context() as patch:
-    for module in (embedding, moe, norm_linear, quantized, split_kv): patch.setattr(module, "launch", recording(module.launch))
+    for module in (embedding, mla_attention, moe, norm_linear, split_kv): patch.setattr(module, "launch", recording(module.launch))
     calls = Generator(Transformer.from_gguf(stand_in(model), 256)).build_decode(Features(), compiled=False).calls
     programs = [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   return {p.arg.name: (buffers[p.arg.name], p.src[2].arg) for p in programs if p.arg.name in buffers}

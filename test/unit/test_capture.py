@@ -6,7 +6,7 @@ from unittest.mock import patch
 import numpy as np, pytest
 from tinygrad import Tensor, UOp, Variable, dtypes
 from tinygrad.apps import capture
-from tinygrad.apps.capture import Step, describe, read, to_device, write
+from tinygrad.apps.capture import Replay, describe, read, to_device, write
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray: return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
@@ -53,7 +53,7 @@ def scheduled(monkeypatch: pytest.MonkeyPatch) -> Scheduled:
   return Scheduled(monkeypatch)
 
 def run(layers: list[Layer], x: np.ndarray) -> np.ndarray:
-  step, y = Step(), to_device(x)
+  step, y = Replay(), to_device(x)
   for each in layers: y = step.run(Layer.__call__, each, y)
   step()
   return y.numpy()
@@ -88,7 +88,7 @@ def test_another_key(scheduled: Scheduled, change: str):
 
 def test_state_and_several_results(scheduled: Scheduled):
   total, x = to_device(np.zeros(24, np.float32)), to_device(numbers(24))
-  step = Step()
+  step = Replay()
   same, y = step.run(add_to, total, x)
   same, z = step.run(add_to, total, y)
   assert same is total and scheduled.count == 1
@@ -99,45 +99,45 @@ def test_state_and_several_results(scheduled: Scheduled):
 
 def test_one_tensor_in_two_places_is_another_part(scheduled: Scheduled):
   x = to_device(numbers(24))
-  step = Step()
+  step = Replay()
   _, y = step.run(add_to, x, x)
   step()
   np.testing.assert_allclose(x.numpy(), 2 * numbers(24), rtol=1e-6)
-  step = Step()
+  step = Replay()
   step.run(add_to, to_device(numbers(24)), x)
   assert scheduled.count == 2
 
 def test_a_result_that_is_held_is_not_written_over(scheduled: Scheduled):
   """Buffers serve again once nobody refers to their tensors, and not before"""
   layers, x = [layer(i) for i in range(4)], to_device(numbers(3, 24))
-  step, ys = Step(), [x]
+  step, ys = Replay(), [x]
   for each in layers: ys.append(step.run(Layer.__call__, each, ys[-1]))
   step()
   want = numbers(3, 24)
   for each, y in zip(layers, ys[1:]): np.testing.assert_allclose(y.numpy(), want := each.numpy(want), rtol=1e-5, atol=1e-5)
-  step, y = Step(), x
+  step, y = Replay(), x
   for each in layers: y = step.run(Layer.__call__, each, y)
   assert len(step.results) == 2                        # two in turn
   step()
   np.testing.assert_allclose(y.numpy(), want, rtol=1e-5, atol=1e-5)
 
 def test_a_variable(scheduled: Scheduled):
-  x, step = to_device(numbers(8, 24)), Step()
+  x, step = to_device(numbers(8, 24)), Replay()
   y = step.run(at, x, Variable("pos", 0, 7).bind(3))
   for pos in (0, 5, 7):
     step(pos=pos)
     np.testing.assert_allclose(y.numpy(), numbers(8, 24)[pos:pos + 1] * 3)
-  Step().run(at, x, Variable("pos", 0, 7).bind(5))
+  Replay().run(at, x, Variable("pos", 0, 7).bind(5))
   assert scheduled.count == 1                          # the value is given when it runs
-  Step().run(at, x, Variable("pos", 0, 6).bind(5))
+  Replay().run(at, x, Variable("pos", 0, 6).bind(5))
   assert scheduled.count == 2
 
 def test_what_cannot_be_a_part():
   x = to_device(numbers(24))
-  with pytest.raises(TypeError, match="which it was not given"): Step().run(reads_what_it_is_not_given, x)
-  with pytest.raises(TypeError, match="sees more than its arguments"): Step().run(lambda y: (x + y).contiguous(), x)
-  with pytest.raises(TypeError, match="cannot depend on"): Step().run(add_to, x, np.sum)
-  with pytest.raises(TypeError, match="whole buffers"): Step().run(add_to, x, x[:5])
+  with pytest.raises(TypeError, match="which it was not given"): Replay().run(reads_what_it_is_not_given, x)
+  with pytest.raises(TypeError, match="sees more than its arguments"): Replay().run(lambda y: (x + y).contiguous(), x)
+  with pytest.raises(TypeError, match="cannot depend on"): Replay().run(add_to, x, np.sum)
+  with pytest.raises(TypeError, match="whole buffers"): Replay().run(add_to, x, x[:5])
 
 def test_describing():
   def tell(x: object) -> str: return repr(describe(x, []))

@@ -7,7 +7,12 @@ from tinygrad import Tensor, dtypes
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, interleaved, packer, split_planes
 from tinygrad.apps.rope import Rope, rope_table
-from tinygrad.nn import cpu, embedding, mla_attention, moe, norm_linear, routing
+from tinygrad.nn import cpu, embedding, routing
+from tinygrad.nn.mla_attention import latent_attention
+from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up
+from tinygrad.nn.norm_linear import norm_linear
+from tinygrad.nn.primitive import Primitive, plain_ops
+from tinygrad.nn.step import Step
 
 pytestmark = pytest.mark.skipif(cpu.device() is None, reason="not on the CPU")
 KINDS = pytest.mark.parametrize("kind", HALVES, ids=lambda k: k.name)
@@ -101,55 +106,46 @@ def test_embedding(kind: T):
   same(w(tensor(np.int32([99]))), want[[36]].astype(np.float32), 1e-13)
   same(w(tensor(np.int32([3, 36, 0]))), want[[3, 36, 0]].astype(np.float32), 1e-13)
 
+def both(form: str, primitive: Primitive, *args) -> tuple:
+  """What the form that a call takes gives, and the plain ops"""
+  (bound := primitive.signature.bind(*args)).apply_defaults()
+  assert primitive.choose(*bound.args) == form
+  got = primitive(*args)
+  with plain_ops(): return got, primitive(*args)
+
 def test_norm_linear():
   a, b = load(QuantizedLinear, T.Q4_0, 3 * 24, 96)[0], load(QuantizedLinear, T.Q8_0, 21, 96)[0]
-  x, n, pos = tensor(normal(1, 96)), norm(96), 5
-  table = rope_table(8, 10000.0, 8)
-  on_device = Rope(table, tensor(np.int32([pos])), 24, 16)
-  for got, want in zip(norm_linear.norm_linear(x, n, [a, b], on_device), norm_linear.norm_linear_ops(x, n, [a, b], Rope(table, pos, 24, 16))):
-    same(got, want)
-  residual = tensor(normal(1, 21))
-  same(norm_linear.norm_linear(x, None, [b], residual=residual)[0], norm_linear.norm_linear_ops(x, None, [b], residual=residual)[0])
+  x, n, step, rope = tensor(normal(1, 96)), norm(96), Step.decode(tensor(np.int32([5]))), Rope(rope_table(8, 10000.0, 8), 24, 16)
+  for got, want in zip(*both("cpu_decode", norm_linear, step, x, n, [a, b], rope)): same(got, want)
+  for got, want in zip(*both("cpu_decode", norm_linear, step, x, None, [b], None, tensor(normal(1, 21)))): same(got, want)
 
 @pytest.mark.parametrize("tokens", [2, 12, 19])
 def test_norm_linear_of_many(tokens: int):
   a, b = load(QuantizedLinear, T.Q4_K, 3 * 24, 256)[0], load(QuantizedLinear, T.Q8_0, 21, 256)[0]
-  x, n, table = tensor(normal(tokens, 256)), norm(256), rope_table(8, 10000.0, 32)
-  rope, residual = Rope(table, 5, 24, 16), tensor(normal(tokens, 72))
-  for got, want in zip(norm_linear.norm_linear(x, n, [a, b], rope), norm_linear.norm_linear_ops(x, n, [a, b], rope)): same(got, want)
-  same(norm_linear.norm_linear(x, None, [a], residual=residual)[0], norm_linear.norm_linear_ops(x, None, [a], residual=residual)[0])
+  x, n, rope, step = tensor(normal(tokens, 256)), norm(256), Rope(rope_table(8, 10000.0, 32), 24, 16), Step.prefill(5, tokens)
+  for got, want in zip(*both("cpu_prefill", norm_linear, step, x, n, [a, b], rope)): same(got, want)
+  for got, want in zip(*both("cpu_prefill", norm_linear, step, x, None, [a], None, tensor(normal(tokens, 72)))): same(got, want)
+
+def check_attention(form: str, step: Step, kept, scale: float, limit: float, C: int):
+  H, L, R, nope = 5, 64, 16, 32
+  k_b, n, rope = load(QuantizedLinear, T.Q8_0, H, L, nope)[0], norm(L), Rope(rope_table(R, 10000.0, C), nope + R, nope)
+  q, kv = tensor(normal(step.tokens, H * (nope + R))), tensor(normal(step.tokens, L + R))
+  rows = normal(C, L + R)
+  caches = [tensor(rows).cast(kept).contiguous().realize() for _ in range(2)]
+  (got, cache), _ = both(form, latent_attention, step, q, kv, k_b, n, caches[0], rope, scale)
+  with plain_ops(): want, other = latent_attention(step, q, kv, k_b, n, caches[1], rope, scale)
+  Tensor.realize(got, cache, want, other)
+  same(cache.cast(dtypes.float), other.cast(dtypes.float), 1e-7)
+  same(got, want, limit)
 
 @pytest.mark.parametrize("kept", [dtypes.half, dtypes.float])
 @pytest.mark.parametrize("pos,tokens", [(0, 2), (0, 70), (61, 5), (64, 29), (130, 3)])
 def test_attention_of_many(pos: int, tokens: int, kept):
-  H, L, R, nope, C = 5, 64, 16, 32, 160
-  k_b, n, rope = load(QuantizedLinear, T.Q8_0, H, L, nope)[0], norm(L), Rope(rope_table(R, 10000.0, C), pos, nope + R, nope)
-  q, kv = tensor(normal(tokens, H * (nope + R))), tensor(normal(tokens, L + R))
-  a, b = (tensor(normal(C, L + R)).cast(kept).contiguous().realize() for _ in range(2))
-  got, cache = norm_linear.latent_query(q, kv, k_b, n, a, rope)
-  want, other = norm_linear.latent_query_ops(q, kv, k_b, n, b, rope)
-  Tensor.realize(got, cache, want, other)
-  same(got, want)
-  same(cache.cast(dtypes.float), other.cast(dtypes.float), 1e-7)
-  heads = q.reshape(tokens, H, -1)
-  # scores go up to hundreds: their rounding is in the weights
-  same(mla_attention.mla_attention(got, heads, cache, pos, 0.01), mla_attention.mla_attention_ops(got, heads, cache, pos, 0.01), 1e-9)
+  check_attention("cpu_prefill", Step.prefill(pos, tokens), kept, 0.01, 1e-9, 160)  # scores go up to hundreds: their rounding is in the weights
 
 @pytest.mark.parametrize("kept", [dtypes.half, dtypes.float])
 @pytest.mark.parametrize("pos", [0, 3, 15, 16, 40])
-def test_attention(pos: int, kept):
-  H, L, R, nope, C = 5, 64, 16, 32, 48
-  k_b, table, n = load(QuantizedLinear, T.Q8_0, H, L, nope)[0], rope_table(R, 10000.0, C), norm(L)
-  q, kv = tensor(normal(1, H * (nope + R))), tensor(normal(1, L + R))
-  device = tensor(np.int32([pos]))
-  a, b = (tensor(normal(C, L + R)).cast(kept).contiguous().realize() for _ in range(2))
-  got, cache = norm_linear.latent_query(q, kv, k_b, n, a, Rope(table, device, nope + R, nope))
-  want, other = norm_linear.latent_query_ops(q, kv, k_b, n, b, Rope(table, pos, nope + R, nope))
-  Tensor.realize(got, cache, want, other)
-  same(got, want)
-  same(cache.cast(dtypes.float), other.cast(dtypes.float), 1e-7)
-  same(mla_attention.mla_attention(got, q.reshape(1, H, -1), cache, device, 0.1),
-       mla_attention.mla_attention_ops(got, q.reshape(1, H, -1), cache, pos, 0.1), 1e-10)
+def test_attention(pos: int, kept): check_attention("cpu_decode", Step.decode(tensor(np.int32([pos]))), kept, 0.1, 1e-8, 48)
 
 @pytest.mark.parametrize("gating", [1, 2, 3])
 @pytest.mark.parametrize("experts", [4, 33])
@@ -163,31 +159,33 @@ def test_choose_experts(gating: int, experts: int):
       same(weights, weights_ops)
 
 def test_feed_forward():
+  form, step = "cpu_decode", Step.decode(tensor(np.int32([0])))
   D, F, E = 96, 32 * 3, 4
   gate, up = (load(QuantizedExpertWeights, T.Q4_0, E, F, D)[0] for _ in range(2))
   down = load(QuantizedExpertWeights, T.Q5_1, E, 75, F)[0]
   x, n, residual = tensor(0.1 * normal(1, D)), norm(D), tensor(normal(1, 75))
   logits, how = tensor(normal(1, E)), routing.Routing(3, 2, True, 1.8)
-  (hidden, sel), (want, sel_ops) = (f(x, n, (gate, up), logits, how) for f in (moe.expert_gate_up, moe.expert_gate_up_ops))
+  (hidden, sel), (want, sel_ops) = both(form, expert_gate_up, step, x, n, gate, up, logits, how)
   Tensor.realize(hidden, sel)
   assert sel.tolist() == sel_ops.tolist()
   same(hidden, want)
   aside = load(QuantizedLinear, T.Q6_K, 75, 256)[0]
   for shared in (None, (tensor(normal(1, 256)), aside)):
     for ids in (sel.numpy(), np.int32([[9, -4, 1]])):  # the second clamped
-      got = moe.expert_down(hidden, down, tensor(ids), residual, shared)
-      same(got, moe.expert_down_ops(hidden, down, tensor(ids.clip(0, E - 1)), residual, shared))
+      got = expert_down(step, hidden, down, tensor(ids), residual, shared)
+      with plain_ops(): same(got, expert_down(step, hidden, down, tensor(ids.clip(0, E - 1)), residual, shared))
   gate, up, router = (load(QuantizedLinear, k, 40, D)[0] for k in (T.Q8_0, T.F16, T.F32))
-  for got, want in zip(moe.gate_up(x, n, (gate, up), router), moe.gate_up_ops(x, n, (gate, up), router), strict=True): same(got, want)
+  for got, want in zip(*both(form, gate_up, step, x, n, gate, up, router), strict=True): same(got, want)
 
 @pytest.mark.parametrize("tokens", [2, 27])
 def test_feed_forward_of_many(tokens: int):
+  form, step = "cpu_prefill", Step.prefill(0, tokens)
   D, F, E = 256, 32 * 3, 6
   gate, up = load(QuantizedExpertWeights, T.Q4_0, E, F, D)[0], load(QuantizedExpertWeights, T.Q4_K, E, F, D)[0]
   down = load(QuantizedExpertWeights, T.Q5_1, E, 75, F)[0]
   x, n, residual = tensor(0.1 * normal(tokens, D)), norm(D), tensor(normal(tokens, 75))
   logits, how = tensor(normal(tokens, E)), routing.Routing(3, 2, True, 1.8)
-  (hidden, sel), (want, sel_ops) = (f(x, n, (gate, up), logits, how) for f in (moe.expert_gate_up, moe.expert_gate_up_ops))
+  (hidden, sel), (want, sel_ops) = both(form, expert_gate_up, step, x, n, gate, up, logits, how)
   Tensor.realize(hidden, sel)
   assert sel.tolist() == sel_ops.tolist()
   same(hidden, want)
@@ -195,10 +193,10 @@ def test_feed_forward_of_many(tokens: int):
   everyone = np.tile(np.int32([9, -4, 1]), (tokens, 1))  # one expert for all, clamped
   for shared in (None, (beside, aside)):
     for ids in (sel.numpy(), everyone):
-      got = moe.expert_down(hidden, down, tensor(ids), residual, shared)
-      same(got, moe.expert_down_ops(hidden, down, tensor(ids.clip(0, E - 1)), residual, shared))
+      got = expert_down(step, hidden, down, tensor(ids), residual, shared)
+      with plain_ops(): same(got, expert_down(step, hidden, down, tensor(ids.clip(0, E - 1)), residual, shared))
   gate, up, router = (load(QuantizedLinear, k, 40, D)[0] for k in (T.Q8_0, T.F16, T.F32))
-  for got, want in zip(moe.gate_up(x, n, (gate, up), router), moe.gate_up_ops(x, n, (gate, up), router), strict=True): same(got, want)
+  for got, want in zip(*both(form, gate_up, step, x, n, gate, up, router), strict=True): same(got, want)
 
 @pytest.mark.parametrize("size", [5, 16, 1000])
 def test_argmax(size: int):

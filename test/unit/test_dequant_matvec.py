@@ -3,7 +3,7 @@ import contextlib
 from typing import Any, Callable, Iterator
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
-from extra.bench import plain_ops
+from tinygrad.nn.primitive import plain_ops
 from helpers import HALVES, random_weight
 from mockcuda import on_cuda
 from mockmetal import on_metal

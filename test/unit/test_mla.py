@@ -16,17 +16,20 @@ from extra.mkgguf import write_model
 from goldens.make import HERE
 from helpers import SMALL, WIDE, generator, write_mixed, write_with, write_with_tokens
 from oracle import Judge, errors, logits, nmse, route
-from tinygrad import Tensor, TinyJit, dtypes
+from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.gguf import GGUFError, read_gguf
-from tinygrad.apps.mla import CHUNK, Config, Gating
+from tinygrad.apps.mla import PREFILL_STEPS, Config, Gating
 from tinygrad.apps.models import load
 from tinygrad.apps.quantized import FLOATS, FORMATS
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.nn.intrinsics import target_of
+from tinygrad.nn.step import Step
 from tinygrad.nn.routing import Routing, choose_experts
 
-LIMIT, HALVES = (1e-10, 1e-7) if target_of() is None else (1e-3, 1e-3)
+CHUNK = PREFILL_STEPS[0]
+
+LIMIT, HALVES = (1e-10, 1e-7) if target_of(Device.DEFAULT) is None else (1e-3, 1e-3)
 TYPES = [*FORMATS, *FLOATS]
 FAMILIES: dict[str, dict[str, Any]] = {"small-glm": dict(q_lora=256), "small-ds": {}, "small-youtu": dict(q_lora=256, experts=0)}
 
@@ -113,7 +116,7 @@ def test_one_by_one(yarn_model: tuple[Path, Generator]):
   """Decoding a token at a time gives what a chunk gives, over the end of a chunk"""
   path, g = yarn_model
   ids = tokens(CHUNK + 9)
-  step = TinyJit(lambda token, pos: g.model.logits(token, pos).realize())
+  step = TinyJit(lambda token, pos: g.model.logits(Step.decode(pos), token).realize())
   got = np.concatenate([step(Tensor([t]).realize(), g.position.bind(i)).numpy() for i, t in enumerate(ids)])
   Judge(path, ids).check(got, LIMIT)
   assert (got.argmax(-1) == g.logits(ids).argmax(-1)).all()

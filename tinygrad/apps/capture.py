@@ -5,12 +5,12 @@ A part is a function of tensors. It is scheduled, lowered and compiled once for 
 placed on the tensors of each block. A recording is kept in tinygrad's own cache under all that it depends on (what it was given, this code, the
 wheel, the device, every setting): a later process schedules nothing.
 
-  step = Step()
-  for block in blocks: x = step.run(Block.__call__, block, x)    # appends launches; x is a buffer that will hold the result
-  step()                                                         # launches them all
+  replay = Replay()
+  for block in blocks: x = replay.run(Block.__call__, block, x)    # appends launches; x is a buffer that will hold the result
+  replay()                                                       # launches them all
 """
 from __future__ import annotations
-import contextlib, enum, functools, hashlib, itertools, os, platform, weakref
+import contextlib, enum, functools, hashlib, os, platform, weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator
@@ -20,6 +20,7 @@ from tinygrad.dtype import AddrSpace, DType, _from_np_dtype, _to_np_dtype
 from tinygrad.engine.jit import graph_split_rewrite, jit_lower
 from tinygrad.engine.realize import capturing, compile_linear, run_linear
 from tinygrad.helpers import JIT, JIT_BATCH_SIZE, Context, ContextVar, disable_gc, diskcache_get, diskcache_put, prod
+from tinygrad.nn.primitive import only_plain_ops
 from tinygrad.uop.ops import Ops, buffers
 
 TABLE = "recordings"  # of tinygrad's cache
@@ -48,9 +49,9 @@ def read(t:Tensor) -> np.ndarray:
   if not hasattr((buffer := t.uop.base.buffer).allocator, "_as_buffer"): return t.numpy()
   return np.frombuffer(buffer.as_memoryview(force_zero_copy=True), _to_np_dtype(t.dtype)).reshape(t.shape).copy()
 
-def to_device(values:np.ndarray) -> Tensor:
-  """A tensor of the same shape and dtype on the default device; nothing is scheduled for it"""
-  buffer = UOp.new_buffer(Device.DEFAULT, values.size, _from_np_dtype(values.dtype))
+def to_device(values:np.ndarray, device:str|None=None) -> Tensor:
+  """A tensor of the same shape and dtype on the device, by default the one that tinygrad takes; nothing is scheduled for it"""
+  buffer = UOp.new_buffer(device or Device.DEFAULT, values.size, _from_np_dtype(values.dtype))
   write(t := Tensor(buffer.reshape(values.shape)), values)
   return t
 
@@ -91,17 +92,17 @@ def _environment() -> Any:
   renderer = Device[Device.DEFAULT].renderer
   settings = sorted((k, v.value) for k, v in ContextVar._cache.items() if k not in ("DEBUG", "VIZ", "PROFILE"))
   device = Device.DEFAULT, type(renderer).__name__, renderer.compiler.cachekey, renderer.target
-  return code(), _processor(), device, settings, platform.python_version()
+  return code(), _processor(), device, settings, only_plain_ops(), platform.python_version()
 
 # ---- recording ----
 
 @dataclass(frozen=True)
 class Recording:
   """linear: calls over PARAMs, which stand for the function's tensors, then its new tensors, then scratch memory. results: what the function
-  returned, each one of its tensors by number or the shape and dtype of a new one. scratch: bytes."""
+  returned, each one of its tensors by number or the shape, dtype and device of a new one. scratch: (device, which of the device's, bytes)."""
   linear: UOp
-  results: tuple[int|tuple[tuple[int, ...], DType], ...]
-  scratch: tuple[int, ...] = ()
+  results: tuple[int|tuple[tuple[int, ...], DType, str], ...]
+  scratch: tuple[tuple[str, int, int], ...] = ()
 
 def is_place(u:UOp) -> bool: return u.op is Ops.PARAM and u.addrspace is AddrSpace.GLOBAL
 
@@ -128,7 +129,7 @@ def schedule(fxn:Callable, args:tuple, tensors:list[Tensor]) -> Recording:
   held, results = [t.uop.base for t in tensors], []
   for t in returned:
     if (buffer := t.uop.base) in held: results.append(held.index(buffer))
-    else: held, results = [*held, buffer], [*results, (t.shape, t.dtype)]
+    else: held, results = [*held, buffer], [*results, (t.shape, t.dtype, t.device)]
   linear = _parameters(UOp(Ops.LINEAR, src=tuple(calls)), held)
   if hidden := [u for u in linear.toposort() if u.op is Ops.BUFFER and u in buffers]:
     raise TypeError(f"{fxn.__qualname__} reads a buffer of {hidden[0].max_numel()} x {hidden[0].dtype.name} which it was not given")
@@ -149,7 +150,7 @@ def lower(r:Recording, given:int) -> Recording:
   arenas = [u for u in linear.toposort() if u.op is Ops.BUFFER and u.addrspace is AddrSpace.GLOBAL]
   first = given + sum(not isinstance(x, int) for x in r.results)
   linear = linear.substitute({u: UOp.param(first + i, u.dtype, u.shape, u.device) for i, u in enumerate(arenas)}, walk=True)
-  return Recording(linear, r.results, tuple(u.nbytes() for u in arenas))
+  return Recording(linear, r.results, tuple((u.device, sum(v.device == u.device for v in arenas[:i]), u.nbytes()) for i, u in enumerate(arenas)))
 
 _scheduled: dict[str, Recording] = {}
 _compiled: dict[str, Recording] = {}
@@ -197,7 +198,7 @@ def batches(linear:UOp) -> list[list[UOp]]:
   """The launches, a list a graph of the device; what is in no graph stands alone"""
   return [list(c.src[0].src[0].src) if c.src[0].op is Ops.CUSTOM_FUNCTION and c.src[0].arg == "graph" else [c] for c in linear.src]
 
-class Step:
+class Replay:
   """Parts in the order in which `run` recorded them. compiled: whether they are to be run; else their programs stay as scheduled, to be counted."""
   def __init__(self, compiled:bool=True):
     self.compiled, self.environment = compiled, (compiled, _environment())
@@ -214,10 +215,11 @@ class Step:
     self.recorded.append(part)
     return returned[0] if len(returned) == 1 else tuple(returned)
 
-  def _result(self, shape:tuple[int, ...], dtype:DType) -> Tensor:
+  def _result(self, shape:tuple[int, ...], dtype:DType, device:str) -> Tensor:
     size = prod(shape)
-    free = (i for i, (tensor, buffer) in enumerate(self.results) if tensor() is None and (buffer.dtype, buffer.max_numel()) == (dtype, size))
-    buffer = UOp.new_buffer(Device.DEFAULT, size, dtype) if (i := next(free, None)) is None else self.results.pop(i)[1]
+    free = (i for i, (tensor, buffer) in enumerate(self.results)
+            if tensor() is None and (buffer.dtype, buffer.max_numel(), buffer.device) == (dtype, size, device))
+    buffer = UOp.new_buffer(device, size, dtype) if (i := next(free, None)) is None else self.results.pop(i)[1]
     self.results.append((weakref.ref(t := Tensor(buffer.reshape(shape))), buffer))
     return t
 
@@ -230,9 +232,11 @@ class Step:
     """The launches of each part on its buffers; nothing can be added any more"""
     if self.compiled: self.compile()
     # memory that parts have one after another
-    sizes = [max(s) for s in itertools.zip_longest(*(p.recording.scratch for p in self.recorded), fillvalue=0)]
-    scratch = [UOp.new_buffer(Device.DEFAULT, size, dtypes.int8) for size in sizes]
-    return [placed(p.recording.linear, p.places + scratch) for p in self.recorded]
+    sizes:dict[tuple[str, int], int] = {}
+    for device, number, size in (arena for p in self.recorded for arena in p.recording.scratch):
+      sizes[device, number] = max(sizes.get((device, number), 0), size)
+    scratch = {(device, number): UOp.new_buffer(device, size, dtypes.int8) for (device, number), size in sizes.items()}
+    return [placed(p.recording.linear, p.places + [scratch[device, number] for device, number, _ in p.recording.scratch]) for p in self.recorded]
   @property
   def calls(self) -> list[UOp]: return [call for part in self.parts for call in part]
 

@@ -11,24 +11,22 @@ from typing import Any, Callable, Iterable
 import numpy as np
 from gguf import GGMLQuantizationType as GGMLType
 from gguf.quants import dequantize
-from tinygrad import Tensor, UOp, dtypes
-from tinygrad.apps.capture import Step, to_device
+from tinygrad import Tensor, dtypes
+from tinygrad.apps.capture import Replay, to_device
 from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, prepare
 from tinygrad.apps.rope import Rope, Yarn, rope_table
-from tinygrad.nn.intrinsics import target_of
-from tinygrad.nn.kernel import UNIT
-from tinygrad.nn.matmul import HALF_SCALE
-from tinygrad.nn.mla_attention import mla_attention
-from tinygrad.nn.mla_prefill import fits as mla_prefill_fits
-from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up, moe_prefill
-from tinygrad.nn.norm_linear import heads_linear, latent_query, norm_linear, prefill_target
-from tinygrad.nn.routing import Routing
-from tinygrad.nn.split_kv import fits as attention_fits
 from tinygrad.dtype import DType
-from tinygrad.nn import cpu
+from tinygrad.nn.cpu import is_cpu
+from tinygrad.nn.intrinsics import target_of
+from tinygrad.nn.mla_attention import latent_attention
+from tinygrad.nn.moe import FeedForward, feed_forward, mixture
+from tinygrad.nn.norm_linear import attention_output, norm_linear
+from tinygrad.nn.primitive import PLAIN, rehearsal
+from tinygrad.nn.routing import Routing
+from tinygrad.nn.step import Step
 
-CHUNK, MANY = 32, 512  # prompt tokens a step; where there are kernels for many, and more than a few tokens
+PREFILL_STEPS = 32, 512  # prompt tokens a step; the larger where there are kernels for many, and more than a few tokens
 
 class Gating(enum.IntEnum):
   SOFTMAX = 1
@@ -142,108 +140,96 @@ class Attention:
   attn_output: QuantizedLinear
   def __init__(self, config:Config): self.config = config
 
-  def __call__(self, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+  def __call__(self, step:Step, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
     """x: (T, D), cache: (C, L+R) -> x + attention of its norm, (T, D), and the cache with T more rows"""
     c = self.config
     if c.q_lora_rank:
-      q, kv = norm_linear(x, self.attn_norm, [self.attn_q_a, self.attn_kv_a_mqa])
-      q, = norm_linear(q, self.attn_q_a_norm, [self.attn_q_b], rope)                      # (T, H·(nope+R))
-    else: q, kv = norm_linear(x, self.attn_norm, [self.attn_q, self.attn_kv_a_mqa], rope)
-    q_latent, cache = latent_query(q, kv, self.attn_k_b, self.attn_kv_a_norm, cache, rope)  # (T, H, L)
-    context = mla_attention(q_latent, q.reshape(x.shape[0], c.n_heads, -1), cache, rope.pos, c.score_scale)  # (T, H, L)
-    heads = heads_linear(context, self.attn_v_b, HALF_SCALE).reshape(x.shape[0], -1)           # (T, H·v)
-    return norm_linear(heads, None, [self.attn_output], residual=x)[0], cache
+      q, kv = norm_linear(step, x, self.attn_norm, [self.attn_q_a, self.attn_kv_a_mqa])
+      q, = norm_linear(step, q, self.attn_q_a_norm, [self.attn_q_b], rope)                      # (T, H·(nope+R))
+    else: q, kv = norm_linear(step, x, self.attn_norm, [self.attn_q, self.attn_kv_a_mqa], rope)
+    context, cache = latent_attention(step, q, kv, self.attn_k_b, self.attn_kv_a_norm, cache, rope, c.score_scale)  # (T, H, L)
+    return attention_output(step, context, self.attn_v_b, self.attn_output, x), cache
 
 class MLP:
   def __init__(self, norm:RMSNorm, gate:QuantizedLinear, up:QuantizedLinear, down:QuantizedLinear):
     self.ffn_norm, self.ffn_gate, self.ffn_up, self.ffn_down = norm, gate, up, down
-  def __call__(self, x:Tensor) -> Tensor:
+  @property
+  def weights(self) -> FeedForward: return FeedForward(self.ffn_gate, self.ffn_up, self.ffn_down)
+  def __call__(self, step:Step, x:Tensor) -> Tensor:
     """(T, D) -> x + feed-forward of its norm"""
-    hidden, = gate_up(x, self.ffn_norm, (self.ffn_gate, self.ffn_up))
-    return norm_linear(hidden, None, [self.ffn_down], residual=x)[0]
+    return feed_forward(step, x, self.ffn_norm, self.weights)
 
 class MoE:
-  def __init__(self, norm:RMSNorm, router:QuantizedLinear, choice:Routing, gate:QuantizedExpertWeights, up:QuantizedExpertWeights,
+  def __init__(self, norm:RMSNorm, router:QuantizedLinear, routing:Routing, gate:QuantizedExpertWeights, up:QuantizedExpertWeights,
                down:QuantizedExpertWeights, shared:MLP|None):
-    self.ffn_norm, self.ffn_gate_inp, self.choice, self.shared = norm, router, choice, shared
+    self.ffn_norm, self.ffn_gate_inp, self.routing, self.shared = norm, router, routing, shared
     self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps = gate, up, down
-  def __call__(self, x:Tensor) -> Tensor:
+  def __call__(self, step:Step, x:Tensor) -> Tensor:
     """(T, D) -> x + the chosen experts' and the shared expert's feed-forward of its norm"""
-    s, experts = self.shared, (self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps)
-    if t := prefill_target(x, x.shape[1], self.ffn_down_exps.shape[2], *([] if s is None else [s.ffn_down.shape[1]])):
-      return moe_prefill(t, x, self.ffn_norm, self.ffn_gate_inp, self.choice, experts, None if s is None else (s.ffn_gate, s.ffn_up, s.ffn_down))
-    if s is None: logits, = norm_linear(x, self.ffn_norm, [self.ffn_gate_inp])
-    else: beside, logits = gate_up(x, self.ffn_norm, (s.ffn_gate, s.ffn_up), self.ffn_gate_inp)
-    hidden, sel = expert_gate_up(x, self.ffn_norm, (self.ffn_gate_exps, self.ffn_up_exps), logits, self.choice)
-    return expert_down(hidden, self.ffn_down_exps, sel, x, None if s is None else (beside, s.ffn_down))
+    experts = FeedForward(self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps)
+    return mixture(step, x, self.ffn_norm, self.ffn_gate_inp, self.routing, experts, None if self.shared is None else self.shared.weights)
 
 class Block:
   def __init__(self, attn:Attention, ffn:MLP|MoE): self.attn, self.ffn = attn, ffn
-  def __call__(self, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
-    x, cache = self.attn(x, cache, rope)
-    return self.ffn(x), cache
-  def remember(self, x:Tensor, cache:Tensor, rope:Rope) -> Tensor:
+  def __call__(self, step:Step, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+    x, cache = self.attn(step, x, cache, rope)
+    return self.ffn(step, x), cache
+  def remember(self, step:Step, x:Tensor, cache:Tensor, rope:Rope) -> Tensor:
     """The cache alone, with T more rows: all that a prompt needs of the last block"""
-    return self.attn(x, cache, rope)[1]
+    return self.attn(step, x, cache, rope)[1]
 
-def _zeros(shape:tuple[int, ...], dtype:DType) -> Tensor: return Tensor.zeros(*shape, dtype=dtype).contiguous()
+def _zeros(shape:tuple[int, ...], dtype:DType, device:str) -> Tensor: return Tensor.zeros(*shape, dtype=dtype, device=device).contiguous()
 
 Run = Callable[..., Any]
 def apply(fxn:Callable, *args:Any) -> Any: return fxn(*args)
-def head(x:Tensor, norm:RMSNorm, output:QuantizedLinear) -> Tensor: return norm_linear(x, norm, [output])[0]
+def output_head(step:Step, x:Tensor, norm:RMSNorm, output:QuantizedLinear) -> Tensor: return norm_linear(step, x, norm, [output])[0]
 
 class Transformer:
   """The model and its cache of one sequence: a vector of kv_lora_rank + rope_dim halves a block and token."""
   def __init__(self, config:Config, token_embd:QuantizedEmbedding, blocks:list[Block], output_norm:RMSNorm, output:QuantizedLinear, max_context:int):
     self.config, self.token_embd, self.blk, self.output_norm, self.output = config, token_embd, blocks, output_norm, output
-    self.max_context = max_context
-    for_many = cpu.device() is not None or (t := target_of()) is not None and t.mma is not None
-    self.max_step = MANY if max_context >= MANY and for_many else CHUNK
+    self.max_context, c = max_context, config
+    self.device = token_embd.device
+    target = target_of(self.device)
+    small, large = PREFILL_STEPS
+    self.max_step = large if max_context >= large and (is_cpu(self.device) or target is not None and target.mma is not None) else small
     rows = max_context + self.max_step  # a step of prefill is padded to its size, wherever it starts
-    self.rope = rope_table(config.rope_dim, config.rope_base, rows, config.yarn)
+    self.rope = Rope(rope_table(c.rope_dim, c.rope_base, rows, c.yarn, self.device), c.nope_dim + c.rope_dim, c.nope_dim)
     # half precision where memory is what decoding waits for
-    kept = dtypes.float if target_of() is None else dtypes.half
-    empty = Step()
-    self.cache = [empty.run(_zeros, (rows, config.cache_dim), kept) for _ in blocks]
-    empty()
+    kept = dtypes.float if target is None else dtypes.half
+    zeros = Replay()
+    self.cache = [zeros.run(_zeros, (rows, c.cache_dim), kept, self.device) for _ in blocks]
+    zeros()
 
-  # Each takes ids, int32 (T,), the first at position `pos`: a number or Variable, or int32 (1,) on the device where kernels_fit (T is 1) or
-  # prefill_kernels_fit. `run` is what a function and its arguments are given to, part by part: applied here, or recorded (apps/capture.py).
-  def _before(self, n:int, ids:Tensor, pos:UOp|int|Tensor, run:Run) -> tuple[Tensor, Rope]:
-    """float32 (T, D) in front of block n, and the tokens' rotation"""
-    c = self.config
-    x, rope = run(QuantizedEmbedding.__call__, self.token_embd, ids), Rope(self.rope, pos, c.nope_dim + c.rope_dim, c.nope_dim)
-    for block, cache in zip(self.blk[:n], self.cache): x, _ = run(Block.__call__, block, x, cache, rope)
-    return x, rope
-  def hidden(self, ids:Tensor, pos:UOp|int|Tensor, run:Run=apply) -> Tensor:
+  # Each takes the ids of a step's tokens, int32 (T,). `run` is what a function and its arguments are given to, part by part: applied here, or
+  # recorded (apps/capture.py).
+  def _before(self, n:int, step:Step, ids:Tensor, run:Run) -> Tensor:
+    """float32 (T, D) in front of block n"""
+    x = run(QuantizedEmbedding.__call__, self.token_embd, ids)
+    for block, cache in zip(self.blk[:n], self.cache): x, _ = run(Block.__call__, block, step, x, cache, self.rope)
+    return x
+  def hidden(self, step:Step, ids:Tensor, run:Run=apply) -> Tensor:
     """-> float32 (T, D) before the last norm; every block's rows are written"""
-    return self._before(len(self.blk), ids, pos, run)[0]
-  def prefill(self, ids:Tensor, pos:UOp|int|Tensor, run:Run=apply) -> Tensor:
+    return self._before(len(self.blk), step, ids, run)
+  def prefill(self, step:Step, ids:Tensor, run:Run=apply) -> Tensor:
     """-> the last block's cache, whose realization writes every block's rows"""
-    x, rope = self._before(len(self.blk) - 1, ids, pos, run)
-    return run(Block.remember, self.blk[-1], x, self.cache[-1], rope)
-  def logits(self, ids:Tensor, pos:UOp|int|Tensor, run:Run=apply) -> Tensor:
+    return run(Block.remember, self.blk[-1], step, self._before(len(self.blk) - 1, step, ids, run), self.cache[-1], self.rope)
+  def logits(self, step:Step, ids:Tensor, run:Run=apply) -> Tensor:
     """-> float32 (T, vocab)"""
-    return run(head, self.hidden(ids, pos, run), self.output_norm, self.output)
+    return self.head(step, self.hidden(step, ids, run), run)
+  def head(self, step:Step, hidden:Tensor, run:Run=apply) -> Tensor:
+    """hidden: float32 (T, D), as `hidden` gives it -> float32 (T, vocab)"""
+    return run(output_head, step, hidden, self.output_norm, self.output)
 
-  @property
-  def _widths(self) -> list[int]:
-    """Of all vectors that a block multiplies"""
-    c = self.config
-    return [w for w in (c.dim, c.nope_dim, c.kv_lora_rank, c.n_heads * c.v_dim, c.hidden_dim, c.q_lora_rank, c.expert_dim) if w]
-  @property
-  def prefill_kernels_fit(self) -> bool:
-    """Whether every step of many tokens has a kernel that reads their position on the device"""
-    c, t = self.config, target_of()
-    fit = t is not None and t.mma is not None and all(w % UNIT == 0 and w > UNIT for w in self._widths)
-    return fit and mla_prefill_fits(t, c.kv_lora_rank, c.cache_dim)
-  @property
-  def kernels_fit(self) -> bool:
-    """Whether every step of decoding one token has a kernel on this device, so that its position may live there"""
-    c, t = self.config, target_of()
-    fit = all(w % UNIT == 0 for w in self._widths)
-    if cpu.device(): return fit and c.rope_dim % cpu.ROWS == 0
-    return fit and t is not None and attention_fits(t, c.n_heads, c.kv_lora_rank, c.rope_dim)
+  def plain_parts(self, step:Step) -> list[str]:
+    """The primitives that take their plain-ops form in such a step. None: every one has a kernel, so that the position may live on the device"""
+    kinds = {type(block.ffn): block for block in reversed(self.blk)}    # blocks of a kind have the same shapes
+    ids = Tensor.empty(step.tokens, dtype=dtypes.int32, device=self.device)
+    with rehearsal() as choices:
+      x = self.token_embd(ids)
+      for block in kinds.values(): block(step, x, self.cache[0], self.rope)
+      self.head(step, x)
+    return list(dict.fromkeys(choice.primitive.__name__ for choice in choices if choice.form == PLAIN))
 
   @property
   def weight_bytes_a_token(self) -> int:
@@ -279,8 +265,8 @@ class Transformer:
       ffn_norm = norm(b + "ffn_norm")
       def matrices(suffix:str) -> list: return [w[f"{b}ffn_{m}{suffix}.weight"] for m in ("gate", "up", "down")]
       if i < c.n_dense: return Block(attn, MLP(ffn_norm, *matrices("")))
-      choice = Routing(c.n_chosen, int(c.gating), c.normalize_weights, c.weights_scale, w.get(b + "exp_probs_b.bias"))
-      return Block(attn, MoE(ffn_norm, w[b + "ffn_gate_inp.weight"], choice, *matrices("_exps"), MLP(ffn_norm, *matrices("_shexp")) if c.n_shared else None))
+      routing = Routing(c.n_chosen, int(c.gating), c.normalize_weights, c.weights_scale, w.get(b + "exp_probs_b.bias"))
+      return Block(attn, MoE(ffn_norm, w[b + "ffn_gate_inp.weight"], routing, *matrices("_exps"), MLP(ffn_norm, *matrices("_shexp")) if c.n_shared else None))
     embd = w["token_embd.weight"]
     output = w["output.weight"] if "output.weight" in w else QuantizedLinear(embd.kind, embd.shape, embd.planes)  # tied
     return Transformer(c, embd, [block(i) for i in range(c.n_blocks)], norm("output_norm"), output, max_context or c.context_length)

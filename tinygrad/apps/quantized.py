@@ -19,17 +19,14 @@ from typing import Any, Callable, Iterable, Self
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as GGMLType
 from tinygrad import Device, Tensor, UOp, dtypes
-from tinygrad.apps.capture import Step, to_device
-from tinygrad.nn.embedding import embedding
-from tinygrad.nn.intrinsics import target_of
-from tinygrad.nn.kernel import UNIT, Matrix, Unit, launch, load4
-from tinygrad.nn.matvec import DeferredMatrix, matvec, linear_part
-from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, mul_mat_msl, serves
-from tinygrad.nn.norm_linear import rows_of
+from tinygrad.apps.capture import Replay, to_device
 from tinygrad.device import LRUAllocator
 from tinygrad.dtype import DType, _from_np_dtype, _to_np_dtype
 from tinygrad.helpers import Context, prod
-from tinygrad.nn import cpu, cpu_prefill
+from tinygrad.nn import cpu
+from tinygrad.nn.embedding import embedding
+from tinygrad.nn.kernel import UNIT, Matrix, Unit
+from tinygrad.nn.norm_linear import mul_mat
 
 # ---- bytes -> codes: the file's order of bits, one function a family. raw: (n, bytes a block) uint32, returns (n, elements) uint32 ----
 
@@ -248,11 +245,11 @@ def split(kind:GGMLType, shape:tuple[int, ...], raw:Tensor) -> tuple[Tensor, ...
 
 def prepare(tensors:Iterable[tuple[GGMLType, tuple[int, ...]]]) -> None:
   """Compiles what loading such weights launches, all beside each other"""
-  step = Step()
+  replay = Replay()
   for kind, shape in sorted(set(tensors)):
     elements, nbytes = block_size(kind)
-    if kind in FORMATS and not packed(shape): step.run(split, kind, shape, Tensor.empty(prod(shape) // elements * nbytes, dtype=dtypes.uint8))
-  step.compile()
+    if kind in FORMATS and not packed(shape): replay.run(split, kind, shape, Tensor.empty(prod(shape) // elements * nbytes, dtype=dtypes.uint8))
+  replay.compile()
 
 def packed(shape:tuple[int, ...]) -> bool:
   """Whether the CPU's kernels take such a matrix, as one interleaved stream"""
@@ -310,9 +307,9 @@ class QuantizedWeight:
     """data: uint8, the tensor's bytes as in the file. They are copied to the device once; the copy is freed when the planes stand."""
     if packed(shape): return cls(kind, shape, {"stream": packer(kind)(shape, data)})
     if kind in FLOATS: return cls(kind, shape, {"w": to_device(data.view(_to_np_dtype(FLOAT_PLANES[kind])).reshape(shape))})
-    step = Step()
-    planes = dict(zip(plane_names(kind), step.run(split, kind, shape, to_device(data))))
-    with Context(JIT=2): step()  # kernels one by one: a graph would be made anew for each tensor
+    replay = Replay()
+    planes = dict(zip(plane_names(kind), replay.run(split, kind, shape, to_device(data))))
+    with Context(JIT=2): replay()  # kernels one by one: a graph would be made anew for each tensor
     if data.size >= BIG: _give_back()
     return cls(kind, shape, planes)
   def __getitem__(self, index:Tensor) -> QuantizedWeight:
@@ -352,6 +349,8 @@ class QuantizedWeight:
     """Whether an int8 dot product can take the codes"""
     return self.kind in FORMATS and FORMATS[self.kind].values is None
   @property
+  def device(self) -> str: return next(iter(self.planes.values())).device
+  @property
   def nbytes(self) -> int: return sum(p.nbytes() for p in self.planes.values())
 
 class QuantizedEmbedding(QuantizedWeight):
@@ -368,28 +367,3 @@ class QuantizedExpertWeights(QuantizedWeight):
   def __call__(self, x:Tensor, sel:Tensor) -> Tensor:
     """mul_mat_id: x: float32 (T, 1 or K, in), sel: int32 (T, K), the chosen matrices of each token -> (T, K, out)"""
     return mul_mat(x, self, sel)
-
-def mul_mat_reference(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
-  return (x.unsqueeze(-2) * (w if ids is None else w[ids]).dequantize()).sum(-1)
-
-def mul_mat(x:Tensor, w:QuantizedWeight, ids:Tensor|None=None) -> Tensor:
-  """y = W·x, for a matrix, a stack with one a head, or the matrices that ids name (clamped); shapes as in QuantizedLinear and
-  QuantizedExpertWeights"""
-  t, (*stack, rows, width) = target_of(), w.shape
-  if cpu.fits(w) and x.shape[0] > 1: return cpu_prefill.mul_mat(x, w) if ids is None else cpu_prefill.mul_mat_id(x, [w], ids)
-  if cpu.fits(w): return cpu.mul_mat(x, w, ids, (*(x.shape[:-1] if ids is None else ids.shape), rows))
-  if t is None or width % UNIT: return mul_mat_reference(x, w, ids)
-  if ids is not None and x.shape[0] == 1 and serves(t, QL_MOE_MSL, [w]): return mul_mat_msl(x, w, ids)
-  out_shape, matrices = (*(x.shape[:-1] if ids is None else ids.shape), rows), prod(stack)
-  items = prod(out_shape[:-1])
-  share = items // prod(x.shape[:-1])
-  def body(b:dict[str, UOp]) -> list[UOp]:
-    item, matrix = UOp.special(items, "gidx1"), w.matrix(b, "w")
-    def chosen(wait_zero:UOp) -> Matrix:
-      which = b["ids"][item + wait_zero].load().maximum(0).minimum(matrices - 1).cast(dtypes.weakint)
-      return lambda row, unit, gate: matrix(which * rows + row, unit, gate)
-    of = rows_of(matrix, item % matrices * rows) if ids is None else lambda i: [(DeferredMatrix(chosen), i)]
-    return matvec(t, [width // UNIT], load4(b["x"], item // share * width), [linear_part(rows, of, b["y"], w.integer, lambda i: item * rows + i)],
-                  items=items)
-  name = f"mul_mat{'' if ids is None else '_id'}_{w.kind.name.lower()}_{items}_{rows}_{width}"
-  return launch(name, {"y": Tensor.empty(*out_shape, dtype=dtypes.float)}, {"x": x, **({} if ids is None else {"ids": ids}), **w.args("w")}, body)[0]

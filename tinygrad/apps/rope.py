@@ -3,8 +3,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 import math
 import numpy as np
-from tinygrad import Tensor, UOp
+from tinygrad import Tensor
 from tinygrad.apps.capture import to_device
+from tinygrad.nn.step import Step
 
 @dataclass(frozen=True)
 class Yarn:
@@ -34,31 +35,28 @@ def inverse_frequencies(dim:int, base:float, yarn:Yarn|None=None) -> np.ndarray:
   slowed = np.clip((pairs - low) / max(high - low, 1e-3), 0.0, 1.0)
   return freqs * (1.0 - slowed) + freqs / yarn.factor * slowed
 
-def rope_table(dim:int, base:float, positions:int, yarn:Yarn|None=None) -> Tensor:
+def rope_table(dim:int, base:float, positions:int, yarn:Yarn|None=None, device:str|None=None) -> Tensor:
   """float32 (positions, dim/2, 2): cos and sin times YaRN's magnitude, computed in float64 and rounded once"""
   angles = np.arange(positions, dtype=np.float64)[:, None] * inverse_frequencies(dim, base, yarn)
   table = np.stack([np.cos(angles), np.sin(angles)], axis=-1) * (yarn.magnitude if yarn else 1.0)
-  return to_device(table.astype(np.float32))
+  return to_device(table.astype(np.float32), device)
 
 @dataclass(frozen=True)
 class Rope:
-  """The rotation of the tokens from `pos` on: in each head of `head` numbers, of those from `nope` on.
-  table: float32 (positions, R/2, 2); pos: a number or Variable, or int32 (1,) on the device, for the kernels of a decode step"""
+  """A model's rotation: in each head of `head` numbers, of those from `nope` on. table: float32 (positions, R/2, 2)"""
   table: Tensor
-  pos: UOp|int|Tensor
   head: int
   nope: int
 
-  def rotate(self, x:Tensor) -> Tensor:
-    """x: (T, …, R) of tokens pos, pos+1, … -> the same shape, each pair (2i, 2i+1) rotated"""
-    assert not isinstance(self.pos, Tensor), "a position on the device is for kernels"
+  def rotate(self, x:Tensor, step:Step) -> Tensor:
+    """x: (T, …, R) of the step's tokens -> the same shape, each pair (2i, 2i+1) rotated"""
     T, *mid, dim = x.shape
-    turn = self.table[self.pos:self.pos+T].reshape(T, *(1 for _ in mid), dim // 2, 2)
+    turn = step.rows_of(self.table).reshape(T, *(1 for _ in mid), dim // 2, 2)
     cos, sin = turn[..., 0], turn[..., 1]
     pair = x.reshape(T, *mid, dim // 2, 2)
-    a, b = pair[..., 0], pair[..., 1]
-    return (a * cos - b * sin).stack(a * sin + b * cos, dim=-1).reshape(x.shape)
-  def rotate_heads(self, q:Tensor) -> Tensor:
+    first, second = pair[..., 0], pair[..., 1]
+    return (first * cos - second * sin).stack(first * sin + second * cos, dim=-1).reshape(x.shape)
+  def rotate_heads(self, q:Tensor, step:Step) -> Tensor:
     """q: (T, H·head) -> the same, each head's numbers from `nope` on rotated"""
     heads = q.reshape(q.shape[0], -1, self.head)
-    return heads[..., :self.nope].cat(self.rotate(heads[..., self.nope:]), dim=-1).reshape(q.shape)
+    return heads[..., :self.nope].cat(self.rotate(heads[..., self.nope:], step), dim=-1).reshape(q.shape)

@@ -29,6 +29,8 @@ def device() -> str|None:
   name = Device.DEFAULT.split(":")[0]
   return Device.DEFAULT if name in ("CPU", "NULL") and isinstance(Device[Device.DEFAULT].renderer, ClangRenderer) else None
 
+def is_cpu(device:str) -> bool: return (own := globals()["device"]()) is not None and device.split(":")[0] == own.split(":")[0]
+
 # ---- the layout ----
 
 @dataclass(frozen=True)
@@ -363,9 +365,9 @@ ROTATE = """FN v16f rotate(v16f v, int row, int head, int nope, const float* tur
 }
 """
 
-def norm_linear(x:Tensor, norm:Any, weights:Sequence[Any], rope:Any=None, residual:Tensor|None=None) -> list[Tensor]:
+def norm_linear(x:Tensor, norm:Any, weights:Sequence[Any], rope:Any=None, pos:Tensor|None=None, residual:Tensor|None=None) -> list[Tensor]:
   D, first, body, functions = x.shape[1], 0, "", ROTATE if rope else ""
-  ins = {"x": x, **({"norm": norm.weight} if norm else {}), **({"rope": rope.table, "pos": rope.pos} if rope else {}),
+  ins = {"x": x, **({"norm": norm.weight} if norm else {}), **({"rope": rope.table, "pos": pos} if rope else {}),
          **({} if residual is None else {"residual": residual})}
   for i, w in enumerate(weights):
     functions += dot(f"dot{i}", w)
@@ -386,7 +388,7 @@ def norm_linear(x:Tensor, norm:Any, weights:Sequence[Any], rope:Any=None, residu
   outs = {f"y{i}": Tensor.empty(1, w.shape[0], dtype=dtypes.float) for i, w in enumerate(weights)}
   return launch(name, outs, ins, functions, body, first, sum(w.nbytes for w in weights))
 
-def latent_query(q:Tensor, kv:Tensor, k_b:Any, norm:Any, cache:Tensor, rope:Any) -> tuple[Tensor, Tensor]:
+def latent_query(q:Tensor, kv:Tensor, k_b:Any, norm:Any, cache:Tensor, rope:Any, pos:Tensor) -> tuple[Tensor, Tensor]:
   (H, L, nope), dim, G, size = k_b.shape, cache.shape[1], groups(k_b), group_bytes(k_b)
   body = f"""if (job == 0) {{
     float f = rms(kv, {L}, {norm.eps!r}f);
@@ -407,11 +409,13 @@ def latent_query(q:Tensor, kv:Tensor, k_b:Any, norm:Any, cache:Tensor, rope:Any)
     }}
   }}"""
   outs = {"q_latent": Tensor.empty(1, H, L, dtype=dtypes.float), "cache": cache}
-  ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "pos": rope.pos, "w": k_b.planes["stream"]}
+  ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "pos": pos, "w": k_b.planes["stream"]}
   q_latent, written = launch(f"latent_query_{k_b.label}", outs, ins, dot("dot", k_b), body, H * G, k_b.nbytes)
   return q_latent, written
 
 AT_ONCE = 16  # positions
+
+def attention_takes(heads:int, latent:int, dim:int) -> bool: return latent % ROWS == 0 and dim % ROWS == 0
 
 def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:float) -> Tensor:
   """A thread takes a share of the heads: it reads the cache once for all of them, AT_ONCE positions at a time; softmax is online, as on GPUs"""

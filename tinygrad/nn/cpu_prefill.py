@@ -169,9 +169,9 @@ def on_device(pos:UOp|int|Tensor) -> Tensor:
   if isinstance(pos, UOp): return Tensor(pos, dtype=dtypes.int32).reshape(1).contiguous()
   return pos if isinstance(pos, Tensor) else launch("position", {"pos": Tensor.empty(1, dtype=dtypes.int32)}, {}, "", f"pos[0] = {pos};")[0]
 
-def norm_linear(x:Tensor, norm:Any, weights:Sequence[Any], rope:Any=None, residual:Tensor|None=None) -> list[Tensor]:
+def norm_linear(x:Tensor, norm:Any, weights:Sequence[Any], rope:Any=None, pos:Tensor|None=None, residual:Tensor|None=None) -> list[Tensor]:
   """As in norm_linear.norm_linear"""
-  X, pos = pack(x, norm), None if rope is None else on_device(rope.pos)
+  X = pack(x, norm)
   return [linear(X, w, x.shape[0], *((rope, pos, residual) if i == 0 else ())) for i, w in enumerate(weights)]
 
 def mul_mat(x:Tensor, w:Any) -> Tensor:
@@ -180,7 +180,7 @@ def mul_mat(x:Tensor, w:Any) -> Tensor:
 
 # ---- attention ----
 
-def latent_query(q:Tensor, kv:Tensor, k_b:Any, norm:Any, cache:Tensor, rope:Any) -> tuple[Tensor, Tensor]:
+def latent_query(q:Tensor, kv:Tensor, k_b:Any, norm:Any, cache:Tensor, rope:Any, pos:Tensor) -> tuple[Tensor, Tensor]:
   """As in norm_linear.latent_query"""
   (H, L, nope), T, dim = k_b.shape, q.shape[0], cache.shape[1]
   body = f"""for (; job < last; job++) {{
@@ -192,7 +192,7 @@ def latent_query(q:Tensor, kv:Tensor, k_b:Any, norm:Any, cache:Tensor, rope:Any)
       row[{L} + i] = a * c - b * s; row[{L} + i + 1] = a * s + b * c;
     }}
   }}"""
-  ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "pos": on_device(rope.pos)}
+  ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "pos": pos}
   written = launch(f"cache_rows_{T}_{dim}_{L}", {"cache": cache}, ins, "", body, T, T * dim * 8)[0]
   return linear(pack(q, heads=H, width=nope), k_b, T), written
 
@@ -260,7 +260,7 @@ def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int|Tensor, s
     for (long n = begin; n < end; n++) for (int i = 0; i < {L // 16}; i++)
       *(v16f*)(context + n * {L}L + i * 16) = sums[(n - begin) / 12 * {L // 32 * 24} + i / 2 * 24 + i % 2 * 12 + (n - begin) % 12] / total[n - begin];
   }}"""
-  ins = {"q_latent": q_latent, "q": q, "cache": cache, "pos": on_device(pos)}
+  ins = {"q_latent": q_latent, "q": q, "cache": cache, "pos": pos}
   return launch(f"mla_attention_{T}_{H}_{L}_{dim - L}", {"context": Tensor.empty(T, H, L, dtype=dtypes.float)}, ins, TIMES, body, jobs, cache.nbytes())[0]
 
 # ---- feed-forward ----

@@ -1,87 +1,107 @@
 """The two ends of a decode step: the embedding's row of a token; the token of the largest logit, and the position moving on."""
 from __future__ import annotations
+import functools
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import Target, shuffle, target_of
-from tinygrad.nn.kernel import UNIT, Weight, launch, local
-from tinygrad.nn.norm_linear import decode_target
+from tinygrad.nn.kernel import UNIT, Weight, empty, launch, local
+from tinygrad.nn.primitive import primitive
 from tinygrad.uop.ops import Ops
 
-def embedding(ids:Tensor, w:Weight) -> Tensor:
-  """ids: int32 (T,); w: (vocab, D) -> float32 (T, D)"""
-  if cpu.fits(w): return cpu.embedding(ids, w)
-  if (t := decode_target(ids.reshape(-1, 1), w.shape[1])): return embedding_decode(t, ids, w)
-  return embedding_ops(ids, w)
+@primitive(outputs=lambda ids, weight: empty(ids, ids.shape[0], weight.shape[1]))
+def embedding(ids:Tensor, weight:Weight) -> Tensor:
+  """ids: int32 (T,); weight: (vocab, D) -> float32 (T, D)"""
+  return weight[ids].dequantize().contiguous()
 
-def embedding_ops(ids:Tensor, w:Weight) -> Tensor: return w[ids].dequantize().contiguous()
+@embedding.form("cpu_decode", takes=lambda ids, weight: cpu.fits(weight))
+def embedding_cpu(ids:Tensor, weight:Weight) -> Tensor: return cpu.embedding(ids, weight)
 
-def embedding_decode(t:Target, ids:Tensor, w:Weight) -> Tensor:
-  vocab, D = w.shape
-  def body(b:dict[str, UOp]) -> list[UOp]:
-    unit = UOp.special(D // UNIT, "lidx0")  # a thread dequantizes a unit
-    u = w.matrix(b, "w")(b["ids"][0].load().maximum(0).minimum(vocab - 1).cast(dtypes.weakint), unit, None)
-    width, done = UNIT // len(u.scales), []
+@embedding.form("decode", takes=lambda ids, weight: ids.shape[0] == 1 and target_of(weight.device) is not None and weight.shape[1] % UNIT == 0)
+def embedding_decode(ids:Tensor, weight:Weight) -> Tensor:
+  """A thread dequantizes a unit"""
+  vocab, D = weight.shape
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    unit = UOp.special(D // UNIT, "lidx0")
+    row = buffers["ids"][0].load().maximum(0).minimum(vocab - 1).cast(dtypes.weakint)
+    weights = weight.matrix(buffers, "w")(row, unit, None)
+    stores = []
     for i in range(UNIT):
-      scale, minimum = u.scales[i // width]
-      done.append(b["y"][unit * UNIT + i].store(u.value(i) * scale if minimum is None else u.value(i) * scale + minimum))
-    return done
-  return launch(f"embedding_{w.label}", {"y": Tensor.empty(1, D, dtype=dtypes.float)}, {"ids": ids, **w.args("w")}, body, D * 8)[0]
+      scale, minimum = weights.scales[i * len(weights.scales) // UNIT]
+      value = weights.value(i) * scale
+      stores.append(buffers["y"][unit * UNIT + i].store(value if minimum is None else value + minimum))
+    return stores
+  return launch(f"embedding_{weight.label}", {"y": empty(ids, 1, D)}, {"ids": ids, **weight.args("w")}, body, D * 8)[0]
 
-def argmax(x:Tensor) -> Tensor:
-  """float32 (V,) -> int32 (1,), the place of the largest, the lower on a tie"""
-  if cpu.device(): return cpu.argmax(x)
-  if (t := target_of()) is None: return argmax_ops(x)
-  return argmax_decode(t, x)
+# one launch that gathers rows and dequantizes them is what tinygrad makes of the plain ops
+embedding.form("prefill", takes=lambda ids, weight: ids.shape[0] > 1)(embedding.plain)
 
+@primitive(outputs=lambda pos, token: empty(pos, 1, dtype=dtypes.int32))
 def advance(pos:Tensor, token:Tensor) -> Tensor:
-  """pos, int32 (1,) on the device, moves on by one when the token, int32 (1,), is chosen. Returns where it then is, int32 (1,).
-  tinygrad is told that pos is read, not that it is written: all kernels of a step read it, and for each it would look anew whether that comes
+  """pos, int32 (1,) on the device, moves on by one when the token, int32 (1,), is chosen. Returns where it then is, int32 (1,)."""
+  return pos.assign(pos + (token >= 0).cast(dtypes.int32))
+
+@advance.form("cpu_decode", takes=lambda pos, token: cpu.is_cpu(pos.device))
+def advance_cpu(pos:Tensor, token:Tensor) -> Tensor: return cpu.advance(pos, token)
+
+@advance.form("decode", takes=lambda pos, token: target_of(pos.device) is not None)
+def advance_decode(pos:Tensor, token:Tensor) -> Tensor:
+  """tinygrad is told that pos is read, not that it is written: all kernels of a step read it, and for each it would look anew whether that comes
   before this one. It does, as the token depends on all of them; graphs see what a kernel stores."""
-  if cpu.device(): return cpu.advance(pos, token)
-  def body(b:dict[str, UOp]) -> list[UOp]:
-    at = UOp.special(1, "lidx0")
-    moved = b["pos"][at].load() + (b["token"][at].load() >= 0).where(1, 0)  # a token is: the kernel only has to read it
-    return [b["moved"][at].store(moved), b["pos"][at].store(moved)]
-  return launch("advance", {"moved": Tensor.empty(1, dtype=dtypes.int32)}, {"pos": pos, "token": token}, body)[0]
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    index = UOp.special(1, "lidx0")
+    moved = buffers["pos"][index].load() + (buffers["token"][index].load() >= 0).where(1, 0)  # a token is: the kernel only has to read it
+    return [buffers["moved"][index].store(moved), buffers["pos"][index].store(moved)]
+  return launch("advance", {"moved": empty(pos, 1, dtype=dtypes.int32)}, {"pos": pos, "token": token}, body)[0]
 
-def argmax_ops(x:Tensor) -> Tensor: return x.argmax(keepdim=True).cast(dtypes.int32)
+@primitive(outputs=lambda x: empty(x, 1, dtype=dtypes.int32))
+def argmax(x:Tensor) -> Tensor:
+  """float32 (V,) -> int32 (1,), the index of the largest, the lower on a tie"""
+  return x.argmax(keepdim=True).cast(dtypes.int32)
 
-def argmax_decode(t:Target, x:Tensor) -> Tensor:
-  """Two launches: the best of each of 64 blocks, then the best of those"""
-  threads, blocks, V = 256, 64, x.shape[0]
-  Pair = tuple[UOp, UOp]
-  def better(a:Pair, b:Pair) -> Pair:
-    wins = (b[0] > a[0]) | (b[0].eq(a[0]) & (b[1] < a[1]))
-    return wins.where(b[0], a[0]), wins.where(b[1], a[1])
-  def of_lanes(best:Pair) -> Pair:
-    distance = t.lanes // 2
-    while distance: best, distance = better(best, (shuffle(t, best[0], distance), shuffle(t, best[1], distance))), distance // 2
-    return best
-  def block_best(value:UOp, index:UOp|None, n:int, first:UOp, thread:UOp, width:int, count:int) -> Pair:
-    best:Pair|None = None
-    for i in range(count):
-      at = first + thread + i * width
-      safe = at.minimum(n - 1)  # the last ones again: they change nothing
-      here = (value[safe].load(), safe.cast(dtypes.int) if index is None else index[safe].load())
-      best = here if best is None else better(best, here)
-    assert best is not None
-    best = of_lanes(best)
-    warps = width // t.lanes
-    values, places = local(warps, dtypes.float, 0), local(warps, dtypes.int, 1)
-    at = (thread // t.lanes).valid((thread % t.lanes).eq(0))
-    barrier = UOp(Ops.BARRIER, src=(values[at].store(best[0]), places[at].store(best[1])))
-    values, places = values.after(barrier), places.after(barrier)
-    best = (values[0].load(), places[0].load())
-    for w in range(1, warps): best = better(best, (values[w].load(), places[w].load()))
-    return best
-  def part(b:dict[str, UOp]) -> list[UOp]:
-    block, thread = UOp.special(blocks, "gidx0"), UOp.special(threads, "lidx0")
-    each = -(-V // (blocks * threads)) * threads
-    value, place = block_best(b["x"], None, V, block * each, thread, threads, each // threads)
-    return [b["values"][block.valid(thread.eq(0))].store(value), b["places"][block.valid(thread.eq(0))].store(place)]
-  def whole(b:dict[str, UOp]) -> list[UOp]:
-    thread = UOp.special(blocks, "lidx0")
-    return [b["y"][(thread * 0).valid(thread.eq(0))].store(block_best(b["values"], b["places"], blocks, thread * 0, thread, blocks, 1)[1])]
-  outs = {"values": Tensor.empty(blocks, dtype=dtypes.float), "places": Tensor.empty(blocks, dtype=dtypes.int32)}
-  values, places = launch(f"argmax_part_{V}", outs, {"x": x}, part)
-  return launch("argmax_whole", {"y": Tensor.empty(1, dtype=dtypes.int32)}, {"values": values, "places": places}, whole)[0]
+@argmax.form("cpu_decode", takes=lambda x: cpu.is_cpu(x.device))
+def argmax_cpu(x:Tensor) -> Tensor: return cpu.argmax(x)
+
+# ---- the largest of many, in two launches: of each of 64 blocks, then of those ----
+
+BLOCKS, THREADS = 64, 256
+Pair = tuple[UOp, UOp]   # a value and its index
+
+def better(first:Pair, second:Pair) -> Pair:
+  wins = (second[0] > first[0]) | (second[0].eq(first[0]) & (second[1] < first[1]))
+  return wins.where(second[0], first[0]), wins.where(second[1], first[1])
+
+def best_of_block(target:Target, best:Pair, thread:UOp, threads:int) -> Pair:
+  """The best of the threads' pairs, in each of them"""
+  distance = target.lanes // 2
+  while distance:
+    best = better(best, (shuffle(target, best[0], distance), shuffle(target, best[1], distance)))
+    distance //= 2
+  warps = threads // target.lanes
+  values, indices = local(warps, dtypes.float, 0), local(warps, dtypes.int, 1)
+  warp = (thread // target.lanes).valid((thread % target.lanes).eq(0))
+  barrier = UOp(Ops.BARRIER, src=(values[warp].store(best[0]), indices[warp].store(best[1])))
+  values, indices = values.after(barrier), indices.after(barrier)
+  pairs = [(values[i].load(), indices[i].load()) for i in range(warps)]
+  return functools.reduce(better, pairs)
+
+@argmax.form("decode", takes=lambda x: target_of(x.device) is not None)
+def argmax_decode(x:Tensor) -> Tensor:
+  target, V = target_of(x.device), x.shape[0]
+  assert target is not None
+  def of_blocks(buffers:dict[str, UOp]) -> list[UOp]:
+    block, thread = UOp.special(BLOCKS, "gidx0"), UOp.special(THREADS, "lidx0")
+    turns = -(-V // (BLOCKS * THREADS))
+    pairs = []
+    for turn in range(turns):
+      index = (block * (turns * THREADS) + thread + turn * THREADS).minimum(V - 1)   # past the end the last one again: it changes nothing
+      pairs.append((buffers["x"][index].load(), index.cast(dtypes.int)))
+    value, index = best_of_block(target, functools.reduce(better, pairs), thread, THREADS)
+    return [buffers["values"][block.valid(thread.eq(0))].store(value), buffers["indices"][block.valid(thread.eq(0))].store(index)]
+  def of_all(buffers:dict[str, UOp]) -> list[UOp]:
+    thread = UOp.special(BLOCKS, "lidx0")
+    mine = (thread * 0 + thread).minimum(BLOCKS - 1)
+    _, index = best_of_block(target, (buffers["values"][mine].load(), buffers["indices"][mine].load()), thread, BLOCKS)
+    return [buffers["y"][(thread * 0).valid(thread.eq(0))].store(index)]
+  outs = {"values": empty(x, BLOCKS), "indices": empty(x, BLOCKS, dtype=dtypes.int32)}
+  values, indices = launch(f"argmax_part_{V}", outs, {"x": x}, of_blocks)
+  return launch("argmax_whole", {"y": empty(x, 1, dtype=dtypes.int32)}, {"values": values, "indices": indices}, of_all)[0]

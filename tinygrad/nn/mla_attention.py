@@ -1,44 +1,83 @@
 """Absorbed attention: every head reads the same cached vector, and values are a view of it.
 
-The kernels take one new token over the whole cache; several tokens (prefill) take the plain-ops form.
-
-Replaces the scores, softmax and weighted sum that the scheduler would make of it, each a pass over the cache.
-What is written of the cache is cut into as many equal splits as there are places for blocks, so that a context of any length fills the machine once; a block
-takes a split and a few heads, and the splits meet in `mla_combine`. Softmax is online, float32, with its maximum subtracted. Two forms:
-by tiles, on tensor cores, all heads a block (see split_kv_mma);
-by lanes, on every other target, two heads a block, its four warps every fourth position: a lane holds its share of the queries and of the sums in
-registers, with no barrier on the way, and the warps of a block meet in shared memory.
+A head's query is brought into the cache's space by k_b; its rotated part is rotated already. One token on a target with kernels: the queries and the
+token's row of the cache in a launch, then nn/split_kv.py. Many tokens on one with tensor cores: nn/mla_prefill.py.
 """
 from __future__ import annotations
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn import cpu, cpu_prefill
+from tinygrad.nn import cpu, cpu_prefill, mla_prefill, split_kv
 from tinygrad.nn.intrinsics import target_of
-from tinygrad.nn.mla_prefill import fits as mla_prefill_fits, mla_prefill
-from tinygrad.nn.norm_linear import position, prefill_target
-from tinygrad.nn.split_kv import mla_combine, split_kv
+from tinygrad.nn.kernel import UNIT, Norm, Rope, Weight, empty, launch, load4
+from tinygrad.nn.latent_cache import cache_row, visible_rows, write_rows
+from tinygrad.nn.matmul import matmul
+from tinygrad.nn.matvec import linear_part, matvec
+from tinygrad.nn.norm_linear import decode_target, mul_mat, prefill_target, rows_of
+from tinygrad.nn.primitive import primitive
+from tinygrad.nn.step import Step
 
+@primitive(outputs=lambda step, q, kv, k_b, norm, cache, rope, scale: (empty(q, step.tokens, *k_b.shape[:2]), cache))
+def latent_attention(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
+  """q: (T, H·head), of each head the first `nope` numbers without position and the rotated ones; kv: float32 (T, L+R); k_b: (H, L, nope);
+  cache: (rows, L+R) -> (T, H, L), softmax(query·key·scale)·value over each token's sequence up to itself, and the cache, with the tokens' rows
+  [RMSNorm(kv[:L]) | RoPE(kv[L:])] written"""
+  (H, L, nope), T = k_b.shape, step.tokens
+  row = norm(kv[:, :L]).cat(rope.rotate(kv[:, L:], step), dim=-1)
+  cache = write_rows(step, cache, row)
+  keys, future = visible_rows(step, cache)           # (T or 1, C, L+R), (T, C)
+  heads = q.reshape(T, H, -1).cast(dtypes.float)
+  query = mul_mat(heads[..., :nope], k_b).cat(heads[..., nope:], dim=-1)
+  scores = (query @ keys.transpose(-1, -2)) * scale  # (T, H, C)
+  if future is not None: scores = scores + future.unsqueeze(1)
+  return scores.softmax(-1) @ keys[..., :L], cache
 
-def mla_attention(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int|Tensor, scale:float) -> Tensor:
-  """q_latent: (T, H, L), as latent_query makes it; q: float32 (T, H, head), each head's last R numbers rotated; cache: (C, L+R), with the tokens
-  from pos on written; pos: a number or Variable, or int32 (1,) on the device -> float32 (T, H, L), softmax(q·k·scale)·v"""
-  if isinstance(pos, Tensor) and cpu.device(): return cpu.mla_attention(q_latent, q.flatten(1), cache, pos, scale)
-  if q_latent.shape[0] > 1 and cpu.device() and cpu_prefill.attention_fits(q_latent.shape[2]):
-    return cpu_prefill.mla_attention(q_latent, q.flatten(1), cache, pos, scale)
-  if isinstance(pos, Tensor) and q_latent.shape[0] == 1:
-    t = target_of()
-    assert t is not None, "a position on the device is for kernels"
-    return mla_combine(t, *split_kv(t, q_latent[0], q[0], cache, pos, scale), cache, pos).unsqueeze(0)
-  if (t := prefill_target(q_latent)) and mla_prefill_fits(t, q_latent.shape[2], cache.shape[1]):
-    return mla_prefill(t, q_latent, q.flatten(1), cache, position(pos), scale)
-  return mla_attention_ops(q_latent.cast(dtypes.float), q.cast(dtypes.float), cache, pos, scale)
+# ---- forms ----
 
-def mla_attention_ops(q_latent:Tensor, q:Tensor, cache:Tensor, pos:UOp|int, scale:float) -> Tensor:
-  T, H, L = q_latent.shape
-  query = q_latent.cat(q[..., L - cache.shape[1]:], dim=-1)
-  keys = cache[:pos+T].cast(dtypes.float)
-  scores = (query @ keys.transpose(0, 1)) * scale  # (T, H, pos+T)
-  if T > 1:
-    future = Tensor.full((T, 1, pos+T), float("-inf"), dtype=dtypes.float, buffer=False).reshape(T, pos+T).triu(pos+1)
-    scores = scores + future.reshape(T, 1, pos+T)
-  return scores.softmax(-1) @ keys[:, :L]
+@latent_attention.form("cpu_decode", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
+                       cpu.fits(k_b) and step.one_token and step.on_device and cpu.attention_takes(*k_b.shape[:2], cache.shape[1]))
+def latent_attention_cpu(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
+  q_latent, cache = cpu.latent_query(q, kv, k_b, norm, cache, rope, step.start)
+  return cpu.mla_attention(q_latent, q, cache, step.start, scale), cache
 
+@latent_attention.form("cpu_prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
+                       cpu.fits(k_b) and step.many_tokens and cpu_prefill.attention_fits(k_b.shape[1]))
+def latent_attention_cpu_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope,
+                                 scale:float) -> tuple[Tensor, Tensor]:
+  start = step.device_start(q.device)
+  q_latent, cache = cpu_prefill.latent_query(q, kv, k_b, norm, cache, rope, start)
+  return cpu_prefill.mla_attention(q_latent, q, cache, start, scale), cache
+
+@latent_attention.form("decode", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
+                       step.on_device and (target := decode_target(step, k_b, k_b.shape[2])) and
+                       split_kv.takes(target, *k_b.shape[:2], cache.shape[1] - k_b.shape[1]))
+def latent_attention_decode(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
+  """Three launches: queries and the cache's row; splits of the cache; their combination"""
+  (H, L, nope), dim, target = k_b.shape, cache.shape[1], target_of(k_b.device)
+  assert target is not None
+  tiles = split_kv.uses_tensor_cores(target, L, dim - L)
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    head = UOp.special(H, "gidx1")
+    def out_index(row:UOp) -> UOp: return split_kv.query_place(head, row, L) if tiles else head * L + row
+    part = linear_part(L, rows_of(k_b.matrix(buffers, "w"), head * L), buffers["q_latent"], k_b.integer, out_index)
+    def store_row(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:  # one block writes it, the others load nothing for it
+      return cache_row(target, buffers, L, dim, norm.eps, block * 0, thread, threads, wait_zero, 4, block.eq(0) & head.eq(0))
+    return matvec(target, [nope // UNIT], load4(buffers["q"], head * rope.head), [part], extra_stores=store_row, items=H)
+  q_latent = empty(q, 1, split_kv.padded(H), L, dtype=dtypes.half) if tiles else empty(q, 1, H, L)
+  ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "pos": step.start, **k_b.args("w")}
+  q_latent, cache = launch(f"latent_query_{k_b.label}", {"q_latent": q_latent, "cache": cache}, ins, body)
+  sums, row_max = split_kv.split_kv(target, q_latent[0], q.reshape(H, -1), cache, step.start, scale)
+  return split_kv.mla_combine(target, sums, row_max, cache, step.start).unsqueeze(0), cache
+
+@latent_attention.form("prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
+                       (target := prefill_target(step, k_b, k_b.shape[2])) and mla_prefill.takes(target, k_b.shape[1], cache.shape[1]))
+def latent_attention_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
+  """Three launches: the cache's rows; queries; attention. float32 or half q -> half (T, H, L)"""
+  (H, L, _), dim, target, threads = k_b.shape, cache.shape[1], target_of(k_b.device), 128
+  assert target is not None
+  start = step.device_start(q.device)
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    token, thread = UOp.special(step.tokens, "gidx0"), UOp.special(threads, "lidx0")
+    return cache_row(target, buffers, L, dim, norm.eps, token, thread, threads, token * 0, 0)
+  ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "pos": start}
+  cache = launch(f"cache_rows_{step.tokens}_{dim}", {"cache": cache}, ins, body)[0]
+  q_latent = matmul(target, q.reshape(-1, H, q.shape[1] // H), k_b, dtype=dtypes.half)
+  return mla_prefill.mla_prefill(target, q_latent, q, cache, start, scale), cache

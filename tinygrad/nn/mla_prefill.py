@@ -18,7 +18,7 @@ TOKENS, POSITIONS, WARPS = 16, 32, 4
 PITCH = POSITIONS + 8   # of a row of scores in shared memory: rows begin in other banks
 NEVER = -1e30
 
-def fits(t:Target, latent:int, dim:int) -> bool:
+def takes(t:Target, latent:int, dim:int) -> bool:
   return t.mma is not None and latent % (WARPS * 4 * t.mma.N) == 0 and dim % SLAB == 0
 
 def mla_prefill(t:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:float) -> Tensor:

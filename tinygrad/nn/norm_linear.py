@@ -1,129 +1,145 @@
-"""Linear layers of decoding: RMSNorm in front, RoPE or a residual behind, several matrices of one input in a launch.
+"""Linear layers: a matrix times vectors; RMSNorm in front, RoPE or a residual behind, several matrices of one input in a launch.
 
-Each function takes T tokens. One token on a target with kernels is one launch; else the plain-ops form beside it serves, and is what the
-kernels are tested against.
+One token on a target with kernels is one launch (nn/matvec.py); many tokens on one with a matrix product are a launch a matrix (nn/matmul.py).
 """
 from __future__ import annotations
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
+from tinygrad.helpers import prod
 from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.intrinsics import Target, target_of
-from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Weight, launch, load4, rotated
-from tinygrad.nn.latent_cache import cache_row
+from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Weight, empty, launch, load4, rotated
 from tinygrad.nn.matmul import HALF_SCALE, matmul, rms_norm_half
-from tinygrad.nn.matvec import RowSegments, linear_part, matvec
-from tinygrad.nn.metal_mul_mat_id import QL_SHEXP_MSL, mul_mat_msl, serves
-from tinygrad.nn.split_kv import padded, query_place, uses_tensor_cores
+from tinygrad.nn.matvec import DeferredMatrix, RowSegments, linear_part, matvec
+from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, serves
+from tinygrad.nn.primitive import primitive
+from tinygrad.nn.step import Step
 
-def decode_target(x:Tensor, *widths:int) -> Target|None:
-  """The target whose kernels take this step: one token, vectors of whole units. None: the plain-ops form"""
-  t = target_of() if x.shape[0] == 1 else None
-  return t if t is not None and all(w % UNIT == 0 for w in widths) else None
+def decode_target(step:Step, weight:Weight, *widths:int) -> Target|None:
+  """The target whose matrix times vector takes this step: one token, vectors of whole units"""
+  target = target_of(weight.device) if step.one_token else None
+  return target if target is not None and all(width % UNIT == 0 for width in widths) else None
 
-
-def prefill_target(x:Tensor, *widths:int) -> Target|None:
+def prefill_target(step:Step, weight:Weight, *widths:int) -> Target|None:
   """The target whose tensor cores take this step: many tokens, vectors of several whole units"""
-  t = target_of() if x.shape[0] > 1 else None
-  return t if t is not None and t.mma is not None and all(w % UNIT == 0 and w > UNIT for w in widths) else None
+  target = target_of(weight.device) if step.many_tokens else None
+  return target if target is not None and target.mma is not None and all(width % UNIT == 0 and width > UNIT for width in widths) else None
 
-def halves(x:Tensor) -> tuple[Tensor, float]:
-  """x as halves, and what a product with them is to be multiplied by: halves are hidden numbers, times HALF_SCALE"""
-  return (x, 1 / HALF_SCALE) if x.dtype == dtypes.half else (x.cast(dtypes.half).contiguous(), 1.0)
+def as_half(x:Tensor) -> Tensor: return x if x.dtype == dtypes.half else x.cast(dtypes.half).contiguous()
 
-def heads_linear(x:Tensor, w:Weight, factor:float=1.0) -> Tensor:
-  """A matrix a head: (T, H, in) -> (T, H, out), float32; by tensor cores it is halves, times the factor"""
-  if (t := prefill_target(x, x.shape[2], w.shape[0] * w.shape[1])) is None: return w(x)
-  return matmul(t, halves(x)[0], w, factor=factor, dtype=dtypes.half)
+def rows_of(matrix:Matrix, first:UOp|int=0) -> Callable[[UOp], RowSegments]: return lambda row: [(matrix, first + row)]
 
-def position(pos:UOp|int|Tensor) -> Tensor:
-  """int32 (1,) on the device, where kernels read it"""
-  if isinstance(pos, Tensor): return pos
-  if isinstance(pos, UOp): return Tensor(pos, dtype=dtypes.int32).reshape(1).contiguous()
-  def body(b:dict[str, UOp]) -> list[UOp]: return [b["pos"][UOp.special(1, "lidx0")].store(pos)]
-  return launch("position", {"pos": Tensor.empty(1, dtype=dtypes.int32)}, {}, body)[0]
+# ---- W·x ----
 
-def rows_of(matrix:Matrix, first:UOp|int=0) -> Callable[[UOp], RowSegments]: return lambda i: [(matrix, first + i)]
+def product_shape(x:Tensor, weight:Weight, ids:Tensor|None) -> tuple[int, ...]:
+  return (*(x.shape[:-1] if ids is None else ids.shape), weight.shape[-2])
 
-def norm_linear(x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
+@primitive(outputs=lambda x, weight, ids: empty(x, *product_shape(x, weight, ids)))
+def mul_mat(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
+  """W·x, float32. weight: a matrix (out, in), x: (T, in) -> (T, out); a stack with one a head (H, out, in), x: (T, H, in) -> (T, H, out);
+  or a stack (E, out, in) of which ids, int32 (T, K), name those of a token (clamped), x: (T, 1 or K, in) -> (T, K, out)"""
+  return (x.unsqueeze(-2) * (weight if ids is None else weight[ids]).dequantize()).sum(-1)
+
+@mul_mat.form("cpu_decode", takes=lambda x, weight, ids: cpu.fits(weight) and x.shape[0] == 1)
+def mul_mat_cpu(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: return cpu.mul_mat(x, weight, ids, product_shape(x, weight, ids))
+
+@mul_mat.form("cpu_prefill", takes=lambda x, weight, ids: cpu.fits(weight))
+def mul_mat_cpu_prefill(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
+  return cpu_prefill.mul_mat(x, weight) if ids is None else cpu_prefill.mul_mat_id(x, [weight], ids)
+
+@mul_mat.form("msl", takes=lambda x, weight, ids: ids is not None and x.shape[0] == 1 and weight.shape[-1] % UNIT == 0 and
+                                                  serves(target_of(weight.device), QL_MOE_MSL, [weight]))
+def mul_mat_id_msl(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: return mul_mat_msl(x, weight, ids)
+
+@mul_mat.form("decode", takes=lambda x, weight, ids: target_of(weight.device) is not None and weight.shape[-1] % UNIT == 0)
+def mul_mat_decode(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
+  """A launch over gidx1, a vector times a matrix each"""
+  target, (*stack, rows, width) = target_of(weight.device), weight.shape
+  assert target is not None
+  shape, matrices = product_shape(x, weight, ids), prod(stack)
+  items = prod(shape[:-1])
+  share = items // prod(x.shape[:-1])
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    item, matrix = UOp.special(items, "gidx1"), weight.matrix(buffers, "w")
+    def chosen(wait_zero:UOp) -> Matrix:
+      which = buffers["ids"][item + wait_zero].load().maximum(0).minimum(matrices - 1).cast(dtypes.weakint)
+      return lambda row, unit, gate: matrix(which * rows + row, unit, gate)
+    of = rows_of(matrix, item % matrices * rows) if ids is None else lambda row: [(DeferredMatrix(chosen), row)]
+    part = linear_part(rows, of, buffers["y"], weight.integer, lambda row: item * rows + row)
+    return matvec(target, [width // UNIT], load4(buffers["x"], item // share * width), [part], items=items)
+  name = f"mul_mat{'' if ids is None else '_id'}_{weight.label}_{items}"
+  ins = {"x": x, **({} if ids is None else {"ids": ids}), **weight.args("w")}
+  return launch(name, {"y": empty(x, *shape)}, ins, body)[0]
+
+# ---- W·RMSNorm(x) ----
+
+@primitive(outputs=lambda step, x, norm, weights, rope, residual: [empty(x, x.shape[0], weight.shape[0]) for weight in weights])
+def norm_linear(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
   """x: float32 (T, in); weights: matrices (out_i, in) of RMSNorm(x), or of x without a norm; rope rotates the heads of the first product, residual
-  (T, out_0) is added to it -> float32 (T, out_i) each"""
-  if x.shape[0] == 1 and cpu.fits(*weights) and (rope is None or isinstance(rope.pos, Tensor)):
-    return cpu.norm_linear(x, norm, weights, rope, residual)
-  if x.shape[0] > 1 and cpu.fits(*weights): return cpu_prefill.norm_linear(x, norm, weights, rope, residual)
-  if (t := decode_target(x, x.shape[1])) and (rope is None or isinstance(rope.pos, Tensor)):
-    return norm_linear_decode(t, x, norm, weights, rope, residual)
-  if t := prefill_target(x, x.shape[1]): return norm_linear_prefill(t, x, norm, weights, rope, residual)
-  return norm_linear_ops(x, norm, weights, rope, residual)
-
-def norm_linear_ops(x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
-  n = x if norm is None else norm(x).contiguous()
-  first, *rest = [w(n) for w in weights]
-  if rope is not None: first = rope.rotate_heads(first)
+  (T, out_0) is added to it -> float32 (T, out_i) each. What tensor cores have rotated is half."""
+  normed = x if norm is None else norm(x).contiguous()
+  first, *rest = [mul_mat(normed, weight) for weight in weights]
+  if rope is not None: first = rope.rotate_heads(first, step)
   return [first if residual is None else (residual + first).contiguous(), *rest]
 
-def norm_linear_prefill(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
-  """By tensor cores. What RoPE has rotated is halves."""
-  n, factor = (rms_norm_half(t, x, norm)[0], 1.0) if norm is not None else halves(x)
-  first, *rest = weights
-  y = matmul(t, n, first, residual, factor, rope, None if rope is None else position(rope.pos), dtypes.float if rope is None else dtypes.half)
-  return [y, *[matmul(t, n, w, factor=factor) for w in rest]]
+@norm_linear.form("cpu_decode", takes=lambda step, x, norm, weights, rope, residual:
+                  cpu.fits(*weights) and step.one_token and (rope is None or step.on_device))
+def norm_linear_cpu(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
+  return cpu.norm_linear(x, norm, weights, rope, step.start if rope else None, residual)
 
-def norm_linear_decode(t:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
-  if norm is None and rope is None and len(weights) == 1 and residual is not None and serves(t, QL_SHEXP_MSL, weights):
-    return [mul_mat_msl(x, weights[0], residual=residual)]
-  outs = {f"y{i}": Tensor.empty(1, w.shape[0], dtype=dtypes.float) for i, w in enumerate(weights)}
-  ins = {"x": x, **({"norm": norm.weight} if norm else {}), **({"rope": rope.table, "pos": rope.pos} if rope else {}),
+@norm_linear.form("cpu_prefill", takes=lambda step, x, norm, weights, rope, residual: cpu.fits(*weights) and step.many_tokens)
+def norm_linear_cpu_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
+  return cpu_prefill.norm_linear(x, norm, weights, rope, step.device_start(x.device) if rope else None, residual)
+
+@norm_linear.form("msl", takes=lambda step, x, norm, weights, rope, residual:
+                  norm is None and rope is None and len(weights) == 1 and residual is not None and
+                  serves(decode_target(step, weights[0], x.shape[1]), QL_SHEXP_MSL, weights))
+def norm_linear_msl(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
+  return [mul_mat_msl(x, weights[0], residual=residual)]
+
+@norm_linear.form("decode", takes=lambda step, x, norm, weights, rope, residual:
+                  decode_target(step, weights[0], x.shape[1]) and (rope is None or step.on_device))
+def norm_linear_decode(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
+  target = target_of(weights[0].device)
+  assert target is not None
+  outs = {f"y{i}": empty(x, 1, weight.shape[0]) for i, weight in enumerate(weights)}
+  ins = {"x": x, **({"norm": norm.weight} if norm else {}), **({"rope": rope.table, "pos": step.start} if rope else {}),
          **({} if residual is None else {"residual": residual})}
-  for i, w in enumerate(weights): ins |= w.args(f"w{i}")
-  def body(b:dict[str, UOp]) -> list[UOp]:
-    def epilogue(sums:list[UOp], row:UOp) -> list[UOp]:
-      at = row % rope.head - rope.nope
-      return rotated(b, rope.table.shape[1], at, sums, at >= 0)
-    parts = [linear_part(w.shape[0], rows_of(w.matrix(b, f"w{i}")), b[f"y{i}"], w.integer, epilogue=epilogue if rope is not None and i == 0 else None,
-                       residual=b.get("residual") if i == 0 else None) for i, w in enumerate(weights)]
-    return matvec(t, [x.shape[1] // UNIT], load4(b["x"]), parts, (load4(b["norm"]), norm.eps) if norm else None)
-  parts = {"norm": norm, "linear": weights, "rope": rope, "residual": residual}
-  name = "_".join([part for part, there in parts.items() if there is not None] + [w.label for w in weights])
-  return launch(name, outs, ins, body, sum(w.nbytes for w in weights))
+  for i, weight in enumerate(weights): ins |= weight.args(f"w{i}")
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    def rotate(sums:list[UOp], row:UOp) -> list[UOp]:
+      number = row % rope.head - rope.nope
+      return rotated(buffers, rope.table.shape[1], number, sums, number >= 0)
+    parts = []
+    for i, weight in enumerate(weights):
+      first = i == 0
+      parts.append(linear_part(weight.shape[0], rows_of(weight.matrix(buffers, f"w{i}")), buffers[f"y{i}"], weight.integer,
+                               epilogue=rotate if rope is not None and first else None, residual=buffers.get("residual") if first else None))
+    return matvec(target, [x.shape[1] // UNIT], load4(buffers["x"]), parts, (load4(buffers["norm"]), norm.eps) if norm else None)
+  there = {"norm": norm, "linear": weights, "rope": rope, "residual": residual}
+  name = "_".join([what for what, it in there.items() if it is not None] + [weight.label for weight in weights])
+  return launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))
 
-def latent_query(q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
-  """The heads' queries in latent space, and the tokens' rows of the cache: [RMSNorm(kv)[:L] | RoPE(kv[L:])] written from pos on.
-  q: float32 (T, H·head); kv: float32 (T, L+R); k_b: (H, L, nope); cache: (C, L+R) -> float32 (T, H, L), or as split_kv wants it, and the cache"""
-  if cpu.fits(k_b) and isinstance(rope.pos, Tensor): return cpu.latent_query(q, kv, k_b, norm, cache, rope)
-  if q.shape[0] > 1 and cpu.fits(k_b): return cpu_prefill.latent_query(q, kv, k_b, norm, cache, rope)
-  if (t := decode_target(q, k_b.shape[2])) and isinstance(rope.pos, Tensor): return latent_query_decode(t, q, kv, k_b, norm, cache, rope)
-  if (t := prefill_target(q, k_b.shape[2])): return latent_query_prefill(t, q, kv, k_b, norm, cache, rope)
-  return latent_query_ops(q, kv, k_b, norm, cache, rope)
+@norm_linear.form("prefill", takes=lambda step, x, norm, weights, rope, residual: prefill_target(step, weights[0], x.shape[1]))
+def norm_linear_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
+  target, (first, *rest) = target_of(weights[0].device), weights
+  assert target is not None
+  normed = as_half(x) if norm is None else rms_norm_half(target, x, norm)[0]
+  pos = None if rope is None else step.device_start(x.device)
+  rotated_or_sum = matmul(target, normed, first, residual, 1.0, rope, pos, dtypes.float if rope is None else dtypes.half)
+  return [rotated_or_sum, *[matmul(target, normed, weight) for weight in rest]]
 
-def latent_query_ops(q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
-  (H, L, nope), T = k_b.shape, q.shape[0]
-  row = norm(kv[:, :L]).cat(rope.rotate(kv[:, L:]), dim=-1)
-  written = Tensor(cache.uop.after(cache[rope.pos:rope.pos+T].uop.store(row.cast(cache.dtype).uop)))
-  return k_b(q.reshape(T, H, -1)[..., :nope].cast(dtypes.float)), written
+# ---- what attention ends with ----
 
-def latent_query_prefill(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
-  """By tensor cores: q and the result are halves"""
-  (H, L, _), threads = k_b.shape, 128
-  def body(b:dict[str, UOp]) -> list[UOp]:
-    token, thread = UOp.special(q.shape[0], "gidx0"), UOp.special(threads, "lidx0")
-    return cache_row(t, b, L, cache.shape[1], norm.eps, token, thread, threads, token * 0, 0)
-  written = launch(f"cache_rows_{q.shape[0]}_{cache.shape[1]}", {"cache": cache},
-                   {"kv": kv, "norm": norm.weight, "rope": rope.table, "pos": position(rope.pos)}, body)[0]
-  return matmul(t, q.reshape(-1, H, q.shape[1] // H), k_b, dtype=dtypes.half), written
+@primitive(outputs=lambda step, context, v_b, weight, residual: empty(residual, *residual.shape), composite=True)
+def attention_output(step:Step, context:Tensor, v_b:Weight, weight:Weight, residual:Tensor) -> Tensor:
+  """residual + W·(the heads' v_b·context). context: float32 (T, H, L); v_b: (H, v, L); weight: (D, H·v); residual: float32 (T, D) -> float32 (T, D)"""
+  heads = mul_mat(context, v_b).reshape(residual.shape[0], -1)
+  return norm_linear(step, heads, None, [weight], residual=residual)[0]
 
-
-def latent_query_decode(t:Target, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
-  H, L, nope = k_b.shape
-  tiles = uses_tensor_cores(t, L, cache.shape[1] - L)
-  def body(b:dict[str, UOp]) -> list[UOp]:
-    item = UOp.special(H, "gidx1")
-    def out_index(i:UOp) -> UOp: return query_place(item, i, L) if tiles else item * L + i
-    part = linear_part(L, rows_of(k_b.matrix(b, "w"), item * L), b["q_latent"], k_b.integer, out_index)
-    def row(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:  # one block writes it, the others load nothing for it
-      return cache_row(t, b, L, cache.shape[1], norm.eps, block * 0, thread, threads, wait_zero, 4, block.eq(0) & item.eq(0))
-    return matvec(t, [nope // UNIT], load4(b["q"], item * rope.head), [part], extra_stores=row, items=H)
-  q_latent = Tensor.empty(1, padded(H), L, dtype=dtypes.half) if tiles else Tensor.empty(1, H, L, dtype=dtypes.float)
-  outs = {"q_latent": q_latent, "cache": cache}
-  ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "pos": rope.pos, **k_b.args("w")}
-  q_latent, written = launch(f"latent_query_{k_b.label}", outs, ins, body)
-  return q_latent, written
+@attention_output.form("prefill", takes=lambda step, context, v_b, weight, residual: prefill_target(step, v_b, v_b.shape[2], weight.shape[1]))
+def attention_output_prefill(step:Step, context:Tensor, v_b:Weight, weight:Weight, residual:Tensor) -> Tensor:
+  target = target_of(v_b.device)
+  assert target is not None
+  heads = matmul(target, as_half(context), v_b, factor=HALF_SCALE, dtype=dtypes.half)
+  return matmul(target, heads.reshape(residual.shape[0], -1), weight, residual, 1 / HALF_SCALE)

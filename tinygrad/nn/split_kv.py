@@ -41,7 +41,7 @@ def split_length(last:UOp, splits:int, step:int) -> UOp:
   """Positions a split, when `last` is the last one written"""
   return (last // (splits * step) + 1) * step
 
-def fits(t:Target, heads:int, latent:int, rope:int) -> bool:
+def takes(t:Target, heads:int, latent:int, rope:int) -> bool:
   """Whether the lanes share a cached vector evenly and a block's sums have room in shared memory"""
   return latent % (4 * t.lanes) == 0 and rope % t.lanes == 0 and WARPS * min(HEADS, heads) * (latent + 2) * 4 <= t.shared_bytes
 

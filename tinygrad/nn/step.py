@@ -1,0 +1,56 @@
+"""A forward pass as a value: which tokens it runs, and where they stand. The runner makes it, primitives are given it."""
+from __future__ import annotations
+import enum
+from dataclasses import dataclass
+from tinygrad import Tensor, UOp, dtypes
+
+class Phase(enum.Enum):
+  DECODE = enum.auto()    # a new token of each sequence
+  PREFILL = enum.auto()   # neighbouring tokens of one sequence
+
+@dataclass(frozen=True)
+class Step:
+  """start: the position of each sequence's first token in this step. A number or bound Variable, of a lone sequence, is for plain ops;
+  int32 (S,) on the device is for kernels too: what they launch does not change from step to step.
+  tables: int32 (S, C), the cache's row of each position of each sequence. None: a lone sequence, whose position is the row."""
+  phase: Phase
+  tokens: int                   # T, of all sequences together
+  start: UOp|int|Tensor
+  tables: Tensor|None = None
+
+  @staticmethod
+  def decode(start:UOp|int|Tensor, tables:Tensor|None=None) -> Step:
+    return Step(Phase.DECODE, 1 if tables is None else tables.shape[0], start, tables)
+  @staticmethod
+  def prefill(start:UOp|int|Tensor, tokens:int) -> Step: return Step(Phase.PREFILL, tokens, start)
+
+  @property
+  def on_device(self) -> bool:
+    """Whether the start is in device memory, where kernels read it"""
+    return isinstance(self.start, Tensor)
+  @property
+  def one_token(self) -> bool:
+    """Whether this is what kernels of matrices times a vector take: the next token of a lone sequence"""
+    return self.phase is Phase.DECODE and self.tables is None
+  @property
+  def many_tokens(self) -> bool:
+    """Whether this is what kernels of matrices times many vectors take: several tokens in a row of a lone sequence"""
+    return self.phase is Phase.PREFILL and self.tokens > 1 and self.tables is None
+
+  def device_start(self, device:str) -> Tensor:
+    """int32 (S,) on the device: the start, brought there if it is a number"""
+    if isinstance(self.start, Tensor): return self.start
+    start = Tensor(self.start, dtype=dtypes.int32, device=device) if isinstance(self.start, UOp) else \
+            Tensor.full((), self.start, dtype=dtypes.int32, device=device)
+    return start.reshape(1).contiguous()
+
+  # for plain ops
+  @property
+  def positions(self) -> Tensor:
+    """int32 (T,), of a step whose start is on the device: where each token stands"""
+    assert isinstance(self.start, Tensor)
+    if self.phase is Phase.DECODE: return self.start
+    return self.start + Tensor.arange(self.tokens, dtype=dtypes.int32, device=self.start.device)
+  def rows_of(self, table:Tensor) -> Tensor:
+    """table: (positions, …) -> (T, …), the entries of the tokens' positions"""
+    return table[self.positions] if isinstance(self.start, Tensor) else table[self.start:self.start + self.tokens]
