@@ -46,7 +46,9 @@ def test_batch_count(kernels: int, batches: int): assert batch_count(kernels) ==
 def test_null_speaks_for_a_target():
   before = Device.DEFAULT
   for to in ("CUDA", "METAL"):
-    with no_device(to): assert Device.DEFAULT == "NULL" and target_of(Device.DEFAULT) is (HOPPER if to == "CUDA" else TARGETS[to]) and target_of("CPU") is None
+    with no_device(to):
+      assert Device.DEFAULT == "NULL" and target_of(Device.DEFAULT) is (HOPPER if to == "CUDA" else TARGETS[to])
+      assert target_of("CPU") is None
   with no_device("CPU"): assert target_of(Device.DEFAULT) is None
   assert Device.DEFAULT == before and target_of("METAL:1") is TARGETS["METAL"]
 
