@@ -29,7 +29,7 @@ from tinygrad import Device, Tensor, Variable
 from tinygrad.apps.capture import Replay, to_device
 from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.gguf import GGUFError, GGUFFile, read_gguf
-from tinygrad.apps.llm import Parser, whole
+from tinygrad.apps.llm import Parser, int_at_least
 from tinygrad.apps.machine import APPLE, peak_bandwidth
 from tinygrad.apps.mla import Block, Config, Transformer
 from tinygrad.apps.models import UserError, check_device, find_model
@@ -178,12 +178,12 @@ def count(files:dict[str, GGUFFile], target:str, depth:int) -> dict[str, Any]:
 
 def main() -> None:
   p = Parser(prog="bench_block.py", description="Measure decoding on a bank of blocks, or count its kernels.", allow_abbrev=False)
-  p.add_argument("rounds", nargs="?", type=whole(1), default=10, help="rounds to measure (default 10)")
+  p.add_argument("rounds", nargs="?", type=int_at_least(1), default=10, help="rounds to measure (default 10)")
   p.add_argument("--model", metavar="NAME|PATH", help=f"made up, without a file: {', '.join(MODELS)}; or what llm.py takes "
                  "(default glm; with --count glm, ds2lite and youtu)")
   p.add_argument("--quant", default="Q4_0", choices=[*MIXES, "F16"], help="types of a made-up model (default Q4_0, the public file's mix)")
-  p.add_argument("--depth", type=whole(0), default=0, metavar="D", help="tokens in the cache (default 0)")
-  p.add_argument("--blocks", type=whole(1), metavar="N", help="blocks in a bank (default: enough to exceed four times the cache)")
+  p.add_argument("--depth", type=int_at_least(0), default=0, metavar="D", help="tokens in the cache (default 0)")
+  p.add_argument("--blocks", type=int_at_least(1), metavar="N", help="blocks in a bank (default: enough to exceed four times the cache)")
   p.add_argument("--count", action="store_true", help="print kernels a token, with no device, and leave")
   p.add_argument("--target", choices=LANGUAGES, help="whom --count counts for (default CUDA); implies --count")
   p.add_argument("--generic", action="store_true", help="without the fork's kernels: plain ops, as tinygrad's compiler schedules them")

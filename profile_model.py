@@ -23,7 +23,7 @@ from extra.bench import bytes_moved
 from tinygrad import Device
 from tinygrad.apps.engine.engine import ContextFull
 from tinygrad.apps.gguf import GGUFError, read_gguf
-from tinygrad.apps.llm import Parser, whole
+from tinygrad.apps.llm import Parser, int_at_least
 from tinygrad.apps.models import Model, UserError, find_model, load
 from tinygrad.apps.machine import peak_bandwidth
 from tinygrad.apps.mla import Config, Transformer
@@ -103,8 +103,8 @@ def run(model:Model, name:str, count:int, depth:int, with_source:bool) -> dict[s
 def main() -> None:
   p = Parser(prog="profile_model.py", description="Decode tokens, then show the decode graph's kernels by cumulative time.", allow_abbrev=False)
   p.add_argument("model", metavar="MODEL", help="a GGUF file, or a name of llm.py --list-models")
-  p.add_argument("tokens", metavar="N", nargs="?", type=whole(1), default=16, help="tokens to decode (default 16)")
-  p.add_argument("--depth", type=whole(0), default=0, metavar="D", help="tokens in the cache before the first (default 0)")
+  p.add_argument("tokens", metavar="N", nargs="?", type=int_at_least(1), default=16, help="tokens to decode (default 16)")
+  p.add_argument("--depth", type=int_at_least(0), default=0, metavar="D", help="tokens in the cache before the first (default 0)")
   p.add_argument("--with-source", action="store_true", help="print each kernel's rendered source")
   p.add_argument("--json", metavar="FILE", help="keep the last line, a JSON object, in FILE")
   args = p.parse_args()

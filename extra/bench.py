@@ -21,7 +21,7 @@ from tinygrad.apps.engine.sampling import Features
 from tinygrad.nn.kernel import UNIT
 from tinygrad.nn.split_kv import plan_splits, split_length
 from tinygrad.dtype import AddrSpace
-from tinygrad.engine.realize import capturing, compile_linear
+from tinygrad.engine.realize import compile_linear
 from tinygrad.helpers import Context, JIT_BATCH_SIZE
 from tinygrad.nn import cpu, intrinsics
 from tinygrad.renderer import Renderer
@@ -121,15 +121,6 @@ def no_device(target:str) -> Iterator[None]:
          mock.patch.object(QuantizedWeight, "load", classmethod(_unread)): yield
   finally: null.renderers = kept
 
-@contextlib.contextmanager
-def captured() -> Iterator[list[UOp]]:
-  """Collects the calls that are scheduled inside; they are not compiled, not run, and their buffers take no memory"""
-  class Calls(list):
-    def add_linear(self, linear:UOp, var_vals:dict[str, int]) -> None: self.extend(linear.src)
-  capturing.append(calls := Calls())
-  try: yield calls
-  finally: capturing.clear()
-
 Kinds = list[tuple[int, int]]
 
 def _token(f:GGUFFile, max_context:int) -> tuple[Transformer, list[list[UOp]], list[int]]:
@@ -159,17 +150,17 @@ def shared_bytes(program:UOp) -> int:
 def render_kernels(f:GGUFFile, target:str, max_context:int=4096, depth:int=0) -> list[Kernel]:
   """The kernels of a token after `depth` others, each once, lowered and rendered for the target: slower than counting, and finds what the target
   cannot say"""
-  kernels, at = [], {"pos": depth}      # where the position is a variable of the graph
+  kernels, variables = [], {"pos": depth}                  # where the position is a variable of the graph
   with no_device(target):
-    model, parts, each = _token(f, max_context)
-    times, known = Counter(), {}
-    for n, part in zip(each, parts):
+    model, parts, repeats = _token(f, max_context)
+    times, programs = Counter(), {}
+    for n, part in zip(repeats, parts):
       for call in compile_linear(UOp(Ops.LINEAR, src=tuple(part))).src:
         times[call.src[0].key] += n
-        known[call.src[0].key] = call.src[0]
+        programs[call.src[0].key] = call.src[0]
     for key, n in times.items():
-      p = known[key]
+      p = programs[key]
       read = p.src[0].arg.estimates
-      threads = math.prod(sym_infer(size, at) for size in (*p.arg.global_size, *(p.arg.local_size or ())))
-      kernels.append(Kernel(p.arg.name, n, bytes_moved(p.arg.name, read.mem, model, depth, at) if read else 0, shared_bytes(p), threads))
+      threads = math.prod(sym_infer(size, variables) for size in (*p.arg.global_size, *(p.arg.local_size or ())))
+      kernels.append(Kernel(p.arg.name, n, bytes_moved(p.arg.name, read.mem, model, depth, variables) if read else 0, shared_bytes(p), threads))
   return kernels

@@ -2,8 +2,9 @@
 from __future__ import annotations
 import contextlib
 from typing import Callable, Iterator
-from extra.bench import captured, no_device, shared_bytes
+from extra.bench import no_device, shared_bytes
 from tinygrad import Device, Tensor
+from tinygrad.apps.capture import collected_calls
 from tinygrad.engine.realize import compile_linear
 from tinygrad.helpers import Context
 from tinygrad.uop.ops import Ops, UOp
@@ -17,7 +18,7 @@ def on(target:str) -> Iterator[None]:
     with Context(SCACHE=0): yield                          # a schedule is remembered by its device, and the targets are all NULL
 
 def programs(run:Callable[[], Tensor|list[Tensor]]) -> list[UOp]:
-  with captured() as calls: Tensor.realize(*(out if isinstance(out := run(), list) else [out]))
+  with collected_calls() as calls: Tensor.realize(*(out if isinstance(out := run(), list) else [out]))
   return [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src if c.src[0].op is Ops.PROGRAM]
 
 def count(target:str, run:Callable[[], Tensor|list[Tensor]]) -> int:

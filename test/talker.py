@@ -7,7 +7,7 @@ from typing import Iterator
 from gguf import TokenType
 from tinygrad.apps.models import Model
 from tinygrad.apps.engine.sampling import Sampling
-from tinygrad.apps.tokenizer import _BYTE_OF, Tokenizer
+from tinygrad.apps.tokenizer import _BYTE_OF, Tokenizer, Vocabulary
 
 SPECIALS = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<think>", "</think>"]
 LETTERS = {b: c for c, b in _BYTE_OF.items()}
@@ -15,7 +15,7 @@ LETTERS = {b: c for c, b in _BYTE_OF.items()}
 def vocabulary(specials:list[str]=SPECIALS) -> Tokenizer:
   tokens, types = [chr(LETTERS[b]) for b in range(256)] + specials, [TokenType.NORMAL] * 256 + [TokenType.USER_DEFINED] * len(specials)
   types[256:258] = [TokenType.CONTROL] * 2
-  return Tokenizer("talker", "glm4", tokens, types, [], None, 256, False, set())
+  return Tokenizer("talker", Vocabulary("glm4", tokens, types, [], bos_id=None, eos_id=256, add_bos=False, stops=frozenset()))
 
 class Talker(Model):
   """Answers by the last word of the question. It thinks first where the prompt asks it to."""
@@ -51,5 +51,5 @@ class Talker(Model):
     yield self.tokenizer.eos_id
 
 if __name__ == "__main__":
-  from tinygrad.apps.terminal import Options, converse
-  converse(Talker(int(sys.argv[1])), Options(Sampling(1.0, seed=7)), introduction="the talker")
+  from tinygrad.apps.terminal import Options, chat_loop
+  chat_loop(Talker(int(sys.argv[1])), Options(Sampling(1.0, seed=7)), introduction="the talker")

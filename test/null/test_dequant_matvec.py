@@ -3,12 +3,13 @@ import math, re
 from typing import Callable
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
-from extra.bench import captured, no_device, shared_bytes
+from extra.bench import no_device, shared_bytes
 from helpers import HALVES
 from tinygrad import Device, Tensor, Variable, dtypes
+from tinygrad.apps.capture import collected_calls
 from tinygrad.apps.quantized import FORMATS, QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.codegen.opt import OptOps
-from tinygrad.codegen.opt.heuristic import FULL, threads_of
+from tinygrad.codegen.opt.heuristic import RESIDENT_THREADS, threads_of
 from tinygrad.engine.realize import compile_linear
 from tinygrad.nn.primitive import plain_ops
 from tinygrad.uop.ops import Ops, UOp
@@ -32,7 +33,7 @@ class Kernel:
 
 def kernels(target:str, run:Callable[[], Tensor]) -> list[Kernel]:
   with plain_ops(), no_device(target):
-    with captured() as calls: run().realize()
+    with collected_calls() as calls: run().realize()
     return [Kernel(c.src[0]) for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
 def kernel(target:str, run:Callable[[], Tensor]) -> Kernel:
   k, = kernels(target, run)
@@ -139,6 +140,6 @@ def test_threads():
   for outputs in (1, 768, 10240, 154880):
     counts = [threads_of(n, outputs) for n in (64, 256, 1024, 4096, 1 << 16)]
     assert counts == sorted(counts) and all(t * t <= 4 * n for t, n in zip(counts, (64, 256, 1024, 4096, 1 << 16)))
-  counts = [threads_of(4096, n) for n in (1, 2048, 16384, FULL, 8 * FULL)]
+  counts = [threads_of(4096, n) for n in (1, 2048, 16384, RESIDENT_THREADS, 8 * RESIDENT_THREADS)]
   assert counts == sorted(counts, reverse=True)
-  assert threads_of(64, FULL) == 1
+  assert threads_of(64, RESIDENT_THREADS) == 1

@@ -4,8 +4,9 @@ A number that changes is to be changed here, in the commit that changes it: fewe
   python bench_block.py --count --target CUDA
 """
 import pytest
-from extra.bench import batch_count, captured, count_kernels, no_device, render_kernels, stand_in, with_blocks
+from extra.bench import batch_count, count_kernels, no_device, render_kernels, stand_in, with_blocks
 from tinygrad import Device, Tensor
+from tinygrad.apps.capture import collected_calls
 from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.mla import Config, Transformer
 from tinygrad.apps.engine.sampling import Features
@@ -51,7 +52,7 @@ def test_null_speaks_for_a_target():
   with no_device("CPU"): assert target_of(Device.DEFAULT) is None
   assert Device.DEFAULT == before and target_of("METAL:1") is TARGETS["METAL"]
 
-def test_captured_runs_nothing():
-  with captured() as calls: t = (Tensor([1.0, 2.0]).realize() + 1).contiguous().realize()
+def test_collected_calls_do_not_run():
+  with collected_calls() as calls: t = (Tensor([1.0, 2.0]).realize() + 1).contiguous().realize()
   assert len(calls) == 2 and not t.uop.buffer.is_allocated()  # the copy and the addition
   assert (Tensor([1.0, 2.0]) + 1).tolist() == [2.0, 3.0]

@@ -5,7 +5,7 @@ from scheduled import TARGETS, count, empty, on, programs
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import Context
-from tinygrad.schedule.indexing import Rows, rows_of, worth
+from tinygrad.schedule.indexing import Rows, fusion_pays, rows_of
 from tinygrad.uop.ops import Ops, UOp
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -57,7 +57,7 @@ def test_a_long_row_keeps_the_device():
     found = rows_of(value, (r, i), value.toposort())
     assert found is not None and found.inner == (i,)
     return found
-  assert not worth(long(1), has_local=True) and worth(long(128), has_local=True) and worth(long(1), has_local=False)
+  assert not fusion_pays(long(1), has_local=True) and fusion_pays(long(128), has_local=True) and fusion_pays(long(1), has_local=False)
 
 def test_the_user_says_how():
   """PCONTIG still means what it means in the wheel"""

@@ -1,11 +1,12 @@
 """What a kernel's scheduler refuses: opts that overflow shared memory, and groups that codegen gets wrong. On the target with the least of it."""
 from typing import Any, Callable, Iterator
 import pytest
-from extra.bench import captured, no_device, shared_bytes
+from extra.bench import no_device, shared_bytes
 from tinygrad import Device, Tensor, dtypes
+from tinygrad.apps.capture import collected_calls
 from tinygrad.codegen import to_program
 from tinygrad.codegen.opt import KernelOptError, Opt, OptOps
-from tinygrad.codegen.opt.heuristic import one_loop
+from tinygrad.codegen.opt.heuristic import merge_loops
 from tinygrad.codegen.opt.postrange import Scheduler
 from tinygrad.codegen.opt.search import get_kernel_actions
 from tinygrad.helpers import Context
@@ -22,7 +23,7 @@ def metal() -> Iterator[None]:
 def empty(*shape:int, dtype=dtypes.float) -> Tensor: return Tensor.empty(*shape, dtype=dtype)
 
 def scheduler(run:Callable[[], Tensor], cls:Any=Scheduler) -> Scheduler:
-  with captured() as calls: run().realize()
+  with collected_calls() as calls: run().realize()
   k = cls(calls[-1].src[0], Device[Device.DEFAULT].renderer)
   k.convert_loop_to_global()
   return k
@@ -69,7 +70,7 @@ def test_every_group_counts():
   """Two reduces over one range: their partial sums lie beside each other"""
   def run(cls:Any) -> Scheduler:
     k = scheduler(lambda: (empty(16, 24576) * empty(24576)).sum(1) + empty(16, 24576).max(1), cls)
-    one_loop(k)
+    merge_loops(k)
     return k
   assert "49152 bytes" in refused(run(Scheduler), "GROUP", 0, 6144)
   applied(run(Wheels), ("GROUP", 0, 6144))

@@ -54,7 +54,7 @@ def test_odd_sizes(kind:T, rows:int, width:int, device:str):
 @pytest.mark.parametrize("device", ["METAL"], indirect=True)
 def test_many_rows(device:str, monkeypatch:pytest.MonkeyPatch):
   """A device that is full early: a thread takes four rows"""
-  monkeypatch.setattr("tinygrad.codegen.opt.heuristic.FULL", 16)
+  monkeypatch.setattr("tinygrad.codegen.opt.heuristic.RESIDENT_THREADS", 16)
   make, want = loaded(QuantizedLinear, T.Q5_0, (24, 96))
   x = normal(1, 96)
   with DEVICES[device](): check(make()(Tensor(x)), x @ want.T)

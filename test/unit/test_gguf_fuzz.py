@@ -3,7 +3,7 @@ By hand: python test/unit/test_gguf_fuzz.py [CASES] [SEED]"""
 import random, re, signal, struct, sys, tempfile, tracemalloc, warnings
 from collections import Counter
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 if __name__ == "__main__": sys.path[:0] = [str(p := Path(__file__).resolve().parents[2]), str(p / "test")]
 import pytest
 from gguf import GGUFReader
@@ -92,35 +92,51 @@ Loaders = tuple[Callable[[GGUFFile], object], ...]
 class Timeout(BaseException): "no Exception: nothing takes it for a fault of the file"
 def too_long(*_): raise Timeout(f"more than {SECONDS} s")
 
-def run(path: Path, loaders: Loaders, what: str) -> tuple[str, int]:
-  """(the last stage reached or "loaded", the peak of memory in bytes, as Python and numpy allocate it: the mapped file is not theirs)"""
-  stage = "read"
-  tracemalloc.reset_peak()
-  held = tracemalloc.get_traced_memory()[0]
-  signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-  try:
-    f = read_gguf(path)
-    for load in loaders:
-      stage = load.__name__
-      load(f)
-    stage = "loaded"
-  except GGUFError as e:
-    line = str(e)
-    assert line.startswith(f"{path}: ") and line.isprintable() and len(line) <= 500, f"{what}: not one clear line: {line!r}"
-  except (Exception, Timeout) as e: raise AssertionError(f"{what}: {stage}: {type(e).__name__}: {e}") from e
-  finally: signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-  return stage, tracemalloc.get_traced_memory()[1] - held
+class Outcomes(Counter[str]):
+  """How often each stage was the last that a case reached and, under "peak", the most memory that a case took. A case hangs no longer than SECONDS
+  while this is entered."""
+  def __enter__(self) -> "Outcomes":
+    self.before = signal.signal(signal.SIGVTALRM, too_long)
+    tracemalloc.start()
+    return self
+  def __exit__(self, *_):
+    tracemalloc.stop()
+    signal.signal(signal.SIGVTALRM, self.before)
+  def run(self, what: str, begins: str, stages: Iterator[str]) -> tuple[str, int]:
+    """Runs a case, which yields the name of each stage before entering it. An error is one line of GGUFError or MessageError. Returns the last stage
+    and the peak of memory in bytes, as Python and numpy allocate it: a mapped file is not theirs."""
+    stage, held = "", tracemalloc.get_traced_memory()[0]
+    tracemalloc.reset_peak()
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    try:
+      for stage in stages: pass
+    except (GGUFError, MessageError) as e:
+      if isinstance(e, MessageError): stage = "refused"
+      line = str(e)
+      assert line.startswith(begins) and line.isprintable() and len(line) <= 500, f"{what}: not one clear line: {line!r}"
+    except (Exception, Timeout) as e: raise AssertionError(f"{what}: {stage}: {type(e).__name__}: {e}") from e
+    finally: signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    return stage, tracemalloc.get_traced_memory()[1] - held
+  def note(self, what: str, stage: str, peak: int, bound: int):
+    assert peak <= bound, f"{what}: {stage}: {peak} bytes of memory, expected at most {bound}"
+    self[stage] += 1
+    self["peak"] = max(self["peak"], peak)
 
-def fuzz(base: Path, loaders: Loaders, cases: range, seed: int) -> Counter[str]:
-  """Runs cases, each from its own seed; AssertionError names the one that broke a promise. Returns how often each stage was the last reached, and
-  under "peak" the most memory that a case took. Its bound: what the valid file takes (keys, strings and tokenizer as Python objects) and, for
-  a wrong length that makes one string of all the rest, what decoding that costs: twice to widen it, once the text so far, once in the error."""
+def read_and_load(path: Path, loaders: Loaders) -> Iterator[str]:
+  yield "read"
+  f = read_gguf(path)
+  for load in loaders:
+    yield load.__name__
+    load(f)
+  yield "loaded"
+
+def fuzz(base: Path, loaders: Loaders, cases: range, seed: int) -> Outcomes:
+  """Runs cases, each from its own seed; AssertionError names the one that broke a promise. The bound of a case's memory: what the valid file takes
+  (keys, strings and tokenizer as Python objects) and, for a wrong length that makes one string of all the rest, what decoding that costs: twice
+  to widen it, once the text so far, once in the error."""
   valid, at, path = base.read_bytes(), Layout.of(base), base.with_name("mutant.gguf")
-  outcomes: Counter[str] = Counter()
-  before = signal.signal(signal.SIGVTALRM, too_long)
-  tracemalloc.start()
-  try:
-    for _ in range(2): stage, valid_peak = run(base, loaders, "valid file")  # twice: what is made once for all files does not count
+  with Outcomes() as outcomes:
+    for _ in range(2): stage, valid_peak = outcomes.run("valid file", f"{base}: ", read_and_load(base, loaders))  # twice: caches fill only once
     assert stage == "loaded"
     for case in cases:
       r, data = random.Random(f"{seed} {case}"), bytearray(valid)
@@ -130,13 +146,7 @@ def fuzz(base: Path, loaders: Loaders, cases: range, seed: int) -> Counter[str]:
       path.unlink(missing_ok=True)  # writing over a file is slow on some file systems
       path.write_bytes(data)
       what = f"case {case} of seed {seed}: {', '.join(m.__name__ for m in chosen)}"
-      stage, peak = run(path, loaders, what)
-      assert peak <= valid_peak + 4 * len(data), f"{what}: {stage}: {peak} bytes of memory for a file of {len(data)}, {valid_peak} for the valid one"
-      outcomes[stage] += 1
-      outcomes["peak"] = max(outcomes["peak"], peak)
-  finally:
-    tracemalloc.stop()
-    signal.signal(signal.SIGVTALRM, before)
+      outcomes.note(what, *outcomes.run(what, f"{path}: ", read_and_load(path, loaders)), valid_peak + 4 * len(data))
   return outcomes
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{% endfor %}{{ tools | tojson if tools }}"
@@ -228,35 +238,20 @@ def changed(r: random.Random) -> str:
       case 4: parts[j:j] = parts[i:i + r.randrange(1, 40)]
   return "".join(parts)
 
-def fuzz_templates(tokenizer: Tokenizer, cases: range, seed: int, chat: Callable = Chat) -> Counter[str]:
+def load_and_render(template: str, tokenizer: Tokenizer, chat: Callable, r: random.Random) -> Iterator[str]:
+  yield "loading"
+  made = chat("f.gguf", template, tokenizer)
+  yield "rendering"
+  made.render(r.choice([*TALKS.values()]), tools=r.choice((None, TOOLS)))
+  yield "rendered"
+
+def fuzz_templates(tokenizer: Tokenizer, cases: range, seed: int, chat: Callable = Chat) -> Outcomes:
   """Each template loads and renders, or fails in one line of GGUFError or MessageError, within SECONDS and HELD bytes."""
-  outcomes: Counter[str] = Counter()
-  before = signal.signal(signal.SIGVTALRM, too_long)
-  tracemalloc.start()
-  try:
+  with Outcomes() as outcomes:
     for case in cases:
       r = random.Random(f"template {seed} {case}")
       template, what = r.choice((program, program, changed))(r), f"template {case} of seed {seed}"
-      tracemalloc.reset_peak()
-      held, stage = tracemalloc.get_traced_memory()[0], "loading"
-      signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-      try:
-        made = chat("f.gguf", template, tokenizer)
-        stage = "rendering"
-        made.render(r.choice([*TALKS.values()]), tools=r.choice((None, TOOLS)))
-        stage = "rendered"
-      except (GGUFError, MessageError) as e:
-        if isinstance(e, MessageError): stage = "refused"
-        assert str(e).isprintable() and len(str(e)) <= 500, f"{what}: not one clear line: {e}"
-      except (Exception, Timeout) as e: raise AssertionError(f"{what}: {stage}: {type(e).__name__}: {e}") from e
-      finally: signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-      peak = tracemalloc.get_traced_memory()[1] - held
-      assert peak < HELD, f"{what}: {stage}: {peak} bytes of memory"
-      outcomes[stage] += 1
-      outcomes["peak"] = max(outcomes["peak"], peak)
-  finally:
-    tracemalloc.stop()
-    signal.signal(signal.SIGVTALRM, before)
+      outcomes.note(what, *outcomes.run(what, "", load_and_render(template, tokenizer, chat, r)), HELD)
   return outcomes
 
 @pytest.fixture

@@ -235,7 +235,7 @@ def test_the_oldest_turns_go_aloud(capsys):
   assert all(p.startswith("<|system|>" + "S" * 50) for p in m.prompts) and len(c.messages) < 18 and c.messages[0]["role"] == "user"
   assert capsys.readouterr().err.count("forgotten") > 1
   before = list(c.messages)
-  c.heard("y" * 900)
+  c.handle("y" * 900)
   assert c.messages == before and "the context holds 900" in capsys.readouterr().err
 
 def test_hidden_and_absent_thoughts(capsys):
@@ -263,9 +263,9 @@ def test_saved_conversations(tmp_path, capsys, monkeypatch):
          '[{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]': "message 1"}
   for text, found in bad.items():
     path.write_text(text)
-    c.heard(f"/load {path}")
+    c.handle(f"/load {path}")
     assert found in (line := capsys.readouterr().err) and line.count("\n") == 1
-  for name in ("/dev/zero", str(tmp_path), "/no/such", "", "~nobody-here/x"): c.heard(f"/load {name}")
+  for name in ("/dev/zero", str(tmp_path), "/no/such", "", "~nobody-here/x"): c.handle(f"/load {name}")
   err = capsys.readouterr().err
   assert err.count("\n") == 5 and err.count("expected a regular file") == 2 and [m["content"] for m in c.messages][:1] == ["c"]
 
@@ -277,7 +277,7 @@ def test_settings(capsys):
            "color red", "top_p", "top_k 1e999")
   for text in wrong:
     before = c.options.sampling
-    c.heard(f"/set {text}")
+    c.handle(f"/set {text}")
     assert (err := capsys.readouterr().err).count("\n") == 1 and "expected" in err and c.options.sampling == before, text
 
 # ---- files, streams, characters ----

@@ -110,8 +110,8 @@ class _Calls(list):
   def add_linear(self, linear:UOp, var_vals:dict[str, int]) -> None: self.extend(linear.src)
 
 @contextlib.contextmanager
-def _collected() -> Iterator[_Calls]:
-  """Calls that are scheduled inside are collected, not run"""
+def collected_calls() -> Iterator[list[UOp]]:
+  """Collects the calls that are scheduled inside: they are neither compiled nor run, and their buffers take no memory"""
   outer = list(capturing)
   capturing[:] = [calls := _Calls()]
   try: yield calls
@@ -122,7 +122,7 @@ def _parameters(linear:UOp, held:list[UOp]) -> UOp:
 
 def schedule(fxn:Callable, args:tuple, tensors:list[Tensor]) -> Recording:
   """The launches of fxn(*args) as tinygrad schedules them, not lowered; their intermediate results are still buffers of their own"""
-  with _collected() as calls:
+  with collected_calls() as calls:
     returned = fxn(*args)
     returned = returned if isinstance(returned, tuple) else (returned,)
     Tensor.realize(*returned)

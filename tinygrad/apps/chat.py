@@ -1,6 +1,7 @@
-"""Messages to token ids through a chat template: the file's `tokenizer.chat_template` (Jinja as Hugging Face renders it) or a family's built-in one.
+"""Messages to a prompt's token ids through a chat template: the file's `tokenizer.chat_template` (Jinja as Hugging Face renders it) or a family's
+built-in one. template.py runs it, tokenizer.py encodes what it renders.
 
-Special tokens come from templates alone: wherever a message holds the name of one, a mark goes before it, and a marked name is text when rendered."""
+Special tokens come from templates alone: where a message holds the name of one, a mark is put before it, and a marked name is encoded as text."""
 from __future__ import annotations
 import re, secrets
 from typing import Any
@@ -8,7 +9,7 @@ from tinygrad.apps.gguf import GGUFError, GGUFFile, one_line
 from tinygrad.apps.template import MAX_DEPTH, MAX_INT, Refusal, Template
 from tinygrad.apps.tokenizer import Tokenizer, any_of
 
-# digits that nobody can foresee: filters that quote, escape, strip or change case leave the mark as it is, and no message can hold it
+# random digits: filters that quote, escape, strip or change case do not change the mark, and no message can hold it
 MARK = str(10**23 + secrets.randbelow(9 * 10**23))
 
 # for files without a template, by `tokenizer.ggml.pre`: conversations only
@@ -31,7 +32,7 @@ BUILT_IN = {
 }
 
 class MessageError(ValueError):
-  """Messages that are not what they should be, or that the model's template refuses: the caller's error, not the file's. str(e) is one line."""
+  """Messages of a wrong form, or that the model's template refuses: the caller's error, not the file's. str(e) is one line."""
   def __init__(self, message: str): super().__init__(one_line(message))
 
 def _said(e: Exception) -> str: return " ".join(str(e).replace(MARK, "").split())
@@ -39,14 +40,15 @@ def _wrong(where: str, expected: str, found: Any) -> MessageError:
   return MessageError(f"{where}: expected {expected}, found {'none' if found is None else type(found).__name__}")
 
 class Chat:
-  """`render` turns messages ({"role": ..., "content": ...} and whatever else the template reads) into the ids of a prompt."""
+  """A model's chat template. `render` turns messages ({"role": ..., "content": ...} and whatever else the template reads) into the ids of a prompt.
+  Raises GGUFError, with the file's path, for a template that is no Jinja."""
   def __init__(self, path, template: str, tokenizer: Tokenizer):
     self.path, self.tokenizer = path, tokenizer
     try: self.template = Template(template)
     except Exception as e: raise self._bad("a Jinja template", e) from None  # a parser may fail in any way that Python knows
     names, control = tokenizer.special_tokens, [s for s, i in tokenizer.special_tokens.items() if i in tokenizer.control]
     self._special = re.compile(f"(?<!{MARK})({any_of(names)})")
-    # the markup that an answer shows (<think>, <tool_call>) is the model's own word: in an answer that comes back it stays what it was
+    # the model writes markup (<think>, <tool_call>) itself: in an assistant's message it stays markup, in any other it is text
     self._names, self._control = re.compile(f"(?={any_of(names)})", re.I), re.compile(f"(?={any_of(control)})", re.I)
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     self._vars = {"bos_token": tokenizer.decode(bos), "eos_token": tokenizer.decode([tokenizer.eos_id])}
@@ -66,7 +68,7 @@ class Chat:
     return GGUFError(f"{self.path}: key tokenizer.chat_template: expected {expected}, found {type(e).__name__}: {_said(e)}")
 
   def _guard(self, where: str, x: Any, names: re.Pattern, depth: int = 1) -> Any:
-    """A copy of plain values in which the names of special tokens are marked."""
+    """A copy of x (text, numbers, lists, dicts) in which `names`, of special tokens, are marked. Raises MessageError, which begins with `where`."""
     if depth > MAX_DEPTH - 10: raise MessageError(f"{where}: expected lists and dicts at most {MAX_DEPTH - 10} deep, found more")
     if isinstance(x, str): return names.sub(MARK, x)
     if isinstance(x, (list, tuple)): return [self._guard(where, v, names, depth + 1) for v in x]
@@ -97,9 +99,9 @@ class Chat:
     return self._guard(where, {**m, "content": content}, self._control if role == "assistant" else self._names)
 
   def render(self, messages: list[dict], add_generation_prompt: bool = True, **template_vars: Any) -> list[int]:
-    """The prompt's ids, with a bos in front where the vocabulary asks for one and the template gave none. A content of None is empty, text parts are
-    joined. `template_vars` (tools, enable_thinking...) go to the template. MessageError for messages that are none or that the template refuses,
-    GGUFError for a template that cannot be rendered."""
+    """The prompt's ids, with a bos in front where the vocabulary asks for one and the template gave none. A content of None is empty; text parts are
+    joined. template_vars: the template's variables, tools and enable_thinking for two. Raises MessageError for messages that are none or that the
+    template refuses, GGUFError for a template that cannot be rendered."""
     if not isinstance(messages, (list, tuple)): raise _wrong("messages", "a list", messages)
     values = {**self._vars, **{k: self._guard(k, v, self._names) for k, v in template_vars.items()},
               "messages": [self._message(f"message {n}", m) for n, m in enumerate(messages)], "add_generation_prompt": add_generation_prompt}

@@ -1,7 +1,8 @@
-"""Reading GGUF: a file, or all the parts of one, becomes typed keys and named tensors whose bytes stay mapped. A bad file ends in one GGUFError line.
+"""Reading GGUF: a file, or all parts of one, becomes typed keys and named tensors whose bytes stay mapped. A bad file is one line of GGUFError.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian). The `gguf` package walks it; what stands here
-checks every read against the file's end, every count, size and offset in Python's unbounded integers, and names the field that is wrong.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian). The `gguf` package walks the file. This
+module checks every read against the file's end, and every count, size and offset in Python's unbounded integers, and names the field that is wrong.
+Keys are read by mla.py (Config), tokenizer.py and chat.py, tensors by quantized.py, which puts them on the device.
 """
 from __future__ import annotations
 import math, os, re, struct
@@ -16,9 +17,9 @@ SUPPORTED = tuple(GGMLType[t] for t in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q
                                         "IQ4_NL", "IQ4_XS", "MXFP4"))
 SCALARS, STRING, ARRAY = GGUFReader.gguf_scalar_to_np, ValueType.STRING, ValueType.ARRAY
 MAX_DIMS = 4                  # ggml's own limit
-MAX_STRING = 1 << 20          # bytes, far past any template: what a wrong length may decode before it is found out
-MAX_ITEMS = 1 << 24           # elements of an array, far past any vocabulary
-MIN_KEY, MIN_TENSOR = 13, 32  # bytes of the smallest entry of each kind: they bound both counts by the file's size
+MAX_STRING = 1 << 20          # bytes of a string, far more than any template: a wrong length decodes no more than this
+MAX_ITEMS = 1 << 24           # elements of an array, far more than any vocabulary
+MIN_KEY, MIN_TENSOR = 13, 32  # bytes of the smallest key and the smallest tensor info: they bound both counts by the file's size
 PART = re.compile(r"(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
 REQUIRED: Any = object()      # no default: the key must be there
 
@@ -28,12 +29,12 @@ def one_line(message: str) -> str:
   return line if len(line) <= 500 else line[:400] + " ... " + line[-95:]
 
 class GGUFError(Exception):
-  """A file that is not what it should be. str(e) is one printable line: file, field, what was expected, what was found."""
+  """A file that is broken, or not supported. str(e) is one printable line: file, field, what was expected, what was found."""
   def __init__(self, message: str): super().__init__(one_line(message))
 
 class GGUFTensor(NamedTuple):
-  """One weight as it lies in the file. shape: numpy order, (out, in) or (E, out, in); data: uint8, 1-D, mapped
-  (copy-on-write), the tensor's bytes and no others."""
+  """A weight as the file stores it. shape: numpy order, (out, in) or (E, out, in); type: its block format; data: numpy uint8 (bytes,), mapped
+  copy-on-write."""
   name: str
   shape: tuple[int, ...]
   type: GGMLType
@@ -50,7 +51,8 @@ class GGUFFile:
   def total_bytes(self) -> int: return sum(t.data.nbytes for t in self.tensors.values())
 
   def key(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
-    """The value of a key. kind: int, float (an int serves), bool, str or list. GGUFError if it is of another type, or absent without a default."""
+    """The value of a key. kind: int, float (an int will do), bool, str or list. Raises GGUFError for one of another type, or a missing one without a
+    default."""
     if name not in self.kv:
       if default is REQUIRED: raise GGUFError(f"{self.path}: key {name}: expected {kind.__name__}, found no such key")
       return default
@@ -62,7 +64,7 @@ class GGUFFile:
     return value
 
   def tensor(self, name: str, *shape: int) -> GGUFTensor:
-    """A tensor by name; GGUFError if it is missing or, where a shape is given, if its own differs."""
+    """A tensor by name. Raises GGUFError where it is missing or, if a shape is given, has another."""
     want = f"expected shape {shape}" if shape else "expected a tensor"
     if (t := self.tensors.get(name)) is None: raise GGUFError(f"{self.path}: tensor {name}: {want}, found no such tensor")
     if shape and t.shape != shape: raise GGUFError(f"{self.path}: tensor {name}: {want}, found {t.shape}")
@@ -71,14 +73,14 @@ class GGUFFile:
 class Reader(GGUFReader):
   """GGUFReader with its reads bounded. Its errors lack the file's name: read_part adds it."""
   def __init__(self, path: Path):
-    self.at, self.text = "header", ""                    # the entry being read and the last string, for messages
+    self.entry, self.text = "header", ""                 # what is being read and the last string, for messages
     self.kv: dict[str, Any] = {}
-    self.found: dict[str, GGUFTensor | None] = {}        # every name from its entry on, its tensor once all entries are read
+    self.entries: dict[str, GGUFTensor | None] = {}      # every name from its entry on, its tensor once all entries are read
     super().__init__(path, "c")  # copy-on-write: nothing is written, but a copy to a device wants a writable address
-    # arrays of numbers become lists only now: a bogus count that the file can hold is found out by what follows it, before it costs memory
+    # arrays of numbers become lists only now: a wrong count that the file can hold shows in what follows it, before it costs memory
     self.kv = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in self.kv.items()}
 
-  def fail(self, message: str) -> NoReturn: raise GGUFError(f"{self.at}: {message}")
+  def fail(self, message: str) -> NoReturn: raise GGUFError(f"{self.entry}: {message}")
 
   def check_end(self, offset: int, size: int):
     if offset + size > self.data.size: self.fail(f"truncated: expected {size} bytes at offset {offset}, the file ends at {self.data.size}")
@@ -101,7 +103,7 @@ class Reader(GGUFReader):
     return length, data
 
   def strings(self, offset: int, count: int) -> tuple[list[str], int]:
-    """`count` strings from offset on -> (the strings, the offset behind them). One loop over the mapped bytes: a vocabulary holds half a million."""
+    """(`count` strings from offset on, the offset behind them). One loop over the mapped bytes: vocabularies have up to half a million strings."""
     data, end, out, unpack = memoryview(self.data), self.data.size, [], struct.Struct("<Q").unpack_from
     for i in range(count):
       if (start := offset + 8) > end: self.check_end(offset, 8)
@@ -112,7 +114,7 @@ class Reader(GGUFReader):
     return out, offset
 
   def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[ValueType]]:
-    self.at, kind = f"key {self.text}", int(raw_type)
+    self.entry, kind = f"key {self.text}", int(raw_type)
     if kind not in SCALARS and kind not in (STRING, ARRAY): self.fail(f"expected a value type from 0 to {max(ValueType):d}, found {kind}")
     if kind != ARRAY: return super()._get_field_parts(orig_offs, kind)
     item, count, start = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
@@ -134,23 +136,23 @@ class Reader(GGUFReader):
     value = self.kv[field.name] = field.parts[-1] if field.types[0] == ARRAY else field.contents()
     if field.name == "general.alignment" and (field.types != [ValueType.UINT32] or value < 1 or value & (value - 1)):
       self.fail(f"expected a uint32 power of two, found {field.types[0].name.lower()} {value!r:.80}")
-    self.at = f"entry behind {self.at}"
+    self.entry = f"entry behind {self.entry}"
     # the value alone: the small arrays go, and the alignment is a Python integer
     return super()._push_field(field._replace(parts=[[value]]), skip_sum=True)
 
   def _get_tensor_info_field(self, orig_offs: int) -> ReaderField:
-    self.at = f"tensor info {len(self.found)}"
+    self.entry = f"tensor info {len(self.entries)}"
     field = super()._get_tensor_info_field(orig_offs)
-    self.at = f"tensor {field.name}"
-    if field.name in self.found: self.fail(f"duplicate tensor at offset {orig_offs}")
+    self.entry = f"tensor {field.name}"
+    if field.name in self.entries: self.fail(f"duplicate tensor at offset {orig_offs}")
     if not 1 <= len(field.parts[3]) <= MAX_DIMS: self.fail(f"expected 1 to {MAX_DIMS} dimensions, found {len(field.parts[3])}")
-    self.found[field.name] = None
+    self.entries[field.name] = None
     return field
 
   def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
     spans: list[tuple[int, int, str]] = []
     for field in fields:
-      self.at = f"tensor {field.name}"
+      self.entry = f"tensor {field.name}"
       dims, raw_type, offset = field.parts[3].tolist(), int(field.parts[4][0]), int(field.parts[5][0])
       if raw_type not in SUPPORTED:
         name = GGMLType(raw_type).name if raw_type in set(GGMLType) else f"unknown ggml type {raw_type}"
@@ -163,7 +165,7 @@ class Reader(GGUFReader):
       begin, size = start_offs + offset, math.prod(dims) // block * block_bytes
       self.check_end(begin, size)
       spans.append((begin, begin + size, field.name))
-      self.found[field.name] = GGUFTensor(field.name, shape, ggml_type, self.data[begin:begin + size])
+      self.entries[field.name] = GGUFTensor(field.name, shape, ggml_type, self.data[begin:begin + size])
     for (_, end, name), (begin, _, other) in zip(spans := sorted(spans), spans[1:]):
       if begin < end: raise GGUFError(f"tensor {other}: overlaps tensor {name}: expected an offset of at least {end} in the file, found {begin}")
 
@@ -184,10 +186,10 @@ def read_part(path: Path) -> GGUFFile:
     try: reader = Reader(path)
     except GGUFError as e: raise GGUFError(f"{path}: {e}") from None
   except OSError as e: raise GGUFError(f"{path}: cannot be read: {e.strerror or e}") from None
-  return GGUFFile(path, reader.kv, reader.found)
+  return GGUFFile(path, reader.kv, reader.entries)
 
 def read_gguf(path: str | Path) -> GGUFFile:
-  """Maps a GGUF file; any part NAME-00001-of-0000N.gguf of one brings all the others. Raises GGUFError for whatever is wrong with it."""
+  """Maps a GGUF file; any part NAME-00001-of-0000N.gguf of one stands for all of them. Raises GGUFError for whatever is wrong with a file."""
   path = Path(path)
   if (m := PART.fullmatch(path.name)) is None: paths = [path]
   else:

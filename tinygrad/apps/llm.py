@@ -1,4 +1,7 @@
-"""The command line: flags, and what each of them starts. `load` for Python is handed on from apps/models.py.
+"""The command line: its flags, whether they fit together, and what they start. Flags are declared here alone.
+
+A prompt and a conversation are terminal.py's, figures measure.py's, files and names models.py's, whose `load` is public here too. The model itself
+begins at mla.py. The wheel's own `tinygrad.llm` is another program, which the fork does not use.
 
   python tinygrad/apps/llm.py --model glm-4.7:flash --prompt "What is a list?"
   python tinygrad/apps/llm.py --model models/tiny-glm-Q4_0.gguf --benchmark 20
@@ -22,26 +25,30 @@ if __name__ == "__main__":
     sys.exit(f"this is the fork's command line, but `import tinygrad` found {tinygrad.__file__}: expected {ROOT / 'tinygrad'}")
 
 import argparse, dataclasses, json, time
-from typing import Any, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Callable
 from tinygrad import Device
 from tinygrad.apps.engine.engine import ContextFull
 from tinygrad.apps.gguf import GGUFError
 from tinygrad.apps.models import ALIASES, BUILT_IN, DEFAULT_CONTEXT, MODELS, Answer, Model, UserError, load, local_file
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.screen import doing, lossy, note, safe_line
-from tinygrad.apps.terminal import Options, chosen_seed, converse, read_text, say
+from tinygrad.apps.terminal import Options, chat_loop, chosen_seed, print_stream, read_text
 from tinygrad.helpers import NUM_CPU_THREADS
+if TYPE_CHECKING: from tinygrad.apps.measure import Sweep
 
 __all__ = ["Model", "UserError", "load", "main"]
 
 MAX_TEXT = 1 << 26  # bytes that --perplexity reads
+TOKENS = 20         # that --benchmark decodes where it is not told
 DEMO = "tiny-glm, a tiny demonstration that has read Python's own manual and knows nothing else (--list-models names real models)"
 
 class Parser(argparse.ArgumentParser):
+  """An error is one line on stderr, exit code 2"""
   def error(self, message:str) -> Any: self.exit(2, f"{self.prog}: {safe_line(message)} (see --help)\n")
 
-def whole(low:int, *others:int) -> Callable[[str], int]:
-  """The type of an option that takes a whole number of at least `low`, or one of the `others`"""
+def int_at_least(low:int, *others:int) -> Callable[[str], int]:
+  """The argparse type of an option that takes a whole number of at least `low`, or one of the `others`"""
   def number(text:str) -> int:
     try:
       if (value := int(text)) >= low or value in others: return value
@@ -49,31 +56,33 @@ def whole(low:int, *others:int) -> Callable[[str], int]:
     raise argparse.ArgumentTypeError(f"expected a whole number of at least {low}{''.join(f', or {o}' for o in others)}, found {text[:40]!r}")
   return number
 
-# flags that --benchmark alone takes; any of them makes it a table, but --depth with one number, and -o json beside --benchmark N
+# flags that --benchmark alone takes; any of them makes it a table, except --depth with one number, and -o json beside --benchmark N
 TABLE = ("n_prompt", "n_gen", "depth", "repetitions", "output", "plot")
 
 def benchmark_flags(p:Parser, bench:bool) -> None:
-  """What --benchmark takes; bench: as for parser"""
+  """Adds --benchmark and the flags that it takes; bench: as for parser"""
   def add(name:str, short:str="", **kw) -> None:
     p.add_argument(*([short] if short and bench else []), *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **kw)
-  add("benchmark", nargs="?", type=whole(1), const=0, metavar="N", help="time the decoding of N tokens, a line each (default 20); with any of the "
-      "next four, -o or --plot: a table as llama-bench prints it. -p, -n, -d and -r are then short for the four")
+  add("benchmark", nargs="?", type=int_at_least(1), const=0, metavar="N",
+      help=f"time the decoding of N tokens, a line each (default {TOKENS}); with any of the next four, -o or --plot: a table as llama-bench prints "
+           "it. -p, -n, -d and -r are then short for the four")
   add("n_prompt", "-p", metavar="LIST", help="a table's prefills: tokens of each (default 512; 0: none)")
   add("n_gen", "-n", metavar="LIST", help="a table's decodings: tokens of each (default 128; 0: none)")
   add("depth", "-d", metavar="LIST", help="tokens in the cache before a benchmark's first (default 0); several: a table")
-  add("repetitions", "-r", type=whole(1), metavar="R", help="runs of each row of a table, beside one to warm up (default 5)")
+  add("repetitions", "-r", type=int_at_least(1), metavar="R", help="runs of each row of a table, beside one to warm up (default 5)")
   p.add_argument("-o", "--output", choices=("md", "csv", "json"), help="a table's form (default md); json ends --benchmark N with a JSON line")
   add("plot", metavar="FILE", help="draw a table's tok/s over depth, with the ceiling, as .png or .svg (needs matplotlib)")
 
 def parser(bench:bool=False) -> Parser:
-  """bench: whether --benchmark is among the arguments: -p, -n, -d and -r are then its lists, as llama-bench has them; else what llama-cli has."""
+  """The flags. bench: whether --benchmark is among the arguments: -p, -n, -d and -r are then its lists, as llama-bench has them; else they are what
+  llama-cli has."""
   p = Parser(prog="llm.py", description="Run MLA and mixture-of-experts models from a GGUF file.", allow_abbrev=False)
   def add(name:str, *short:str, **kw) -> None:
     p.add_argument(*(s for s in short if not (bench and s in ("-p", "-n", "-d", "-r"))),
                    *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **kw)
   add("model", "-m", default=str(BUILT_IN), metavar="NAME|PATH", help="a name of --list-models or a GGUF file (default: the built-in tiny model)")
   add("list_models", action="store_true", help="list the models known by name, their sizes, and which are on this machine")
-  add("max_context", "-c", type=whole(2, 0), metavar="N",
+  add("max_context", "-c", type=int_at_least(2, 0), metavar="N",
       help=f"tokens the cache holds (default {DEFAULT_CONTEXT}, or what --benchmark needs; 0: all that the model can)")
   add("prompt", "-p", metavar="TEXT", help="answer TEXT and leave")
   add("file", "-f", metavar="FILE", help="answer the text of FILE and leave; - is stdin")
@@ -82,7 +91,8 @@ def parser(bench:bool=False) -> Parser:
   add("system", "-sys", default="", metavar="TEXT", help="the system's message")
   add("no_think", action="store_true", help="ask the model to answer without reasoning first")
   add("hide_think", action="store_true", help="do not print the reasoning")
-  add("count", "-n", type=whole(1, -1), metavar="N", help="at most N new tokens (default, and -1: until the model stops or the context is full)")
+  add("count", "-n", type=int_at_least(1, -1), metavar="N",
+      help="at most N new tokens (default, and -1: until the model stops or the context is full)")
   for name, short, kind, text in (("temperature", "--temp", float, "0 is greedy"), ("top_k", None, int, "keep the k likeliest tokens, 0 all"),
                                   ("top_p", None, float, "keep the likeliest tokens up to this probability"),
                                   ("min_p", None, float, "keep tokens this likely, relative to the likeliest"),
@@ -92,12 +102,13 @@ def parser(bench:bool=False) -> Parser:
   add("stop", "-r", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; may be given more than once")
   add("stats", action="store_true", default=None, help="figures after each answer, and how it was drawn (on a terminal figures alone are shown)")
   benchmark_flags(p, bench)
-  add("threads", "-t", type=whole(1), metavar="N", help="threads of the CPU (default: its cores)")
+  add("threads", "-t", type=int_at_least(1), metavar="N", help="threads of the CPU (default: its cores)")
   add("json", nargs="?", const="-", metavar="FILE", help="end with a JSON line of a benchmark's or a perplexity's figures, and keep it in FILE")
   add("perplexity", metavar="FILE", help="the perplexity of a text file")
   return p
 
 def list_models() -> None:
+  """Prints a line for each model known by name: its size, where it comes from, where it is on this machine"""
   for name, (repo, file, gb) in MODELS.items():
     path, aliases = local_file(name), "".join(f"  = {a}" for a, target in ALIASES.items() if target == name)
     size, where = (path.stat().st_size / 1e9, safe_line(str(path))) if path else (gb, "not here")
@@ -105,7 +116,7 @@ def list_models() -> None:
   print(f"{'(none given)':30s} {BUILT_IN.stat().st_size / 1e9:5.3f} GB  {DEMO.partition(',')[0]}  {BUILT_IN}")
 
 def prompt_of(args:argparse.Namespace) -> tuple[str|None, bool]:
-  """What is to be answered (None: a conversation), and whether as it is. Raises UserError."""
+  """(the text to answer, or None where no flag gives one; whether to continue it as it is). Raises UserError."""
   raw, texts = args.raw_prompt is not None, {"--prompt": args.prompt, "--file": args.file}
   if isinstance(args.raw_prompt, str): texts["--raw_prompt"] = args.raw_prompt
   given = [name for name, text in texts.items() if text is not None]
@@ -117,95 +128,117 @@ def prompt_of(args:argparse.Namespace) -> tuple[str|None, bool]:
   if args.file is not None: return read_text("--file", args.file).removesuffix("\n"), raw
   return (texts[given[0]] if given else None), raw
 
-def main(argv:list[str]|None=None) -> int|None:
-  """The exit code, where it is not 0"""
-  argv = sys.argv[1:] if argv is None else argv
-  args = parser(any(a.split("=")[0] == "--benchmark" for a in argv)).parse_args(argv)
-  if args.list_models: return list_models()
-  given = {f.name: v for f in dataclasses.fields(Sampling) if f.name != "seed" and (v := getattr(args, f.name)) is not None}
-  Sampling(**given)  # wrong values are found before a model is loaded
-  given["seed"] = chosen_seed(args.seed)
+@dataclass
+class Work:
+  """What the flags ask for, once they are found to fit together"""
+  sampling: dict[str, Any]   # Sampling's fields that flags set
+  benched: bool
+  sweep: Sweep|None          # of a table; None with benched: decode N tokens, a line each
+  text: str|None             # whose perplexity is asked for
+  prompt: str|None           # what is to be answered
+  raw: bool                  # … as it is, without the chat template
+  json_file: Path|None       # where the JSON line is kept
+  @property
+  def chat(self) -> bool: return self.prompt is None and not self.benched and self.text is None
+
+def work_of(args:argparse.Namespace) -> Work:
+  """Checks the flags together, before a model is loaded. Raises UserError, ValueError."""
+  sampling = {f.name: v for f in dataclasses.fields(Sampling) if f.name != "seed" and (v := getattr(args, f.name)) is not None}
+  Sampling(**sampling)
+  sampling["seed"] = chosen_seed(args.seed)
   if "" in args.stop: raise UserError("--stop: expected a text, found none")
-  if args.threads: NUM_CPU_THREADS.value = args.threads
   benched, of_table, sweep = args.benchmark is not None, [name for name in TABLE if getattr(args, name) is not None], None
   if benched and args.perplexity is not None: raise UserError("expected --benchmark or --perplexity, found both")
   if of_table and not benched: raise UserError(f"--{of_table[0]}: expected --benchmark beside it")
   if benched:
     from tinygrad.apps.measure import sweep_of
     sweep = sweep_of(args, of_table)
-  text, keep = None, None if args.json in (None, "-") else Path(args.json)
+  text, json_file = None, None if args.json in (None, "-") else Path(args.json)
   if args.json and not benched and args.perplexity is None: raise UserError("--json: expected --benchmark or --perplexity beside it")
-  if keep:
-    try: keep.open("a").close()  # better before the work than after it
-    except OSError as e: raise UserError(f"--json {keep}: {e.strerror}") from None
+  if json_file:
+    try: json_file.open("a").close()  # better before the work than after it
+    except OSError as e: raise UserError(f"--json {json_file}: {e.strerror}") from None
   if args.perplexity is not None: text = read_text("--perplexity", args.perplexity, MAX_TEXT, regular=True)
-  prompt, raw = prompt_of(args)
-  if (talk := prompt is None and not benched and text is None) and sys.stdin is None:
-    raise UserError("stdin is closed: expected a conversation on it, or --prompt or --file")
-  tokens, depth = args.benchmark or 20, int(args.depth or 0) if sweep is None else 0
-  context = sys.maxsize if args.max_context == 0 else args.max_context or max(DEFAULT_CONTEXT, sweep.room if sweep else depth + tokens + 2)
+  work = Work(sampling, benched, sweep, text, *prompt_of(args), json_file)
+  if work.chat and sys.stdin is None: raise UserError("stdin is closed: expected a conversation on it, or --prompt or --file")
+  return work
+
+def answer_prompt(model:Model, args:argparse.Namespace, prompt:str, raw:bool, options:Options) -> bool:
+  """Prints the answer to one prompt. Returns whether the person stopped it. Raises ContextFull, GGUFError, ValueError."""
+  tok = model.tokenizer
+  if raw:
+    ids = tok.encode(prompt, special=args.special)
+    if tok.add_bos and tok.bos_id is not None and ids[:1] != [tok.bos_id]: ids.insert(0, tok.bos_id)
+  else:
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    ids = model.render([*system, {"role": "user", "content": prompt}], **options.template)
+  answer = Answer(model, ids, options.count, options.sampling, options.stops)
+  return print_stream(answer, options, prompt if raw else None).stopped
+
+def measured(model:Model, args:argparse.Namespace, work:Work, load_seconds:float) -> Any:
+  """Runs --benchmark or --perplexity. Returns the figures of its JSON line. Raises UserError."""
+  from tinygrad.apps import measure
+  if work.sweep: return measure.table(model, args.model, work.sweep, args.output or "md", Path(args.plot) if args.plot else None)
+  if work.benched: return measure.benchmark(model, args.model, args.benchmark or TOKENS, int(args.depth or 0), load_seconds)
+  result = measure.perplexity(model, work.text)
+  print(f"perplexity {result['perplexity']:.4f} over {result['tokens']} tokens in {result['windows']} windows")
+  return result
+
+def main(argv:list[str]|None=None) -> int|None:
+  """Parses the flags, loads the model, and answers, converses or measures. Returns the exit code where it is not 0. Raises UserError, GGUFError,
+  ContextFull, ValueError, MemoryError."""
+  argv = sys.argv[1:] if argv is None else argv
+  args = parser(any(a.split("=")[0] == "--benchmark" for a in argv)).parse_args(argv)
+  if args.list_models: return list_models()
+  work = work_of(args)
+  if args.threads: NUM_CPU_THREADS.value = args.threads
+  room = work.sweep.room if work.sweep else int(args.depth or 0) + (args.benchmark or TOKENS) + 2
+  context = sys.maxsize if args.max_context == 0 else args.max_context or max(DEFAULT_CONTEXT, room)
   start = time.perf_counter()
   doing(f"opening {args.model}")
   model = load(args.model, context, progress=sys.stderr.isatty())
   if args.max_context and args.max_context > model.generator.max_context:
     note(f"--max_context {args.max_context} is more than the model's own context: using {model.generator.max_context}")
   Device[Device.DEFAULT].synchronize()
-  load_seconds, result = time.perf_counter() - start, None
-  options = Options(dataclasses.replace(model.sampling, **given), None if args.count == -1 else args.count, tuple(args.stop),
+  load_seconds = time.perf_counter() - start
+  options = Options(dataclasses.replace(model.sampling, **work.sampling), None if args.count == -1 else args.count, tuple(args.stop),
                     False if args.no_think else None, args.hide_think, args.stats)
   demo = DEMO if args.model == str(BUILT_IN) else ""
-  if prompt is not None:
+  if work.chat: return chat_loop(model, options, args.system, demo)
+  if work.prompt is not None:
     if demo and sys.stderr.isatty(): note(f"[{demo}]")
-    tok = model.tokenizer
-    if raw:
-      ids = tok.encode(prompt, special=args.special)
-      if tok.add_bos and tok.bos_id is not None and ids[:1] != [tok.bos_id]: ids.insert(0, tok.bos_id)
-    else:
-      system = [{"role": "system", "content": args.system}] if args.system else []
-      ids = model.render([*system, {"role": "user", "content": prompt}], **options.template)
-    said = say(Answer(model, ids, options.count, options.sampling, options.stops), options, prompt if raw else None)
-    if said.stopped: return 130
-  if sweep:
-    from tinygrad.apps.measure import table
-    result = table(model, args.model, sweep, args.output or "md", Path(args.plot) if args.plot else None)
-  elif benched:
-    from tinygrad.apps.measure import benchmark
-    result = benchmark(model, args.model, tokens, depth, load_seconds)
-  elif text is not None:
-    from tinygrad.apps.measure import perplexity
-    result = perplexity(model, text)
-    print(f"perplexity {result['perplexity']:.4f} over {result['tokens']} tokens in {result['windows']} windows")
-  if talk: converse(model, options, args.system, demo)
-  if result is not None:
-    line = json.dumps(result)
+    if answer_prompt(model, args, work.prompt, work.raw, options): return 130
+  if work.benched or work.text is not None:
+    line = json.dumps(measured(model, args, work, load_seconds))
     if args.output == "json" or (args.json and args.output != "csv"): print(line)
-    if keep: keep.write_text(line + "\n")
+    if work.json_file: work.json_file.write_text(line + "\n")
 
-def leave(message:str, code:int) -> None:
+def die(message:str, code:int) -> None:
+  """Ends the process with the exit code, after one line on stderr unless the message is empty"""
   try: doing("")
   finally:
     if message: print(safe_line(message), file=sys.stderr)
     sys.exit(code)
 
 def run() -> None:
-  """main as a process: every failure is one line"""
+  """main as a process: every failure is one line on stderr and an exit code (2 the user's or the file's, 130 Ctrl-C, 1 stdout's)"""
   if signal.getsignal(signal.SIGINT) != signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
   if sys.stderr is None: sys.stderr = open(os.devnull, "w")
-  if sys.stdout is None: leave("error: stdout is closed: there is nowhere to write an answer", 2)
+  if sys.stdout is None: die("error: stdout is closed: there is nowhere to write an answer", 2)
   lossy(sys.stdout)
   if sys.stdin is not None: sys.stdin.reconfigure(errors="surrogateescape")  # the vocabulary has a token for every byte
   try:
     code = main()
     sys.stdout.flush()
     sys.exit(code)
-  except GGUFError as e: leave(f"GGUFError: {e}", 2)
-  except MemoryError as e: leave(f"error: out of memory{f': {e}' if str(e) else ''}; a smaller --max_context needs less", 2)
-  except (UserError, ContextFull, ValueError) as e: leave(f"error: {e}", 2)
-  except KeyboardInterrupt: leave("", 130)
+  except GGUFError as e: die(f"GGUFError: {e}", 2)
+  except MemoryError as e: die(f"error: out of memory{f': {e}' if str(e) else ''}; a smaller --max_context needs less", 2)
+  except (UserError, ContextFull, ValueError) as e: die(f"error: {e}", 2)
+  except KeyboardInterrupt: die("", 130)
   except OSError as e:
-    if e.filename is not None: leave(f"error: {e.filename}: {e.strerror}", 2)
+    if e.filename is not None: die(f"error: {e.filename}: {e.strerror}", 2)
     # what has no name is stdout, full or without a reader (as head leaves): what Python still flushes at exit goes nowhere
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    leave("" if isinstance(e, BrokenPipeError) else f"error: stdout: {e.strerror or e}", 1)
+    die("" if isinstance(e, BrokenPipeError) else f"error: stdout: {e.strerror or e}", 1)
 
 if __name__ == "__main__": run()

@@ -1,15 +1,19 @@
-"""How fast this machine's memory can be read, the ceiling of decoding; its name, and whether others use it."""
+"""This machine: how fast its memory can be read, which is the ceiling of decoding; the device's name; the cores that other processes take.
+
+measure.py, bench_block.py and profile_model.py print these figures beside their own.
+"""
 from __future__ import annotations
 import concurrent.futures, ctypes, math, os, platform, subprocess, time
 import numpy as np
 from tinygrad import Device
 from tinygrad.helpers import NUM_CPU_THREADS
 
-# GB/s from Apple's technical specifications, by the chip's name
+# GB/s by the chip's name, from Apple's technical specifications
 APPLE = {"M1": 68, "M1 Pro": 200, "M1 Max": 400, "M1 Ultra": 800, "M2": 100, "M2 Pro": 200, "M2 Max": 400, "M2 Ultra": 800, "M3": 100, "M3 Pro": 150,
          "M3 Max": 400, "M3 Ultra": 819, "M4": 120, "M4 Pro": 273, "M4 Max": 546}
 
 def _cuda() -> tuple[float, str]:
+  """By the driver's memory clock and bus width, at two transfers a clock"""
   from tinygrad.runtime.autogen import cuda
   dev = Device[Device.DEFAULT]
   def attribute(which:int) -> int:
@@ -27,7 +31,7 @@ def _metal() -> tuple[float, str]|None:
 def cpu_threads() -> int: return max(NUM_CPU_THREADS.value, 1)
 
 def _measured() -> tuple[float, str]:
-  """The best of five plain reads of 512 MB by all threads"""
+  """The best of six plain reads of 512 MB by all threads"""
   threads = cpu_threads()
   parts = [np.ones(1 << 26 if threads == 1 else (1 << 26) // threads, np.uint64) for _ in range(threads)]
   best = float("inf")
@@ -39,12 +43,12 @@ def _measured() -> tuple[float, str]:
   return sum(p.nbytes for p in parts) / best, f"measured: a plain read by {threads} threads"
 
 def peak_bandwidth() -> tuple[float, str]|None:
-  """(bytes a second, where the figure comes from) of the default device's memory; None where it is not known"""
+  """(bytes a second, where the figure comes from) of the default device's memory; None where there is no figure"""
   kind = Device.DEFAULT.split(":")[0]
   return {"CUDA": _cuda, "METAL": _metal, "CPU": _measured}.get(kind, lambda: None)()
 
 def device_name() -> str:
-  """The default device as a person knows it: CUDA (NVIDIA H200), CPU (AMD EPYC, 2 threads)"""
+  """The default device and its product name, as in CUDA (NVIDIA H200) or CPU (AMD EPYC, 2 threads)"""
   kind, what = Device.DEFAULT.split(":")[0], []
   if kind == "CUDA":
     from tinygrad.runtime.autogen import cuda
@@ -60,7 +64,8 @@ def device_name() -> str:
 # ---- other processes ----
 
 BEGUN = time.perf_counter()
-LEAST_SECONDS, TOLERATED = 0.25, 0.15  # of watching, before it says anything (the kernel counts in hundredths); cores, of other processes
+LEAST_SECONDS = 0.25  # of watching before there is a figure: the system counts in hundredths
+TOLERATED = 0.15      # cores that other processes may take unmentioned
 
 def cores() -> int:
   """The cores that this process may run on"""
@@ -69,17 +74,19 @@ def cores() -> int:
 def _own_seconds() -> float: return sum(os.times()[:4])
 
 def _busy_seconds() -> float|None:
-  """What all processes together have taken of these cores since the machine's start; None where no kernel says"""
+  """CPU seconds that all processes together have taken of these cores since the machine's start; None where the system does not count them"""
   try: lines = open("/proc/stat").read().splitlines()
   except OSError: return None
   mine, ticks = {f"cpu{i}" for i in os.sched_getaffinity(0)}, 0
   for name, *fields in (line.split() for line in lines if line.startswith("cpu")):
-    if name in mine: ticks += sum(map(int, fields[:8])) - sum(map(int, fields[3:5]))  # guests' time is in user's; without idle and waiting for disks
+    # guests' time, the last two fields, is part of user's; idle and waiting for disks do not count
+    if name in mine: ticks += sum(map(int, fields[:8])) - sum(map(int, fields[3:5]))
   return ticks / os.sysconf("SC_CLK_TCK")
 
 class Others:
-  """The cores that other processes take while this is entered, which may be often: their number in `cores`"""
-  def __init__(self, wall:float=0.0, seconds:float=0.0): self.wall, self.seconds = wall, seconds  # of this watch; of the cores, by others
+  """Watches, while it is entered (more than once adds up), the cores that other processes take: their number is `cores`.
+  wall: seconds watched; seconds: CPU seconds of other processes in them"""
+  def __init__(self, wall:float=0.0, seconds:float=0.0): self.wall, self.seconds = wall, seconds
   def __enter__(self) -> Others:
     self.start = time.perf_counter(), _busy_seconds(), _own_seconds()
     return self
@@ -88,14 +95,14 @@ class Others:
     wall, now = time.perf_counter() - start, _busy_seconds()
     self.wall += wall
     if busy is not None and now is not None: self.seconds += now - busy - (_own_seconds() - own)
-    elif hasattr(os, "getloadavg"):  # a mean over the last minute, of which this process made its part
+    elif hasattr(os, "getloadavg"):  # a mean over the last minute, from which this process's own part is taken
       lived = time.perf_counter() - BEGUN
       self.seconds += (os.getloadavg()[0] - _own_seconds() / lived * (1 - math.exp(-lived / 60))) * wall
   @property
   def cores(self) -> float|None:
-    """None where the watch was too short to say"""
+    """A mean over the time watched; None where that was too short"""
     return max(self.seconds / self.wall, 0.0) if self.wall >= LEAST_SECONDS else None
   @property
   def in_the_way(self) -> bool:
-    """Whether there are too few cores for them and the threads of the default device"""
+    """Whether there are too few cores for the other processes and the threads of the default device"""
     return Device.DEFAULT.split(":")[0] == "CPU" and (taken := self.cores) is not None and taken > max(cores() - cpu_threads(), 0) + TOLERATED

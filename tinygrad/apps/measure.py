@@ -1,7 +1,8 @@
-"""What a model's speed and its words' likelihood are measured by: the command line's --benchmark and --perplexity.
+"""The measurements of the command line: --benchmark for a model's speed, --perplexity for the likelihood of a text.
 
 --benchmark N decodes N tokens, a line each. With lists it is a table: rows of prefill (pp) and of decoding (tg) at depths, each several times,
-named and averaged as llama-bench does. A row's first run, which compiles, is not counted.
+named and averaged as llama-bench does. A row's first run, which compiles, is not counted. Figures stand beside the memory's ceiling (machine.py). The
+model is run by engine.py's Generator, as an answer is; kernels by themselves are timed by bench_block.py and profile_model.py.
 """
 from __future__ import annotations
 import argparse, contextlib, csv, importlib.util, math, statistics, sys, time
@@ -20,17 +21,18 @@ PLOTS = (".png", ".svg")
 
 def numbers(flag:str, text:str, low:int) -> list[int]:
   """The whole numbers of a list as "0,4096", each once. Raises UserError."""
-  try: found = [int(part) for part in text.split(",")]
-  except ValueError: found = []
-  if not found or min(found) < low: raise UserError(f"{flag}: expected whole numbers of at least {low} with commas between them, found {text[:40]!r}")
-  return list(dict.fromkeys(found))
+  try: values = [int(number) for number in text.split(",")]
+  except ValueError: values = []
+  if not values or min(values) < low:
+    raise UserError(f"{flag}: expected whole numbers of at least {low} with commas between them, found {text[:40]!r}")
+  return list(dict.fromkeys(values))
 
 def counts(flag:str, text:str) -> list[int]:
-  """… of at least 1, or none of them: a lone 0 leaves a kind of row out, as llama-bench has it"""
+  """The same of at least 1. A lone 0 is an empty list, as with llama-bench: no rows of that kind"""
   return [] if text.strip() == "0" else numbers(flag, text, 1)
 
 def check_plot(path:Path) -> None:
-  """Raises UserError where no plot could be drawn to this file: better before the work than after it."""
+  """Raises UserError where no plot can be drawn to this file, before the work instead of after it"""
   if path.suffix.lower() not in PLOTS: raise UserError(f"--plot {path}: expected a name that ends in {' or '.join(PLOTS)}")
   if importlib.util.find_spec("matplotlib") is None:
     raise UserError(f"--plot {path}: needs matplotlib, which is not installed: {sys.executable} -m pip install matplotlib")
@@ -39,7 +41,7 @@ def check_plot(path:Path) -> None:
 
 @dataclass(frozen=True)
 class Sweep:
-  """What a table has rows of: at each depth a prefill of each of `prompts` tokens, and a decoding of each of `gens`"""
+  """The rows of a table: at each depth a prefill of each of `prompts` tokens, and a decoding of each of `gens` tokens"""
   prompts:list[int]
   gens:list[int]
   depths:list[int]
@@ -52,11 +54,11 @@ class Sweep:
   def most(self) -> int: return max(self.prompts + self.gens)
   @property
   def room(self) -> int:
-    """Tokens that the cache must hold: one is left for an answer, one is decoded before the others"""
+    """Tokens that the cache must hold: beside those measured, one for an answer and one that is decoded before the others"""
     return self.deepest + self.most + 2
 
 def sweep_of(args:argparse.Namespace, given:list[str]) -> Sweep|None:
-  """The table that --benchmark is to print, if it is one. given: the flags of llm.TABLE that are there. Raises UserError."""
+  """The table that --benchmark is to print; None where it is to decode N tokens. given: the flags of llm.TABLE that are set. Raises UserError."""
   if args.output == "csv" and args.json == "-": raise UserError("--json: expected a FILE beside --output csv")
   depths = numbers("--depth", "0" if args.depth is None else args.depth, 0)
   plain = ["depth"] * (len(depths) == 1) + ["output"] * (args.output == "json" and args.benchmark > 0)
@@ -67,21 +69,22 @@ def sweep_of(args:argparse.Namespace, given:list[str]) -> Sweep|None:
   return Sweep(counts("--n_prompt", prompts), counts("--n_gen", gens), depths, args.repetitions or 5)
 
 def ceiling(peak:tuple[float, str]|None, nbytes:float) -> float|None:
-  """tok/s, were nothing but memory in the way of a token that reads so many bytes"""
+  """tok/s where a token reads so many bytes and takes no other time"""
   return peak[0] / nbytes if peak else None
 
 def measured_peak() -> tuple[float, str]|None:
-  """peak_bandwidth, and a word on stderr where other processes were beside it"""
+  """peak_bandwidth, with a word on stderr where other processes disturbed it"""
   with Others() as others: peak = peak_bandwidth()
   say_loaded(others, "while the ceiling was measured")
   return peak
 
 def say_loaded(others:Others, when:str) -> None:
-  if others.in_the_way: print(f"this machine is loaded: other processes took {others.cores:.1f} of its {cores()} cores {when}; "
-                              "alone it is faster", file=sys.stderr)
+  if not others.in_the_way: return
+  print(f"this machine is loaded: other processes took {others.cores:.1f} of its {cores()} cores {when}; alone it is faster", file=sys.stderr)
 
 def benchmark(model:Model, name:str, count:int, depth:int, load_seconds:float) -> dict[str, Any]:
-  """Prints the ceiling, then decodes `count` tokens after `depth` others. Returns what the JSON line holds."""
+  """Prints the ceiling, then decodes `count` tokens after `depth` others, a line each. Returns the figures of the JSON line: times in ms and s, sizes
+  in bytes, bandwidth in GB/s. Raises UserError where the cache is too small."""
   t, gen = model.transformer, model.generator
   if depth + 2 + count > t.max_context:
     raise UserError(f"--depth {depth} and --benchmark {count}: expected at most {t.max_context - 2} tokens together, found {depth + count}: "
@@ -134,7 +137,7 @@ class Row:
   n_prompt:int
   n_gen:int
   n_depth:int
-  nbytes:float             # that a token reads, on the average of these; 0 for a prefill, which shares them
+  nbytes:float             # that a token reads, on average; 0 for a prefill, whose tokens share a read
   ceiling:float|None       # tok/s
   seconds:list[float] = field(default_factory=list)
   others:Others = field(default_factory=Others)
@@ -155,7 +158,7 @@ class Row:
   @property
   def percent(self) -> float|None: return 100 * self.median / self.ceiling if self.ceiling else None
   def figures(self) -> dict[str, Any]:
-    """By llama-bench's names where it has them"""
+    """The row of the JSON line and of the CSV table, by llama-bench's names where it has them"""
     ns = [round(s * 1e9) for s in self.seconds]
     return {"test": self.test, "n_prompt": self.n_prompt, "n_gen": self.n_gen, "n_depth": self.n_depth, "avg_ns": round(statistics.mean(ns)),
             "stddev_ns": round(deviation(ns)), "avg_ts": self.mean, "stddev_ts": self.deviation, "median_ts": self.median,
@@ -165,7 +168,7 @@ class Row:
 def deviation(values:list[float]|list[int]) -> float: return statistics.stdev(values) if len(values) > 1 else 0.0
 
 def prefill_seconds(gen:Generator, ids:list[int], depth:int, others:Others) -> float:
-  """Of all of `ids` but the last, when the cache holds the first `depth` of them"""
+  """Seconds that a prefill of all of `ids` but the last takes, when the cache holds the first `depth` of them"""
   gen.prefill(ids[:depth + 1])
   Device[Device.DEFAULT].synchronize()
   with others:
@@ -175,7 +178,7 @@ def prefill_seconds(gen:Generator, ids:list[int], depth:int, others:Others) -> f
     return time.perf_counter() - start
 
 def decode_seconds(gen:Generator, ids:list[int], count:int, others:Others) -> float:
-  """Of `count` tokens, when the cache holds `ids`: the token before them is not counted, which sets the sampling's values too"""
+  """Seconds that `count` tokens take, when the cache holds `ids`. The token before them, with which the sampling's values are set, is not counted"""
   with contextlib.closing(gen.generate(ids, count + 1)) as tokens:
     next(tokens)
     with others:
@@ -184,7 +187,8 @@ def decode_seconds(gen:Generator, ids:list[int], count:int, others:Others) -> fl
       return time.perf_counter() - start
 
 def measure(model:Model, sweep:Sweep, rows:list[Row]) -> Iterator[Row]:
-  """Fills the rows in their order. All of them read one text, so that the cache keeps what it has of it from run to run and depth to depth."""
+  """Runs the rows in their order, and yields each when it is filled. All read one text, so that the cache's rows serve from run to run and depth to
+  depth"""
   gen = model.generator
   text = np.random.default_rng(0).integers(0, model.transformer.config.vocab_size, sweep.deepest + sweep.most + 1).tolist()
   with tqdm(total=len(rows) * (sweep.repetitions + 1), desc="benchmark", leave=False, disable=not sys.stderr.isatty()) as bar:
@@ -205,7 +209,9 @@ def markdown(first:list[str], widths:list[int], cells:list[str]) -> str:
   return "| " + " | ".join([f"{c:<{w}}" for c, w in zip(first, widths)] + [f"{c:>{w}}" for c, (_, w) in zip(cells, COLUMNS)]) + " |"
 
 def table(model:Model, name:str, sweep:Sweep, output:str, plot:Path|None) -> list[dict[str, Any]]:
-  """Prints the ceiling, then a table of the sweep's rows as each is done (JSON: all of them in one line). Returns what they hold."""
+  """Prints the ceiling, then a table of the sweep's rows, each when it is measured. name: the model's, as it was given; output: md, csv, or json,
+  which prints no table (its line is the caller's). Returns the rows' figures. Raises UserError where the cache is too small or the plot cannot be
+  written."""
   t = model.transformer
   if sweep.room > t.max_context:
     raise UserError(f"--depth {sweep.deepest} and {sweep.most} tokens: expected at most {t.max_context - 2} together, found "
@@ -231,11 +237,11 @@ def table(model:Model, name:str, sweep:Sweep, output:str, plot:Path|None) -> lis
   if output == "md":
     print(markdown(["model", "device"], widths, [c for c, _ in COLUMNS]))
     print("| " + " | ".join(["-" * w for w in widths] + ["-" * (w - 1) + ":" for _, w in COLUMNS]) + " |", flush=True)
-  for done in measure(model, sweep, rows):
-    result.append(common | done.figures())
+  for filled in measure(model, sweep, rows):
+    result.append(common | filled.figures())
     if output == "md":
-      shares = [f"{share:.1f}" if share else "" for share in (done.gb_s, done.percent)]
-      print(markdown(first, widths, [done.test, f"{done.mean:.2f} ± {done.deviation:.2f}", f"{done.median:.2f}", *shares]), flush=True)
+      shares = [f"{share:.1f}" if share else "" for share in (filled.gb_s, filled.percent)]
+      print(markdown(first, widths, [filled.test, f"{filled.mean:.2f} ± {filled.deviation:.2f}", f"{filled.median:.2f}", *shares]), flush=True)
     elif output == "csv":
       cells = {k: v for k, v in result[-1].items() if not k.startswith("samples")}
       writer = csv.DictWriter(sys.stdout, cells, lineterminator="\n")
@@ -248,7 +254,7 @@ def table(model:Model, name:str, sweep:Sweep, output:str, plot:Path|None) -> lis
   return result
 
 def draw(rows:list[Row], title:str, peak:tuple[float, str]|None, bytes_at:Callable[[float], float], path:Path) -> None:
-  """tok/s over depth: decoding beneath its ceiling, prefill beside it. bytes_at: what a token at a depth reads"""
+  """Draws tok/s over depth: decoding beneath its ceiling, prefill beside it. bytes_at: bytes that a token at a depth reads. Raises UserError."""
   import matplotlib
   with matplotlib.rc_context({"svg.hashsalt": "benchmark", "font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
     from matplotlib.figure import Figure  # pyplot would look for a screen
@@ -276,19 +282,19 @@ def draw(rows:list[Row], title:str, peak:tuple[float, str]|None, bytes_at:Callab
     except OSError as e: raise UserError(f"--plot {path}: {e.strerror}") from None
 
 def perplexity(model:Model, text:str) -> dict[str, Any]:
-  """exp of the mean negative log-likelihood, over windows of at most 512 tokens of which the second half is scored (the whole of a text that is
-  shorter than one window)."""
+  """The perplexity of a text, exp of its mean negative log-likelihood a token, over windows of at most 512 tokens. The second half of each window is
+  scored (all of a text shorter than one). Raises UserError for a text of less than two tokens."""
   tok = model.tokenizer
   ids = tok.encode(text)
   window = min(PERPLEXITY_WINDOW, model.transformer.max_context)
   if len(ids) < 2: raise UserError(f"--perplexity: expected a text of at least 2 tokens, found {len(ids)}")
   windows, half = ([ids[i:i + window] for i in range(0, len(ids) - window + 1, window)], window // 2) if len(ids) >= window else ([ids], 0)
   nll, scored = 0.0, 0
-  for part in tqdm(windows, desc="perplexity", leave=False, disable=not sys.stderr.isatty()):
-    if tok.add_bos and tok.bos_id is not None: part = [tok.bos_id, *part[1:]]
-    logits = model.logits(part)[half:-1].astype(np.float64)
+  for tokens in tqdm(windows, desc="perplexity", leave=False, disable=not sys.stderr.isatty()):
+    if tok.add_bos and tok.bos_id is not None: tokens = [tok.bos_id, *tokens[1:]]
+    logits = model.logits(tokens)[half:-1].astype(np.float64)
     top = logits.max(-1, keepdims=True)
     log_z = np.log(np.exp(logits - top).sum(-1)) + top[:, 0]
-    nll += float((log_z - logits[np.arange(len(logits)), part[half + 1:]]).sum())
+    nll += float((log_z - logits[np.arange(len(logits)), tokens[half + 1:]]).sum())
     scored += len(logits)
   return {"perplexity": math.exp(nll / scored), "nll": nll / scored, "tokens": scored, "windows": len(windows)}

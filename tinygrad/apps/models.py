@@ -1,4 +1,8 @@
-"""Models by name: where their files are, and `load` for Python: a GGUF file becomes a model that answers."""
+"""Models by name, and `load` for Python: a GGUF file becomes a model that answers.
+
+A name is found, or downloaded, as a file (gguf.py reads it); the device is opened and checked; the file becomes a tokenizer, a chat template and a
+Transformer (mla.py), which the engine's Generator runs. `Answer` is a continuation as text, for terminal.py and whoever imports `load`.
+"""
 from __future__ import annotations
 import ctypes, difflib, os, shutil, time
 from pathlib import Path
@@ -36,7 +40,7 @@ ALIASES = {
 }
 BUILT_IN = ROOT / "models" / "tiny-glm-Q4_0.gguf"
 DEFAULT_CONTEXT = 4096
-# what the makers advise, by (tokenizer.ggml.pre, tokens of the vocabulary): a pre alone is shared by models of any size, the built-in one too
+# the sampling that a model's makers advise, by (tokenizer.ggml.pre, tokens of the vocabulary): models of any size share a pre, the built-in one too
 ADVISED: dict[tuple[str, int], dict[str, Any]] = {
   ("glm4", 154880): dict(temperature=1.0, top_p=.95),
   ("deepseek-llm", 102400): dict(temperature=.3, top_p=.95),
@@ -46,10 +50,10 @@ ADVISED: dict[tuple[str, int], dict[str, Any]] = {
 SAMPLING_KEYS = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repeat_penalty": "penalty_repeat"}
 
 class UserError(Exception):
-  """What the user can put right. str(e) is one line."""
+  """An error that the user can put right. str(e) is one line."""
 
 def local_file(name:str) -> Path|None:
-  """The file of a name of MODELS where it is on this machine: models/<file> of this folder or the clone, or in Hugging Face's cache"""
+  """The file of a name of MODELS on this machine, or None: models/<file> of this folder or the clone's, or in Hugging Face's cache"""
   repo, file, _ = MODELS[name]
   for folder in (Path("models"), ROOT / "models"):
     if (path := folder / file).is_file(): return path
@@ -74,22 +78,22 @@ def find_model(name:str) -> Path:
   repo, file, _ = MODELS[name]
   utils.logging.set_verbosity_error()
   try:
-    # without a network the hub's client would retry for half a minute; a proxy may reach what we cannot
+    # without a network the hub's client retries for half a minute; through a proxy this probe would prove nothing
     hub = urlsplit(constants.ENDPOINT)
     if not getproxies() and not constants.HF_HUB_OFFLINE:
       socket.create_connection((hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)), timeout=10).close()
     return Path(hf_hub_download(repo, file))
-  except Exception as e:  # the hub's client raises a dozen kinds for one fact
+  except Exception as e:  # the hub's client raises a dozen classes
     raise UserError(f"--model {name}: could not download it ({type(e).__name__}); fetch https://huggingface.co/{repo}/resolve/main/{file} "
                     f"and put it at {ROOT / 'models' / file}") from None
 
-# devices with kernels of ours, those that tinygrad's plain ops run on, and those that run nothing
+# devices with kernels of their own in nn/, those that plain ops run on, and those that run nothing
 DEVICES = ("CPU", "CUDA", "METAL")
 OTHERS, NO_DEVICES = tuple(sorted(d for d in ALL_DEVICES if d not in DEVICES)), ("DISK", "NPY", "NULL", "RDMA", "TINYFS")
 
 def _why_not(device:str, e:Exception) -> str:
-  """Why a device could not be opened, in words of the one who named it"""
-  while isinstance(e, ExceptionGroup): e = e.exceptions[0]            # of several renderers, the first is the one that was wanted
+  """Why a device could not be opened, as a person can read it"""
+  while isinstance(e, ExceptionGroup): e = e.exceptions[0]            # of several renderers the first was asked for
   kind, text = device.split(":")[0], " ".join(str(e).split())
   if isinstance(e, ModuleNotFoundError) and e.name == f"tinygrad.runtime.ops_{kind.lower()}":
     near = difflib.get_close_matches(kind, (*DEVICES, *OTHERS), 1)
@@ -102,17 +106,17 @@ def _why_not(device:str, e:Exception) -> str:
   return text or type(e).__name__
 
 def choose_device() -> None:
-  """Where DEV names no device: the Mac's, a card whose driver is here, else the CPU. tinygrad by itself would open eight kinds in turn."""
+  """Sets DEV where it names no device: METAL on a Mac, CUDA where a card's driver is here, else CPU. tinygrad itself would try eight kinds."""
   if DEV.device: return
-  if OSX: found = "METAL"
+  if OSX: device = "METAL"
   else:
-    try: found = "CUDA" if ctypes.CDLL("libcuda.so.1").cuInit(0) == 0 else "CPU"
-    except OSError: found = "CPU"
-  DEV.value = os.environ["DEV"] = found  # workers that compile read the latter
+    try: device = "CUDA" if ctypes.CDLL("libcuda.so.1").cuInit(0) == 0 else "CPU"
+    except OSError: device = "CPU"
+  DEV.value = os.environ["DEV"] = device  # workers that compile read the environment
 
 def check_device() -> None:
-  """Raises UserError, which says why and what there is, where the default device cannot be opened, runs nothing or lacks its compiler.
-  A cache of kernels that cannot be written is said once, and done without."""
+  """Chooses the default device and opens it. Raises UserError, which says why and what devices there are, where it cannot be opened, runs nothing or
+  lacks its compiler. A cache of kernels that cannot be written is noticed here, and said once."""
   choose_device()
   names = f"DEV is one of {', '.join(DEVICES)}; by plain ops, slowly, {', '.join(OTHERS)}"
   device = DEV.device
@@ -126,7 +130,8 @@ def check_device() -> None:
   disk_cache.probe()
 
 def advised_sampling(f:GGUFFile, tokenizer:Tokenizer) -> Sampling:
-  """How the model's makers would draw: the file's general.sampling.*, else by its family; greedy for a model that nobody knows. Raises GGUFError."""
+  """The sampling that the model's makers advise: the file's general.sampling.* over its family's row of ADVISED; greedy where there is neither.
+  Raises GGUFError for a key out of range."""
   values = dict(ADVISED.get((tokenizer.pre, tokenizer.n_vocab), {}))
   for field, last in SAMPLING_KEYS.items():
     if (value := f.key(key := f"general.sampling.{last}", int if field == "top_k" else float, default=None)) is None: continue
@@ -138,29 +143,31 @@ def advised_sampling(f:GGUFFile, tokenizer:Tokenizer) -> Sampling:
 # ---- from Python ----
 
 class Until:
-  """Text as it comes, up to the first of the `stops` strings: what may be the beginning of one waits for more"""
+  """Text as it comes, up to the first of the `stops` strings; text that may be the beginning of one waits for more. found: whether one has come.
+  Raises ValueError for stops that are not texts of one character or more."""
   def __init__(self, stops:tuple[str, ...]):
     if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
       raise ValueError(f"stops: expected a list of texts of one character or more, found {stops!r}")
     self.stops, self.held, self.found = stops, "", False
   def push(self, text:str, last:bool=False) -> str:
     text = self.held + text
-    at = min((text.find(s) for s in self.stops if s in text), default=-1)
-    self.found |= at >= 0
-    keep = at if at >= 0 else len(text) - (0 if last else beginning(text, self.stops))
+    stop = min((text.find(s) for s in self.stops if s in text), default=-1)
+    self.found |= stop >= 0
+    keep = stop if stop >= 0 else len(text) - (0 if last else beginning(text, self.stops))
     self.held = "" if self.found else text[keep:]
     return text[:keep]
 
 class Answer:
-  """A continuation of `ids` on its way: iterate, once, for its pieces. It ends before the first of the `stops` in what is answered, not in what is
-  thought. tokens: how many have come; began, first, last: when, by time.perf_counter; done: whether the model ended it itself, or a stop did."""
+  """The continuation of `ids`: iterate, once, for its pieces. It ends before the first of the `stops` in the answer (a stop in the reasoning does not
+  count). tokens: how many have come; began, first, last: when the call, the first token and the last one came, by time.perf_counter; done: whether
+  the model ended it, or a stop did. Iterating raises ValueError, ContextFull; Superseded where a later call has come between."""
   def __init__(self, model:Model, ids:list[int], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=()):
     self.model, self.ids, self.count, self.sampling, self.until = model, ids, count, sampling, Until(stops)
     self.tokens, self.done, self.began, self.first, self.last = 0, False, 0.0, 0.0, 0.0
 
   def __iter__(self) -> Iterator[Piece]:
     tokenizer, self.began = self.model.tokenizer, time.perf_counter()
-    tokens, parts = self.model.generator.generate(self.ids, self.count, self.sampling, tokenizer.stop_ids), None
+    tokens, reasoning = self.model.generator.generate(self.ids, self.count, self.sampling, tokenizer.stop_ids), None
     try:
       for token in tokens:
         self.last = time.perf_counter()
@@ -169,15 +176,16 @@ class Answer:
           self.done = True
           break
         self.tokens += 1
-        parts = parts or Reasoning(tokenizer, self.ids)  # only now it is known that the ids are tokens
-        yield from self._cut(parts.push(token))
+        reasoning = reasoning or Reasoning(tokenizer, self.ids)  # only now the generator has checked that the ids are tokens
+        yield from self._cut(reasoning.push(token))
         if self.until.found: break
-      if parts is not None and not self.until.found: yield from self._cut(parts.flush())
+      if reasoning is not None and not self.until.found: yield from self._cut(reasoning.flush())
       if text := self.until.push("", last=True): yield Piece(ANSWER, text)
       self.done |= self.until.found
     finally: tokens.close()
 
   def _cut(self, pieces:Iterable[Piece]) -> Iterator[Piece]:
+    """The pieces, with the answer's cut before a stop"""
     for kind, text in pieces:
       if kind != ANSWER and (held := self.until.push("", last=True)): yield Piece(ANSWER, held)
       if kind == ANSWER: text = self.until.push(text)
@@ -190,46 +198,48 @@ class Answer:
   def tokens_a_second(self) -> float|None: return (self.tokens - 1) / (self.last - self.first) if self.tokens > 1 else None
 
 class Model:
-  """A loaded model. tokenizer: encode and decode; generator: the cache and the JITs, for one sequence at a time; name: the file's own; sampling:
-  what its makers advise (greedy is what the methods do by themselves)."""
+  """A loaded model. tokenizer: encode and decode; generator: the cache and the recorded steps, for one sequence at a time; name: the file's own;
+  sampling: what its makers advise (the methods draw greedily unless they are given one)."""
   def __init__(self, transformer:Transformer, tokenizer:Tokenizer, chat:Chat|None, chat_error:str="", name:str="", sampling:Sampling=Sampling()):
     self.transformer, self.tokenizer, self.generator = transformer, tokenizer, Generator(transformer)
     self.name, self.sampling, self._chat, self._chat_error = name, sampling, chat, chat_error
 
   def logits(self, ids:list[int]|np.ndarray) -> np.ndarray:
-    """ids: (T,) tokens -> float32 (T, vocab), the logits after each. Raises ValueError, ContextFull."""
+    """ids: (T,) tokens -> numpy float32 (T, vocab), the logits after each. Raises ValueError, ContextFull."""
     return self.generator.logits(ids)
 
   def generate(self, ids:list[int]|np.ndarray, count:int|None=None, sampling:Sampling=Sampling(), stop:bool=True) -> Iterator[int]:
-    """Continues ids, token by token, up to `count`, the context's end or (stop) the model's end of turn, which is not yielded.
-    What the cache holds of an earlier call's tokens is reused. Raises ValueError, ContextFull; Superseded where a later call has come between."""
+    """The tokens that continue ids, up to `count` of them, the context's end or (stop) the model's end of turn, which is not yielded. The
+    cache's rows of a common beginning are reused. Raises ValueError, ContextFull; Superseded where a later call has come between."""
     ends = self.tokenizer.stop_ids if stop else frozenset()
     for token in self.generator.generate(ids, count, sampling, ends):
       if token not in ends: yield token
 
   def render(self, messages:list[dict[str, Any]], **template) -> list[int]:
-    """The prompt that asks for an answer to [{"role": "user", "content": …}, …] in the model's own form; `template` goes to it, as in
-    enable_thinking=False. Raises GGUFError where the file has no usable template."""
+    """The ids of the prompt that asks for an answer to [{"role": "user", "content": …}, …] in the model's own form. template: variables for the chat
+    template, enable_thinking=False for one. Raises GGUFError where the file has no usable template, MessageError (a ValueError) for messages that
+    are none."""
     if self._chat is None: raise GGUFError(self._chat_error)
     return self._chat.render(messages, **template)
 
   def complete(self, ids:list[int], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=()) -> Iterator[str]:
-    """The continuation as text, whole characters at a time; it ends before the first of the `stops` strings."""
+    """The continuation of ids as text, whole characters at a time; it ends before the first of the `stops` strings. Raises as generate."""
     for piece in Answer(self, ids, count, sampling, stops): yield piece.text
 
   def chat(self, messages:list[dict[str, Any]], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=(),
            **template) -> Iterator[str]:
-    """Answers [{"role": "user", "content": …}, …] in the model's own form, as pieces of text, reasoning and its marks included (Answer tells them
-    apart). Raises GGUFError where the file has no usable template, MessageError (a ValueError) for messages that are none, ContextFull."""
+    """The answer to [{"role": "user", "content": …}, …], as pieces of text, reasoning and its marks included (Answer tells them apart). Raises as
+    render, ValueError, ContextFull."""
     return self.complete(self.render(messages, **template), count, sampling, stops)
 
 def load(path:str|Path, max_context:int|None=None, progress:bool=False) -> Model:
-  """A model from a GGUF file (any part of one) or a name of --list-models, on the default device (DEV). max_context: tokens the cache holds,
-  clamped to the model's own context; 4096 by default. Raises GGUFError, UserError; ValueError for a max_context that is no number from 2 on."""
+  """A model from a GGUF file (any part of one) or a name of --list-models, on the default device (DEV). max_context: tokens the cache holds, at most
+  the model's own context; 4096 by default. progress: whether stderr shows how far it is. Raises GGUFError, UserError; ValueError for a max_context
+  that is no whole number of 2 or more, MemoryError."""
   if max_context is not None and (isinstance(max_context, bool) or not hasattr(max_context, "__index__") or max_context < 2):
     raise ValueError(f"max_context: expected a whole number of 2 or more, found {max_context!r}")
   f = read_gguf(find_model(str(path)))
-  config = Config.from_gguf(f)  # another architecture is refused before anything else of it is looked at
+  config = Config.from_gguf(f)  # first: another architecture is refused before anything else is read
   if progress: doing(f"{f.path.name}: reading the vocabulary")
   check_device()
   def bar(tensors:list[GGUFTensor]) -> Iterator[GGUFTensor]:

@@ -1,4 +1,8 @@
-"""A model's reasoning told from its answer, token by token: the ids of <think> and </think> where the vocabulary has them, else their text."""
+"""Tells a model's reasoning from its answer, token by token.
+
+Where the vocabulary has <think> and </think>, their ids are the marks, else their text is. models.py's `Answer` pushes the engine's tokens through
+here; terminal.py prints the pieces.
+"""
 from __future__ import annotations
 from typing import Iterable, Iterator, NamedTuple
 from tinygrad.apps.tokenizer import Tokenizer
@@ -7,21 +11,23 @@ OPEN, CLOSE = "<think>", "</think>"
 REASONING, ANSWER, MARK = "reasoning", "answer", "mark"
 
 class Piece(NamedTuple):
-  """kind: REASONING, ANSWER, or MARK for a <think> or </think> that the model wrote; the texts of all pieces are what it said, whole."""
+  """A piece of an answer. kind: REASONING, ANSWER, or MARK for a <think> or </think> that the model wrote. The texts of all pieces, joined, are the
+  model's whole text."""
   kind: str
   text: str
 
 def beginning(text:str, marks:Iterable[str]) -> int:
-  """How many of the last characters of `text` may be the beginning of one of `marks`"""
+  """How many characters at the end of `text` may be the beginning of one of `marks`"""
   return max((n for m in marks for n in range(1, min(len(m), len(text) + 1)) if text.endswith(m[:n])), default=0)
 
 class Reasoning:
-  """Tokens to pieces, whole characters at a time. An answer begins inside reasoning where the prompt ends in <think>, as GLM's does; a model may
-  open it itself, by text at the answer's beginning alone. What may be the beginning of a mark waits for the next token."""
+  """Tokens to pieces, whole characters at a time. prompt: the ids before the answer. Where it ends in <think>, as GLM's, the answer begins inside
+  reasoning. A model may open reasoning itself; where the mark is text, only at the answer's beginning. Text that may be the beginning of a
+  mark waits for the next token."""
   def __init__(self, tokenizer:Tokenizer, prompt:list[int]):
     self.stream, ids = tokenizer.stream(), tokenizer.special_tokens
     self.marks = {ids[OPEN]: Piece(REASONING, OPEN), ids[CLOSE]: Piece(ANSWER, CLOSE)} if {OPEN, CLOSE} <= ids.keys() else {}
-    # blanks may follow it, and each token holds a byte at least
+    # blanks may follow the mark, and a token holds a byte at least
     self.kind = REASONING if tokenizer.decode(prompt[-len(OPEN) - 8:]).rstrip().endswith(OPEN) else ANSWER
     self.held, self.may_open = "", self.kind == ANSWER
 
@@ -39,15 +45,15 @@ class Reasoning:
   def _take(self, text:str, last:bool=False) -> Iterator[Piece]:
     held, self.held = self.held + text, ""
     if not self.marks and self.kind == ANSWER and self.may_open:
-      said = held.lstrip()
-      if OPEN.startswith(said) and said != OPEN and not last:
+      begun = held.lstrip()
+      if OPEN.startswith(begun) and begun != OPEN and not last:
         self.held = held
         return
       self.may_open = False
-      if said.startswith(OPEN):
-        self.kind, at = REASONING, len(held) - len(said) + len(OPEN)
-        yield Piece(MARK, held[:at])
-        held = held[at:]
+      if begun.startswith(OPEN):
+        self.kind, end = REASONING, len(held) - len(begun) + len(OPEN)
+        yield Piece(MARK, held[:end])
+        held = held[end:]
     if not self.marks and self.kind == REASONING:
       thought, mark, rest = held.partition(CLOSE)
       wait = 0 if mark or last else beginning(thought, (CLOSE,))

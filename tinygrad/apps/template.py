@@ -1,9 +1,11 @@
-"""Chat templates as programs that nobody vouches for: Jinja's syntax, read by jinja2's parser, run by closures that count what they do.
+"""Chat templates as untrusted programs: Jinja's syntax, read by jinja2's parser, run by closures that count their steps.
 
-A template comes with a file and may be anything. It reaches what stands here and nothing else: text, numbers, lists, dicts, macros, and the
-filters, tests, methods and functions of the tables below. Whatever grows with its data is paid for from one budget before it is done, so a
-rendering ends after a bounded number of steps, which bounds its memory too; nothing is evaluated before. Values mean what jinja2 makes of them
-(autoescape off)."""
+A template comes with a file and may be anything. It reaches text, numbers, lists, dicts, macros, and the filters, tests, methods and functions of
+the tables below, and nothing else. Work that grows with its data is paid for from one budget before it is done. So a rendering ends after a bounded
+number of steps, which bounds its memory too. Nothing is evaluated when a template is loaded. Values mean what jinja2 (autoescape off) makes of
+them. chat.py is the caller.
+
+In order: the budget (Run), operators, methods, filters, tests, functions, then a closure for each kind of node, and Template."""
 from __future__ import annotations
 import datetime, json, operator, re
 from typing import Any, Callable
@@ -18,19 +20,19 @@ STEPS, PER_INPUT = 1 << 20, 32 # the budget: so many steps, and so many more for
 MAX_INT = 1 << 256
 
 class TemplateError(Exception):
-  """A template that is none, or that does what none may. str(e) is one line."""
+  """A text that is no template, or a template that does what none may. str(e) is one line."""
 class Refusal(Exception):
-  """What the template itself says against the messages (raise_exception)."""
+  """The template's own objection to the messages (raise_exception)."""
 
 class Run:
-  """One rendering: what it may still spend, what it has written. A step is a node evaluated, an element of a list or four characters."""
+  """One rendering: the steps that are left, the text written so far. A step is a node evaluated, an element of a list or four characters."""
   __slots__ = ("left", "out", "calls")
   def __init__(self, steps: int): self.left, self.out, self.calls = steps, list[str](), 0
   def spend(self, steps: int):
     self.left -= steps
     if self.left < 0: raise TemplateError("more work than a template may make of these messages")
   def weigh(self, value: Any, pad: int = 0, depth: int = 1):
-    """Spends what writing or comparing a value can cost: a list that holds another one twice is written out twice. pad: an indent's characters."""
+    """Spends what writing or comparing a value can cost; a list that holds another one twice costs it twice. pad: characters of an indent."""
     kind = type(value)
     self.spend(1 + (len(value) + pad * depth >> 2) if kind is str else 1 + (pad * depth >> 2))
     if depth > MAX_DEPTH: raise TemplateError(f"a value nested more than {MAX_DEPTH} deep")
@@ -45,7 +47,7 @@ class Run:
     if type(value) in CONTAINERS: self.weigh(value)
     return str(value)
   def items(self, value: Any) -> Any:
-    """What a loop over a value sees."""
+    """The value, if a loop may go over it; spends its length."""
     if type(value) not in ITERABLE: raise TypeError(f"{type(value).__name__!r} object is not iterable")
     self.spend(len(value))
     return value
@@ -125,8 +127,8 @@ COMPARE |= {"lteq": COMPARE["le"], "gteq": COMPARE["ge"], "in": _within, "notin"
 # *** methods: each takes the run and the object
 
 def _of_text(name: str, per_char: int = 16) -> Callable:
-  """A method of str that gives no more than the text holds. per_char: 64ths of a step; backward searches and sets of characters also take as long as
-  the argument, for each."""
+  """A method of str whose result is no longer than the text. per_char: 64ths of a step that a character of the text costs; each character of the
+  arguments adds one, since backward searches and sets of characters take that long."""
   method = getattr(str, name)
   def run(r: Run, s: str, /, *args: Any, **kw: Any) -> Any:
     for x in (*args, *kw.values()): r.weigh(x)
@@ -134,8 +136,8 @@ def _of_text(name: str, per_char: int = 16) -> Callable:
     return method(s, *args, **kw)
   return run
 def _replace(r: Run, s: str, old: str, new: str, count: int = -1) -> str:
-  found = s.count(old)
-  r.spend(len(s) + len(new) * (found if count < 0 else min(found, count)) >> 2)
+  hits = s.count(old)
+  r.spend(len(s) + len(new) * (hits if count < 0 else min(hits, count)) >> 2)
   return s.replace(old, new, count)
 def _join(r: Run, sep: str, parts: Any) -> str:
   parts = [r.text(x) for x in r.items(parts)]
@@ -196,11 +198,11 @@ def _slice(r: Run, x: Any, start: Any, stop: Any, step: Any) -> Any:
   r.spend(len(range(*cut.indices(len(x)))))
   return x[cut]
 def _getter(r: Run, path: Any, default: Any = None) -> Callable[[Any], Any]:
-  """The attribute of a filter: none, a name, an index, or several with dots between."""
+  """A function for a filter's attribute: a name, an index, or several with dots between; None is the value itself."""
   if type(path) is str: r.spend(len(path))
   keys = [] if path is None else [int(k) if k.isdigit() else k for k in path.split(".")] if type(path) is str else [path]
   def get(x: Any) -> Any:
-    for k in keys: x = default if isinstance(found := _item(r, x, k), Undefined) and default is not None else found
+    for k in keys: x = default if isinstance(value := _item(r, x, k), Undefined) and default is not None else value
     return x
   return get
 
@@ -335,7 +337,7 @@ def _make(node: nodes.Node) -> Callable:
   if (make := _MAKE.get(type(node))) is None: raise TemplateError(f"line {node.lineno}: {type(node).__name__} is not for chat templates")
   return make(node)
 def _nodes(node: nodes.Node) -> int:
-  """The nodes that running a statement evaluates by itself, its bodies apart."""
+  """How many nodes running a statement evaluates, without its bodies."""
   return 1 + sum(map(_nodes, node.iter_child_nodes(exclude=BODIES)))
 
 def _block(statements: list[nodes.Node]) -> Statement:
@@ -346,7 +348,7 @@ def _block(statements: list[nodes.Node]) -> Statement:
       if signal := f(r, s): return signal
   return run
 def _inner(r: Run, s: Scope) -> Scope:
-  """A scope that reads the outer one's variables and keeps its own."""
+  """A scope that begins with the outer one's variables and keeps its own."""
   r.spend(1 + (len(s) >> 3))
   return s.copy()
 def _store(target: nodes.Node) -> Callable[[Run, Scope, Any], None]:
@@ -539,26 +541,25 @@ def _call(node: nodes.Call) -> Expression:
     args, kw = arguments(r, s)
     return f.call(r, *args, **kw)
   return run
-@_makes(nodes.Filter)
-def _filter(node: nodes.Filter) -> Expression:
-  # the innermost filter of a block has no node: it takes the block's text
-  value, arguments = _make(node.node or nodes.Name(BLOCK, "load")), _arguments(node)
+def _applied(node: nodes.Filter | nodes.Test, to: nodes.Node, table: dict[str, Callable], what: str) -> Expression:
+  """A filter or a test, by its name in the table, of the value of `to` and the node's arguments"""
+  value, arguments = _make(to), _arguments(node)
   def run(r: Run, s: Scope) -> Any:
     x = value(r, s)
     args, kw = arguments(r, s)
-    return _known(FILTERS, "filter", node.name)(r, x, *args, **kw)
+    return _known(table, what, node.name)(r, x, *args, **kw)
   return run
+@_makes(nodes.Filter)
+def _filter(node: nodes.Filter) -> Expression:
+  # the innermost filter of a block has no node: it takes the block's text
+  return _applied(node, node.node or nodes.Name(BLOCK, "load"), FILTERS, "filter")
 @_makes(nodes.Test)
 def _tested(node: nodes.Test) -> Expression:
-  value, arguments = _make(node.node), _arguments(node)
-  def run(r: Run, s: Scope) -> bool:
-    x = value(r, s)
-    args, kw = arguments(r, s)
-    return bool(_known(TESTS, "test", node.name)(r, x, *args, **kw))
-  return run
+  test = _applied(node, node.node, TESTS, "test")
+  return lambda r, s: bool(test(r, s))
 
 class Template:
-  """Raises TemplateError, or whatever jinja2's parser does, for a source that is no template."""
+  """A template, ready to be rendered. Raises TemplateError, or whatever jinja2's parser raises, for a source that is none."""
   def __init__(self, source: str):
     if len(source) > MAX_SOURCE: raise TemplateError(f"{len(source)} characters, more than {MAX_SOURCE}")
     tree = SYNTAX.parse(source)
@@ -568,7 +569,8 @@ class Template:
     self._body = _block(tree.body)
 
   def render(self, values: dict[str, Any]) -> str:
-    """values: text, numbers, booleans, None, and lists and dicts of such. Raises Refusal, TemplateError, or any error that Python knows."""
+    """The text. values: the variables: text, numbers, booleans, None, and lists and dicts of these. Raises Refusal, TemplateError, or any other
+    Exception that an operation of the template raises."""
     (meter := Run(1 << 62)).weigh(values)
     run = Run(STEPS + PER_INPUT * ((1 << 62) - meter.left))
     self._body(run, {**GLOBALS, **values})

@@ -1,4 +1,8 @@
-"""A person at a terminal: an answer as it comes, and a conversation with its commands."""
+"""A person at a terminal: an answer as it comes (print_stream), and a conversation with its commands (chat_loop).
+
+An answer is models.py's `Answer`, whose pieces are told apart by reasoning.py. What may reach the terminal, and the lines beside it on stderr, are
+screen.py's. Flags are llm.py's.
+"""
 from __future__ import annotations
 import contextlib, difflib, json, os, re, secrets, signal, stat, sys, tempfile, threading
 from dataclasses import dataclass, fields, replace
@@ -15,7 +19,8 @@ SEEDS = 1 << 32
 MAX_PROMPT = 1 << 24  # bytes of a text that is to be answered, past any context
 
 def read_text(what:str, path:str, limit:int=MAX_PROMPT, regular:bool=False) -> str:
-  """The text of a file, or of stdin for "-". Raises UserError, `what` in front, for more than `limit` bytes, or (regular) what is no plain file."""
+  """The text of a UTF-8 file, or of stdin for "-". regular: whether it must be a regular file. Raises UserError, which begins with `what`, for a file
+  that cannot be read, is no UTF-8, or has more than `limit` bytes."""
   try:
     if stdin := path == "-" and not regular:
       if sys.stdin is None: raise UserError(f"{what} -: stdin is closed")
@@ -25,7 +30,7 @@ def read_text(what:str, path:str, limit:int=MAX_PROMPT, regular:bool=False) -> s
     return data.decode()
   except OSError as e: raise UserError(f"{what} {path}: {e.strerror}") from None
   except UnicodeDecodeError as e: raise UserError(f"{what} {path}: expected UTF-8, found byte 0x{data[e.start]:02x} at {e.start}") from None
-  except ValueError as e: raise UserError(f"{what} {path}: {e}") from None  # no name of a file
+  except ValueError as e: raise UserError(f"{what} {path}: {e}") from None  # a name that no file can have
 
 @dataclass
 class Options:
@@ -41,7 +46,7 @@ class Options:
   def template(self) -> dict[str, Any]: return {} if self.think is None else {"enable_thinking": self.think}
 
 def drawing(s:Sampling) -> str:
-  """Sampling in words"""
+  """Sampling in words, as --stats prints it"""
   if not s.temperature: return "greedy"
   changed = [f.name for f in fields(s) if f.name not in ("temperature", "seed") and getattr(s, f.name) != f.default]
   return ", ".join(f"{name} {getattr(s, name):.6g}" for name in ("temperature", *changed)) + f", seed {s.seed}"
@@ -50,12 +55,12 @@ def drawing(s:Sampling) -> str:
 
 @contextlib.contextmanager
 def stopping() -> Iterator[threading.Event]:
-  """Ctrl-C sets the event, so that no kernel's capture is left half done; the second one is a KeyboardInterrupt"""
+  """The first Ctrl-C sets the event, so that no kernel's capture is left half done; the second raises KeyboardInterrupt"""
   asked = threading.Event()
   def ask(*_) -> None:
     if asked.is_set(): raise KeyboardInterrupt
     asked.set()
-  # a shell's background job has it ignored, and Python takes signals in its main thread alone
+  # a shell's background job ignores Ctrl-C, and Python takes signals in its main thread alone
   if threading.current_thread() is not threading.main_thread() or (before := signal.getsignal(signal.SIGINT)) == signal.SIG_IGN:
     yield asked
     return
@@ -64,29 +69,29 @@ def stopping() -> Iterator[threading.Event]:
   finally: signal.signal(signal.SIGINT, before)
 
 class Screen:
-  """Pieces of an answer to stdout. A terminal sees no control characters, and reasoning dim between marks; a pipe gets what the model said. whole:
-  nothing is told apart."""
-  def __init__(self, whole:bool, hide_think:bool):
+  """Prints the pieces of an answer to stdout. A terminal gets no control characters, and reasoning dim between marks; a pipe gets the model's text.
+  verbatim: reasoning and answer are printed alike."""
+  def __init__(self, verbatim:bool, hide_think:bool):
     self.terminal = sys.stdout.isatty()
-    self.whole, self.hide_think = whole or not (self.terminal or hide_think), hide_think and not whole
+    self.verbatim, self.hide_think = verbatim or not (self.terminal or hide_think), hide_think and not verbatim
     self.kind, self.begun = ANSWER, False
 
   def show(self, kind:str, text:str) -> None:
-    if not self.whole:
+    if not self.verbatim:
       if self.hide_think and kind != ANSWER: return doing("thinking")
       if kind == MARK: return
-      if kind != self.kind: self._turn(kind)
+      if kind != self.kind: self._change(kind)
       if not self.begun: text = text.lstrip()
       self.begun |= bool(text)
     doing("")
-    self._write(text, kind == REASONING and not self.whole)
+    self._write(text, kind == REASONING and not self.verbatim)
 
   def end(self) -> None:
     doing("")
-    if self.kind == REASONING: self._turn(ANSWER)
+    if self.kind == REASONING: self._change(ANSWER)
     else: self._write("\n", False)
 
-  def _turn(self, kind:str) -> None:
+  def _change(self, kind:str) -> None:
     doing("")
     self._write("[thinking]\n" if kind == REASONING else "\n[end of thinking]\n", True)
     self.kind, self.begun = kind, False
@@ -95,16 +100,17 @@ class Screen:
     print(text, end="", flush=True)
 
 @dataclass
-class Said:
-  """What came of an answer"""
+class Printed:
+  """What an answer was"""
   answer: str = ""
   reasoning: str = ""
-  stopped: bool = False   # by the person
-  thinking: bool = False  # it ended inside reasoning
+  stopped: bool = False   # whether the person stopped it
+  thinking: bool = False  # whether it ended inside reasoning
 
-def say(answer:Answer, options:Options, prompt:str|None=None) -> Said:
-  """Prints an answer as it comes, behind the raw prompt that it continues; Ctrl-C stops it. Marks and figures go to stderr. Raises ContextFull."""
-  said, screen, generator = Said(), Screen(prompt is not None, options.hide_think), answer.model.generator
+def print_stream(answer:Answer, options:Options, prompt:str|None=None) -> Printed:
+  """Prints an answer to stdout as it comes, and notes and figures to stderr; Ctrl-C stops it. prompt: the raw prompt, which is printed before what
+  continues it. Raises ContextFull, ValueError."""
+  printed, screen, generator = Printed(), Screen(prompt is not None, options.hide_think), answer.model.generator
   pieces = iter(answer)
   doing(f"{'reading' if generator.kernels_a_token else 'preparing kernels, reading'} {len(answer.ids)} tokens (Ctrl-C twice breaks off)")
   try:
@@ -115,23 +121,23 @@ def say(answer:Answer, options:Options, prompt:str|None=None) -> Said:
         while piece is not None:
           kind, text = piece
           screen.show(kind, text)
-          if kind == ANSWER: said.answer += text
-          if kind == REASONING: said.reasoning += text
-          said.thinking = kind == REASONING or (kind == MARK and text.endswith(OPEN))
+          if kind == ANSWER: printed.answer += text
+          if kind == REASONING: printed.reasoning += text
+          printed.thinking = kind == REASONING or (kind == MARK and text.endswith(OPEN))
           piece = None if asked.is_set() else next(pieces, None)
       except KeyboardInterrupt: asked.set()
-      said.stopped = asked.is_set() and not answer.done
+      printed.stopped = asked.is_set() and not answer.done
   finally:
     pieces.close()
     doing("")
   screen.end()
-  if said.stopped: note("[stopped]")
+  if printed.stopped: note("[stopped]")
   elif generator.full and not answer.done: note(f"[the context of {generator.max_context} tokens is full]")
   if options.stats or (options.stats is None and sys.stdout.isatty() and sys.stderr.isatty()):
     rate = f", {r:.1f} tok/s" if (r := answer.tokens_a_second) else ""
     first = f", the first after {answer.seconds_to_first:.2f} s" if answer.tokens else ""
     note(f"[{answer.tokens} token{'s' if answer.tokens != 1 else ''}{rate}{first}{'; ' + drawing(options.sampling) if options.stats else ''}]")
-  return said
+  return printed
 
 # ---- a conversation ----
 
@@ -146,7 +152,8 @@ def unblocked(text:str) -> str:
   return inner[len(BLOCK):-len(BLOCK)].strip("\n") if inner.startswith(BLOCK) and not open_block(inner) else text
 
 class Lines:
-  """Messages from a stdin that is no terminal: a line each, or a block. Raises EOFError at the end."""
+  """Messages from a stdin that is no terminal: a line each, or a block between \"\"\". `read` raises EOFError at the end,
+  UserError for one too long"""
   def read(self) -> str:
     text = sys.stdin.readline(MAX_PROMPT + 1)
     while open_block(text) and len(text) <= MAX_PROMPT and (line := sys.stdin.readline(MAX_PROMPT + 1)): text += line
@@ -156,7 +163,7 @@ class Lines:
   def close(self) -> None: pass
 
 def history_file() -> Path:
-  """Where what was typed is kept. Raises OSError where it cannot be."""
+  """The file that keeps what was typed, made where there is none. Raises OSError, RuntimeError where it cannot be."""
   state = os.environ.get("XDG_STATE_HOME", "")
   path = (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "tinygrad-mla" / "history"
   path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -164,8 +171,8 @@ def history_file() -> Path:
   return path
 
 class Keyboard:
-  """Messages from a terminal: lines of any length, edited, with a history; a paste is one message. Keys typed while an answer comes are not shown,
-  and wait for the next question. Raises EOFError, KeyboardInterrupt."""
+  """Messages from a terminal: lines of any length, edited, with a history; a paste is one message. Keys typed while an answer comes are not shown
+  until the next question. read raises EOFError for Ctrl-D, KeyboardInterrupt for Ctrl-C."""
   def __init__(self, commands:list[str]):
     import termios
     from prompt_toolkit import PromptSession
@@ -182,16 +189,16 @@ class Keyboard:
     @keys.add("escape", "enter")
     def _(event) -> None: event.current_buffer.newline(copy_margin=False)
 
-    class Kept(FileHistory):
+    class CheckedHistory(FileHistory):
       def store_string(self, text:str) -> None:
         try: super().store_string(text)
         except OSError as e: lost(e)
-    told:list[OSError] = []
+    errors:list[OSError] = []
     def lost(e:OSError) -> None:
-      if not told: note(f"[the history is not kept: {e.filename or 'its file'}: {e.strerror}]")
-      told.append(e)
-    try: history = Kept(history_file())
-    except (OSError, RuntimeError) as e:  # RuntimeError: nobody's home
+      if not errors: note(f"[the history is not kept: {e.filename or 'its file'}: {e.strerror}]")
+      errors.append(e)
+    try: history = CheckedHistory(history_file())
+    except (OSError, RuntimeError) as e:  # RuntimeError: the user has no home folder
       lost(e if isinstance(e, OSError) else OSError(0, str(e)))
       history = InMemoryHistory()
     self.dumb = is_dumb_terminal()
@@ -205,15 +212,15 @@ class Keyboard:
 
   def read(self) -> str:
     text = self.session.prompt("> ")
-    self.brackets(True)  # a paste while an answer comes is one message, too
+    self.bracketed_paste(True)  # a paste while an answer comes is one message, too
     return text
-  def brackets(self, on:bool) -> None:
+  def bracketed_paste(self, on:bool) -> None:
     if self.dumb: return
     output = self.session.output
     output.enable_bracketed_paste() if on else output.disable_bracketed_paste()
     output.flush()
   def ended(self, *_) -> None:
-    """By a signal, in the midst of anything: the shell finds its terminal as it was"""
+    """Ends the process on a signal, whatever it is doing: the shell finds its terminal as it was"""
     import termios
     if not self.dumb: os.write(self.session.output.fileno(), b"\x1b[?2004l\x1b[0m\r\n")
     termios.tcsetattr(sys.stdin, termios.TCSANOW, self.modes)
@@ -221,7 +228,7 @@ class Keyboard:
   def close(self) -> None:
     import termios
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    self.brackets(False)
+    self.bracketed_paste(False)
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self.modes)
 
 Message = dict[str, str]
@@ -232,8 +239,8 @@ class Refused(Exception):
   """A command that cannot be done. str(e) is one line."""
 
 class Conversation:
-  """Messages, answered one after another until the end of what `source` reads. A message that begins with / and a word is a command. Raises
-  GGUFError, ValueError where the file's template cannot ask for an answer."""
+  """Messages, answered one after another until `source` ends. A message that begins with / and a word is a command, which raises Refused where it
+  cannot be done. Raises GGUFError, ValueError where the file's template cannot ask for an answer."""
   def __init__(self, model:Model, options:Options, system:str="", source:Lines|Keyboard|None=None):
     self.model, self.options, self.system = model, options, system
     self.messages: list[Message] = []
@@ -259,13 +266,14 @@ class Conversation:
   def run(self) -> None:
     try:
       while not self.leaving:
-        try: self.heard(self.source.read())
+        try: self.handle(self.source.read())
         except EOFError:
           return print(file=sys.stderr) if self.terminal else None
         except KeyboardInterrupt: pass  # with no answer to stop it asks again
     finally: self.source.close()
 
-  def heard(self, text:str) -> None:
+  def handle(self, text:str) -> None:
+    """Runs a command, or answers a message"""
     if (m := re.fullmatch(r"(/[a-z]+!?)(?:\s+(.*))?", text.strip(), re.I | re.S)) is None:
       if (text := unblocked(text).strip("\n")).strip(): self.ask(text)
       return
@@ -284,31 +292,32 @@ class Conversation:
     return self.model.render([*system, *messages], **self.options.template)
 
   def fitting(self, messages:list[Message]) -> tuple[list[Message], list[int]]:
-    """The newest turns that leave room for an answer, and their prompt: the oldest go. Raises Refused where the last question alone is too long."""
-    ids, holds = self.prompt(messages), self.model.generator.max_context
-    room = max(min(holds // 4, self.options.count or holds), 1)
+    """The newest turns that leave room for an answer, and their prompt's ids. Raises Refused where the last question alone is too long."""
+    ids, capacity = self.prompt(messages), self.model.generator.max_context
+    room = max(min(capacity // 4, self.options.count or capacity), 1)
     starts = [i for i, m in enumerate(messages) if m["role"] == "user"]
-    if len(ids) + room <= holds: return messages, ids
-    if len(alone := self.prompt(messages[starts[-1]:])) >= holds:
-      raise Refused(f"the message has {len(alone)} tokens, the context holds {holds}: shorten it, or start again with a larger --max_context")
+    if len(ids) + room <= capacity: return messages, ids
+    if len(alone := self.prompt(messages[starts[-1]:])) >= capacity:
+      raise Refused(f"the message has {len(alone)} tokens, the context holds {capacity}: shorten it, or start again with a larger --max_context")
     for gone, start in enumerate(starts):
       ids = self.prompt(messages[start:])
-      if len(ids) + room <= holds or start == starts[-1]: break
-    if gone: note(f"[the context of {holds} tokens is full: the oldest {f'{gone} turns are' if gone > 1 else 'turn is'} forgotten]")
+      if len(ids) + room <= capacity or start == starts[-1]: break
+    if gone: note(f"[the context of {capacity} tokens is full: the oldest {f'{gone} turns are' if gone > 1 else 'turn is'} forgotten]")
     return messages[start:], ids
 
   def answer(self, messages:list[Message], sampling:Sampling) -> None:
-    """Answers; messages and answer become the conversation where there is an answer to keep."""
+    """Prints the answer to the messages. Where there is one to keep, they and it become the conversation."""
     try:
       messages, ids = self.fitting(messages)
       options = replace(self.options, sampling=sampling)
-      said = say(Answer(self.model, ids, options.count, sampling, options.stops), options)
+      printed = print_stream(Answer(self.model, ids, options.count, sampling, options.stops), options)
     except (Refused, GGUFError, ValueError) as e: return note(f"[{safe_line(str(e))}]")
-    content = said.answer.strip()
-    if not content and (said.stopped or said.thinking):
-      why, kept = "in mid-thought" if said.thinking else "before a word", "the question is not kept" if self.unanswered else "the answer before stays"
+    content, reasoning = printed.answer.strip(), printed.reasoning.strip()
+    if not content and (printed.stopped or printed.thinking):
+      why = "in mid-thought" if printed.thinking else "before a word"
+      kept = "the question is not kept" if self.unanswered else "the answer before stays"
       return note(f"[it ended {why}: {kept}; /regen asks again]")
-    thought = {"reasoning_content": said.reasoning.strip()} if said.reasoning.strip() else {}
+    thought = {"reasoning_content": reasoning} if reasoning else {}
     self.messages, self.unanswered = [*messages, {"role": "assistant", "content": content, **thought}], ""
 
   def ask(self, text:str) -> None:
@@ -325,23 +334,23 @@ class Conversation:
     note("[forgotten]")
 
   def last_question(self) -> int:
-    """Where it stands among the messages. Raises Refused."""
-    found = [i for i, m in enumerate(self.messages) if m["role"] == "user"]
-    if not found: raise Refused("nothing was asked yet")
-    return found[-1]
+    """Its index among the messages. Raises Refused where there is none."""
+    questions = [i for i, m in enumerate(self.messages) if m["role"] == "user"]
+    if not questions: raise Refused("nothing was asked yet")
+    return questions[-1]
 
   def regen(self, _:str) -> None:
     if self.unanswered: return self.ask(self.unanswered)
-    at, s = self.last_question(), self.options.sampling
+    question, s = self.last_question(), self.options.sampling
     if not s.temperature: note("[at temperature 0 the words are the same again; /set temperature 1 draws others]")
-    # draws are numbered by position: with the same seed they would be the same
+    # draws are numbered by position: with the same seed they would repeat
     self.options.sampling = replace(s, seed=(s.seed + 1) % SEEDS)
-    self.answer(self.messages[:at + 1], self.options.sampling)
+    self.answer(self.messages[:question + 1], self.options.sampling)
 
   def undo(self, _:str) -> None:
-    at, self.unanswered = self.last_question(), ""
-    note(f"[taken back: {safe_line(self.messages[at]['content'])[:60]}]")
-    self.messages = self.messages[:at]
+    question, self.unanswered = self.last_question(), ""
+    note(f"[taken back: {safe_line(self.messages[question]['content'])[:60]}]")
+    self.messages = self.messages[:question]
 
   def set_system(self, text:str) -> None:
     if text: self.system = "" if text in ('""', "''") else unblocked(text)
@@ -353,8 +362,8 @@ class Conversation:
     name, value = name.replace("-", "_").strip(), value.strip()
     if not name:
       values = {**vars(o.sampling), **{k: getattr(o, k) for k in ("count", "think", "hide_think", "stats")}}
-      said = {None: "by itself", True: "on", False: "off"}
-      for k in self.settings: note(f"{k:15s} {values[k]:.6g}" if type(values[k]) in (int, float) else f"{k:15s} {said[values[k]]}")
+      words = {None: "by itself", True: "on", False: "off"}
+      for k in self.settings: note(f"{k:15s} {values[k]:.6g}" if type(values[k]) in (int, float) else f"{k:15s} {words[values[k]]}")
       return
     if name not in self.settings: raise Refused(f"/set: expected one of {', '.join(self.settings)}, found {name}")
     try:
@@ -400,29 +409,31 @@ class Conversation:
   def exit(self, _:str) -> None: self.leaving = True
 
 def conversation_of(text:str, what:str) -> tuple[str, list[Message]]:
-  """The system's message ("" for none) and the others of a JSON text that /save wrote, or of a list of messages. Raises UserError."""
+  """(the system's message or "", the other messages) of a JSON text: an object that /save wrote, or a list of messages. what: what the UserError that
+  it raises for any other begins with."""
   try: data = json.loads(text)
   except (ValueError, RecursionError) as e: raise UserError(f"{what}: expected JSON, found {e}") from None
-  found = data.get("messages") if isinstance(data, dict) else data
-  if not isinstance(found, list): raise UserError(f"{what}: expected messages, found {type(found).__name__}")
-  for n, m in enumerate(found):
+  saved = data.get("messages") if isinstance(data, dict) else data
+  if not isinstance(saved, list): raise UserError(f"{what}: expected messages, found {type(saved).__name__}")
+  for n, m in enumerate(saved):
     if not isinstance(m, dict) or m.get("role") not in ROLES or not isinstance(m.get("content"), str):
       raise UserError(f"{what}: message {n}: expected a role of {', '.join(ROLES)} and a content that is text")
     if m["role"] == "system" and n: raise UserError(f"{what}: message {n}: expected the system's message to be the first")
-  messages = [{k: m[k] for k in ("role", "content", "reasoning_content") if isinstance(m.get(k), str)} for m in found]
+  messages = [{k: m[k] for k in ("role", "content", "reasoning_content") if isinstance(m.get(k), str)} for m in saved]
   if messages and messages[-1]["role"] == "user": raise UserError(f"{what}: expected an answer to every question, found none to the last")
   return (messages[0]["content"], messages[1:]) if messages and messages[0]["role"] == "system" else ("", messages)
 
 def chosen_seed(seed:int|None) -> int:
-  """`seed`, or a random one for None and -1. Raises ValueError."""
+  """`seed`, or a random one for None and -1. Raises ValueError for one out of Sampling's range."""
   return secrets.randbelow(SEEDS) if seed in (None, -1) else Sampling(seed=seed).seed
 
-def converse(model:Model, options:Options, system:str="", introduction:str="") -> None:
-  """A conversation on stdin, with no word of its own on stdout where that is no terminal. Raises GGUFError, UserError."""
+def chat_loop(model:Model, options:Options, system:str="", introduction:str="") -> None:
+  """Runs a conversation on stdin, until its end or /exit. stdout gets the answers alone. introduction: the first words on a terminal, in place of the
+  model's name. Raises GGUFError, UserError."""
   if sys.stdin is None: raise UserError("stdin is closed: expected --prompt, -f or a conversation on it")
   doing("")
-  talk = Conversation(model, options, system)
-  if talk.terminal:
+  conversation = Conversation(model, options, system)
+  if conversation.terminal:
     note(f"{introduction or f'{model.name} on {Device.DEFAULT}'}, a context of {model.generator.max_context} tokens")
     note("/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
-  talk.run()
+  conversation.run()

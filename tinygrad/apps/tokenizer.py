@@ -1,17 +1,18 @@
-"""Text to token ids and back, from a GGUF file's own vocabulary and merges (byte-level BPE, `tokenizer.ggml.model` = gpt2).
+"""Text to token ids and back, by a GGUF file's own vocabulary and merges (byte-level BPE, `tokenizer.ggml.model` = gpt2).
 
-Text is cut into special tokens and plain stretches, stretches into pieces by the patterns of `tokenizer.ggml.pre`, pieces into tokens by tiktoken.
+Text is cut into special tokens and plain stretches, a stretch into pieces by the patterns of `tokenizer.ggml.pre`, a piece into tokens by tiktoken.
 tiktoken merges the neighbours whose joined bytes rank lowest, and takes a piece that is a token whole; a merge list ranks pairs. Both give the same
 tokens where the list is in the order of training, or holds all ways to split each token (as those converted from tiktoken do). A list in another
-order can differ: it is read as if each token's first merge stood for all."""
+order can differ: it is read as if each token's first merge stood for all. chat.py encodes prompts by it, reasoning.py decodes answers."""
 from __future__ import annotations
 import codecs, functools, re
+from dataclasses import dataclass
 from typing import Callable, Iterable
 import regex, tiktoken
 from gguf import TokenType
 from tinygrad.apps.gguf import GGUFError, GGUFFile
 
-# *** how `tokenizer.ggml.pre` cuts text: each pattern in turn cuts every piece that is left of the one before, keeping matches and what lies between
+# *** how `tokenizer.ggml.pre` cuts text: each pattern in turn cuts all pieces of the one before, and keeps its matches and what lies between them
 
 SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n%s]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -43,13 +44,13 @@ PATTERNS: dict[str, tuple[str, ...]] = {
 }
 PATTERNS |= {alias: PATTERNS[pre] for alias, pre in {"chatglm-bpe": "glm4", "glm5": "glm4", "llama3": "llama-bpe", "llama-v3": "llama-bpe",
                                                      "deepseek-r1-qwen": "qwen2"}.items()}
-# a piece that is a token is that token, though no merge make it
+# a piece that is a token is that token, even if no merges make it
 WHOLE = {"glm4", "glm5", "llama-bpe", "llama3", "llama-v3", "tekken", "youtu", "kimi-k2"}
 ADD_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # where the file does not say
 # control tokens that end a turn, whatever the keys say
 STOPS = ("<|user|>", "<|observation|>", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<｜end▁of▁sentence｜>", "[EOS]", "[EOT]")
 
-# GPT-2's way to write bytes as printable characters: those that print stand for themselves, the others for U+0100 and up
+# GPT-2's way to write bytes as printable characters: bytes that print stand for themselves, the others are U+0100 and up
 _PRINTS = [*range(0x21, 0x7f), *range(0xa1, 0xad), *range(0xae, 0x100)]
 _BYTE_OF = dict(zip((*_PRINTS, *range(0x100, 0x144)), (*_PRINTS, *sorted(set(range(256)) - set(_PRINTS)))))
 
@@ -58,11 +59,11 @@ def _token_bytes(text: str, kind: int) -> bytes:
   if kind == TokenType.BYTE and re.fullmatch("<0x[0-9A-Fa-f]{2}>", text): return bytes([int(text[3:5], 16)])
   if kind == TokenType.NORMAL:
     try: return text.translate(_BYTE_OF).encode("latin-1")
-    except UnicodeEncodeError: pass  # holds characters that stand for no byte: the text itself is meant
+    except UnicodeEncodeError: pass  # it holds characters that stand for no byte: the text itself is meant
   return text.encode(errors="replace")
 
 def any_of(names: Iterable[str]) -> str:
-  """A pattern for the longest of `names` that starts here; for none, a pattern that matches nowhere."""
+  """A regular expression for the longest of `names` that starts here; without names, one that matches nowhere."""
   names = sorted(names, key=len, reverse=True)
   return f"(?=[{re.escape(''.join({n[0] for n in names}))}])(?:{'|'.join(map(re.escape, names))})" if names else "(?!)"
 
@@ -75,39 +76,52 @@ class Stream:
   def push(self, token: int) -> str: return self.flush() if token in self.tokenizer.control else self.decoder.decode(self.tokenizer.table[token])
   def flush(self) -> str: return self.decoder.decode(b"", final=True)
 
+@dataclass(frozen=True)
+class Vocabulary:
+  """A file's tokenizer keys, checked one by one"""
+  pre: str                # a key of PATTERNS
+  tokens: list[str]
+  types: list[int]        # gguf's TokenType, one a token
+  merges: list[str]       # "left right", the first merged first
+  bos_id: int|None
+  eos_id: int
+  add_bos: bool           # whether a prompt begins with bos
+  stops: frozenset[int]   # ids of keys that end an answer, beside eos
+
 class Tokenizer:
-  """`table`: the bytes of each id. `special_tokens`: the names of control tokens and of markup like <think>, which only templates and
-  `encode(special=True)` turn into ids; `control`: the ids of those that are not shown. `stop_ids`: the ids that end an answer."""
-  def __init__(self, path, pre: str, tokens: list[str], types: list[int], merges: list[str],
-               bos_id: int|None, eos_id: int, add_bos: bool, stops: set[int]):
-    self.path, self.pre, self.n_vocab, self.bos_id, self.eos_id, self.add_bos = path, pre, len(tokens), bos_id, eos_id, add_bos
-    ids = {t: i for i, t in enumerate(tokens)}
+  """A vocabulary made ready. `table`: the bytes of each id. `special_tokens`: name to id of control tokens and of markup like <think>; only templates
+  and `encode(special=True)` turn these names into ids. `control`: the ids that are not shown. `stop_ids`: the ids that end an answer.
+  Raises GGUFError, with the file's path, for keys that do not fit together."""
+  def __init__(self, path, v: Vocabulary):
+    tokens, ids = v.tokens, {t: i for i, t in enumerate(v.tokens)}
+    self.path, self.pre, self.n_vocab, self.bos_id, self.eos_id, self.add_bos = path, v.pre, len(tokens), v.bos_id, v.eos_id, v.add_bos
     if twice := [t for i, t in enumerate(tokens) if ids[t] != i]: raise _bad(path, "tokens", "tokens that differ", f"{twice[0]!r:.80} twice")
     # older converters typed the rows that pad the embedding as user-defined
-    types = [TokenType.UNUSED if t == TokenType.USER_DEFINED and s == f"[PAD{i}]" else t for i, (s, t) in enumerate(zip(tokens, types))]
+    types = [TokenType.UNUSED if t == TokenType.USER_DEFINED and s == f"[PAD{i}]" else t for i, (s, t) in enumerate(zip(tokens, v.types))]
     self.table = list(map(_token_bytes, tokens, types))
     self.control = frozenset(i for i, t in enumerate(types) if t == TokenType.CONTROL)
     named = {s: i for i, (s, t) in enumerate(zip(tokens, types)) if s and t in (TokenType.CONTROL, TokenType.USER_DEFINED)}
     # user-defined tokens of one character or of blanks are text (DeepSeek's ü), always found; every other one is markup
     letters = {s: i for s, i in named.items() if i not in self.control and len(s.strip()) < 2}
     self.special_tokens = {s: i for s, i in named.items() if s not in letters}
-    self.stop_ids = frozenset({eos_id} | stops | {i for s in STOPS if (i := named.get(s)) in self.control})
+    self.stop_ids = frozenset({v.eos_id} | v.stops | {i for s in STOPS if (i := named.get(s)) in self.control})
     self._named, self._find = named, {False: re.compile(f"({any_of(letters)})"), True: re.compile(f"({any_of(named)})")}
 
+    # each token's first merge as tiktoken's rank of the token; single bytes come first
     self._bytes = {t[0]: i for i, t in enumerate(self.table) if len(t) == 1 and types[i] in (TokenType.NORMAL, TokenType.BYTE)}
     ranks, self._ids = {bytes([b]): r for r, b in enumerate(self._bytes)}, list(self._bytes.values())  # rank -> id: the vocabulary has its own order
     special = {*self.special_tokens.values()}
-    for n, merge in enumerate(merges):
+    for n, merge in enumerate(v.merges):
       left, _, right = merge.partition(" ")
       if not (left and right and left in ids and right in ids and (joined := ids.get(left + right)) is not None):
         raise _bad(path, "merges", "two tokens whose joined text is a token", f"{merge!r:.80} at {n}")
       if self.table[joined] not in ranks and joined not in special:
         ranks[self.table[joined]] = len(ranks)
         self._ids.append(joined)
-    self._whole = {t: i for i, t in enumerate(self.table) if t not in ranks and types[i] == TokenType.NORMAL} if pre in WHOLE else {}
+    self._whole = {t: i for i, t in enumerate(self.table) if t not in ranks and types[i] == TokenType.NORMAL} if v.pre in WHOLE else {}
     self._missing = frozenset(range(256)) - frozenset(self._bytes)
-    self._bpe = tiktoken.Encoding(pre, pat_str=r"(?s:.+)", mergeable_ranks=ranks, special_tokens={}) if ranks else None
-    self._cuts = [regex.compile(f"({p})") for p in PATTERNS[pre]]
+    self._bpe = tiktoken.Encoding(v.pre, pat_str=r"(?s:.+)", mergeable_ranks=ranks, special_tokens={}) if ranks else None
+    self._cuts = [regex.compile(f"({p})") for p in PATTERNS[v.pre]]
     self._piece: Callable[[str], tuple[int, ...]] = functools.lru_cache(1 << 16)(self._encode_piece)
 
   @classmethod
@@ -115,9 +129,9 @@ class Tokenizer:
     """Raises GGUFError for another tokenizer model, an unknown pre-tokenizer, or keys that do not fit together."""
     bad = functools.partial(_bad, f.path)
     def strings(name: str) -> list[str]:
-      found = f.key(f"tokenizer.ggml.{name}", list)
-      if not all(isinstance(x, str) for x in found): raise bad(name, "strings", f"{next(x for x in found if not isinstance(x, str))!r:.80}")
-      return found
+      values = f.key(f"tokenizer.ggml.{name}", list)
+      if wrong := [x for x in values if not isinstance(x, str)]: raise bad(name, "strings", f"{wrong[0]!r:.80}")
+      return values
     if (model := f.key("tokenizer.ggml.model", str)) != "gpt2": raise bad("model", "'gpt2' (byte-level BPE)", f"{model!r:.80}")
     if (pre := f.key("tokenizer.ggml.pre", str)) not in PATTERNS: raise bad("pre", f"one of {', '.join(sorted(PATTERNS))}", f"{pre!r:.80}")
     tokens, merges, types = strings("tokens"), strings("merges"), f.key("tokenizer.ggml.token_type", list)
@@ -127,9 +141,9 @@ class Tokenizer:
       if (i := f.key(f"tokenizer.ggml.{name}_token_id", int, **default)) is not None and not 0 <= i < len(tokens):
         raise bad(f"{name}_token_id", f"an id below {len(tokens)}", f"{i}")
       return i
-    stops = {i for name in ("eot", "eom") if (i := id_of(name, default=None)) is not None}
+    stops = frozenset(i for name in ("eot", "eom") if (i := id_of(name, default=None)) is not None)
     add_bos = f.key("tokenizer.ggml.add_bos_token", bool, default=pre in ADD_BOS)
-    return cls(f.path, pre, tokens, types, merges, id_of("bos", default=None), id_of("eos"), add_bos, stops)
+    return cls(f.path, Vocabulary(pre, tokens, types, merges, id_of("bos", default=None), id_of("eos"), add_bos, stops))
 
   def _byte_id(self, b: int) -> int:
     if b in self._missing: raise _bad(self.path, "tokens", "a token for every byte", f"none for byte 0x{b:02x}")

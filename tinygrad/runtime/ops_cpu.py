@@ -1,5 +1,8 @@
-"""Wraps the wheel's CPU device: a captured batch of kernels runs by one call, on all cores (runtime/graph/cpu.py); pip's ziglang compiles where
-there is no clang; a forked process goes on with memory of its own, and large buffers lie in huge pages."""
+"""Wraps the wheel's CPU device.
+
+A captured batch of kernels runs by one call, on all cores (runtime/graph/cpu.py). Where there is no clang, pip's ziglang compiles. A forked process
+has its own copy of the buffers. Large buffers lie in huge pages. The kernels themselves are nn/cpu.py's and what tinygrad renders.
+"""
 from __future__ import annotations
 import contextlib, importlib.util, mmap, os, pathlib, shutil, sys
 from dataclasses import replace
@@ -11,10 +14,10 @@ from tinygrad.helpers import WIN, getenv, mv_address
 from tinygrad.runtime.support.hcq import HCQBuffer
 
 _wheel = wheel_module(__name__)
-for _name in ("CPUProgram", "CPUWorker"): globals()[_name] = getattr(_wheel, _name)
+CPUProgram, CPUWorker = _wheel.CPUProgram, _wheel.CPUWorker
 
 def _find_compiler() -> None:
-  """By environment variables: the processes that compile inherit them"""
+  """Sets CC to pip's ziglang where there is no clang and the user has set none. The processes that compile inherit the environment"""
   if WIN or "CC" in os.environ or shutil.which("clang") or (spec := importlib.util.find_spec("ziglang")) is None: return
   os.environ["ZIGLANG"] = os.path.dirname(str(spec.origin))
   os.environ["CC"] = str(pathlib.Path(__file__).with_name("support") / "zigclang")
@@ -25,17 +28,17 @@ HUGE = 1 << 21  # bytes of a page
 
 class CPUAllocator(_wheel.CPUAllocator):
   def _alloc(self, size:int, options:BufferSpec) -> HCQBuffer:
-    """Private memory, of which a fork has its own copy (the wheel's would be one for both processes); a large buffer takes huge pages where the
-    system has them"""
+    """A buffer of `size` bytes in private memory, of which a fork has its own copy (the wheel's is shared by both processes). A large buffer lies in
+    huge pages where the system has them. Raises MemoryError, as every other device does, for what the system has no room for"""
     if WIN or options.external_ptr is not None: return super()._alloc(size, options)
-    try: kept = mmap.mmap(-1, size, mmap.MAP_ANON | mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError as e: raise MemoryError(e.strerror) from None  # as every other device calls it
+    try: memory = mmap.mmap(-1, size, mmap.MAP_ANON | mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as e: raise MemoryError(e.strerror) from None
     if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-      with contextlib.suppress(OSError): kept.madvise(mmap.MADV_HUGEPAGE)  # a kernel built without them: small pages hold the same
-    buffer = super()._alloc(size, replace(options, external_ptr=mv_address(kept)))
-    buffer.meta = kept
+      with contextlib.suppress(OSError): memory.madvise(mmap.MADV_HUGEPAGE)  # a system built without them keeps small pages
+    buffer = super()._alloc(size, replace(options, external_ptr=mv_address(memory)))
+    buffer.meta = memory
     return buffer
-_wheel.CPUAllocator = CPUAllocator  # its CPUDevice makes one
+_wheel.CPUAllocator = CPUAllocator  # the wheel's CPUDevice makes one
 
 class CPUDevice(_wheel.CPUDevice):
   def __init__(self, device:str=""):
@@ -46,6 +49,6 @@ class CPUDevice(_wheel.CPUDevice):
       self.graph = CPUGraph
 
 def _in_child() -> None:
-  compile_workers.worker_pool = None  # the parent's: in the child nobody would answer
-  capturing.clear()                   # of a thread that is not there
+  compile_workers.worker_pool = None  # the parent's: nobody answers the child
+  capturing.clear()                   # what another thread captured: the child does not have that thread
 if not WIN: os.register_at_fork(after_in_child=_in_child)

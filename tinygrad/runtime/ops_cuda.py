@@ -1,8 +1,8 @@
 """Wraps the wheel's CUDA device: large copies to the card go through a ring of pinned memory that several threads fill.
 
-The wheel fills pinned memory by one thread, 5 GB/s of what the bus can do 50, and takes new memory for every copy. Here a piece's memory serves again
-as soon as the card has read it. A thread that fills also brings a mapped file's pages into memory. What the driver has no memory for becomes a
-MemoryError that says what is free.
+The wheel fills pinned memory by one thread, at 5 GB/s where the bus can do 50, and allocates new memory for every copy. Here a piece of the ring is
+filled again as soon as the card has read it. A thread that fills also brings a mapped file's pages into memory. Where the driver is out of memory, a
+MemoryError says what is free. Graphs of captured kernels are runtime/graph/cuda.py's.
 """
 from __future__ import annotations
 import ctypes, os
@@ -16,37 +16,38 @@ from tinygrad.helpers import mv_address, size_to_str
 from tinygrad.runtime.support.c import init_c_var
 
 _wheel = wheel_module(__name__)
-for _name in ("encode_args", "cu_time_execution", "CUDADevice"): globals()[_name] = getattr(_wheel, _name)
+encode_args, cu_time_execution, CUDADevice = _wheel.encode_args, _wheel.cu_time_execution, _wheel.CUDADevice
 _check = _wheel.check
 
 def check(status:int) -> None:
-  """Raises MemoryError for what found no room on the device: a buffer, a graph, a kernel's code; RuntimeError for any other failure"""
+  """Raises MemoryError where the device has no room left (for a buffer, a graph, a kernel's code), RuntimeError for any other failure"""
   if status != cuda.CUDA_ERROR_OUT_OF_MEMORY: return _check(status)
   free, total = ctypes.c_size_t(), ctypes.c_size_t()
   known = cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
   raise MemoryError("the CUDA device has no room left" + (f": {size_to_str(free.value)} of {size_to_str(total.value)} are free" if known else ""))
 
-PIECE, PIECES, THREADS = 1 << 24, 12, 8  # bytes of a piece; pieces on their way; threads that fill them
+PIECE, PIECES, THREADS = 1 << 24, 12, 8  # bytes of a piece; pieces of the ring; threads that fill them
 
 class Ring:
-  """Pinned memory in pieces, each with the event that the card has read it"""
+  """Pinned memory in pieces, and an event for each: the card has read it"""
   def __init__(self, allocator:CUDAAllocator):
     self.pieces = [allocator.alloc(PIECE, BufferSpec(host=True)) for _ in range(PIECES)]
     self.read = [init_c_var(cuda.CUevent, lambda x: check(cuda.cuEventCreate(ctypes.byref(x), cuda.CU_EVENT_DISABLE_TIMING))) for _ in self.pieces]
     self.threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
-    self.turn = 0                                  # the piece that is next
+    self.next = 0                                  # the number of the piece to fill next
   def copy(self, dest:int, source:int, nbytes:int) -> None:
-    """Enqueues the copy of `nbytes`; the source may be overwritten when it returns"""
+    """Enqueues the copy of `nbytes` from the host's address `source` to the card's `dest`. The source may be overwritten when it returns"""
     filling:deque[tuple[int, int, int, Future]] = deque()
-    for at in range(0, nbytes, PIECE):
+    for offset in range(0, nbytes, PIECE):
       if len(filling) == PIECES: self._send(dest, *filling.popleft())
-      slot, size, self.turn = self.turn, min(PIECE, nbytes - at), (self.turn + 1) % PIECES
+      slot, size = self.next, min(PIECE, nbytes - offset)
+      self.next = (slot + 1) % PIECES
       check(cuda.cuEventSynchronize(self.read[slot]))
-      filling.append((slot, at, size, self.threads.submit(ctypes.memmove, self.pieces[slot], source + at, size)))
+      filling.append((slot, offset, size, self.threads.submit(ctypes.memmove, self.pieces[slot], source + offset, size)))
     while filling: self._send(dest, *filling.popleft())
-  def _send(self, dest:int, slot:int, at:int, size:int, filled:Future) -> None:
+  def _send(self, dest:int, slot:int, offset:int, size:int, filled:Future) -> None:
     filled.result()
-    check(cuda.cuMemcpyHtoDAsync_v2(cuda.CUdeviceptr_v2(dest + at), self.pieces[slot], size, None))
+    check(cuda.cuMemcpyHtoDAsync_v2(cuda.CUdeviceptr_v2(dest + offset), self.pieces[slot], size, None))
     check(cuda.cuEventRecord(self.read[slot], None))
 
 class CUDAAllocator(_wheel.CUDAAllocator):
@@ -61,12 +62,13 @@ class CUDAAllocator(_wheel.CUDAAllocator):
     self.ring.copy(dest.value, mv_address(src), len(src))
 
 class CUDAProgram(_wheel.CUDAProgram):
+  """The wheel's program; raises MemoryError where the card has no room for its code"""
   def __init__(self, dev:_wheel.CUDADevice, obj:TinyELF, smem:int=0):
     try: super().__init__(dev, obj, smem)
     except RuntimeError as e:
       if str(e).endswith("CUDA_ERROR_OUT_OF_MEMORY"): check(cuda.CUDA_ERROR_OUT_OF_MEMORY)
       raise
   def __del__(self) -> None:
-    if hasattr(self, "module"): super().__del__()  # one that was not loaded has nothing to give back
+    if hasattr(self, "module"): super().__del__()  # a program that was not loaded has nothing to unload
 
-_wheel.check, _wheel.CUDAAllocator, _wheel.CUDAProgram = check, CUDAAllocator, CUDAProgram  # what its CUDADevice uses
+_wheel.check, _wheel.CUDAAllocator, _wheel.CUDAProgram = check, CUDAAllocator, CUDAProgram  # what the wheel's CUDADevice uses

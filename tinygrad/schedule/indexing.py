@@ -1,9 +1,9 @@
-"""Wraps the wheel's rangeify: fusion guards, that is, which reduction shares a kernel with what reads it.
+"""Which reductions share a kernel with what reads them: wraps the wheel's rangeify, for the plain-ops forms that no kernel of nn/ covers.
 
 The wheel gives every reduction a kernel of its own: a norm takes two, a softmax three. Where the reductions of a row are broadcast back over
 that row (x / rms(x), exp(x - max(x)) / sum), one kernel can do all of it, a team of threads a row (codegen/opt/rows.py): each step reads the row
-again, as kernels of their own would, and no step's result goes through memory. So the wheel decides first; then each STAGE, which is what it
-realizes, is put back into the one kernel that reads it, where `worth` says so. PCONTIG set by the user leaves all to the wheel.
+again, as kernels of their own would, and no step's result goes through memory. So the wheel decides first. Then `fuse` puts each STAGE, which is
+what the wheel realizes, back into the one kernel that reads it, where `fusion_pays`. PCONTIG set by the user leaves all to the wheel.
 """
 from __future__ import annotations
 import functools, math, operator
@@ -20,40 +20,37 @@ from tinygrad.uop.symbolic import symbolic
 _wheel = wheel_module(__name__)
 globals().update({k: v for k, v in vars(_wheel).items() if not k.startswith("__")})
 
-# what a thread may do of a row, value by value: so much takes less than the few microseconds of a launch
-SERIAL_STEPS = 64
-# so many rows keep a device busy by themselves, however long they are
-MANY_ROWS = 128
-# the wheel recomputes an elementwise value wherever it is read if it comes from at most so many buffers (its `remove_bufferize`)
-CHEAP_BUFFERS = 3
-# what a team's thread reads of a row at least, so that the final sum over the team doesn't outweigh the reading; and a team's largest size
-VALUES_A_THREAD, TEAM = 16, 1024
+SERIAL_STEPS = 64     # values of a row that a thread may read one after another: they take less than the few microseconds of a launch
+MANY_ROWS = 128       # rows that keep a device busy, however long each is
+CHEAP_BUFFERS = 3     # the wheel recomputes an elementwise value wherever it is read if it comes from at most so many buffers (`remove_bufferize`)
+VALUES_A_THREAD = 16  # values of a row that a team's thread reads at least: with fewer, the final sum over the team outweighs the reading
+TEAM = 1024           # threads of a team at most
 
 @dataclass(frozen=True)
 class Rows:
-  """A kernel that works by rows: reductions over a row, whose results are read by later ones of the same row and by what is stored of it"""
+  """A kernel that works by rows: reductions over a row, whose results are read by later reductions and by the stores of the same row"""
   reduces:tuple[UOp, ...]                                  # in order: none comes before one that it reads
   rows:tuple[UOp, ...]                                     # the ranges that number the rows
-  inner:tuple[UOp, ...]                                    # the ranges within a row of what is stored; none where a row gives one value
+  inner:tuple[UOp, ...]                                    # the stored values' ranges within a row; none where a row stores one value
   @property
   def steps(self) -> bool:
-    """Whether a row takes more than one step after another; else it is a reduction as any other"""
+    """Whether a row takes more than one step, one after another; else the kernel is an ordinary reduction"""
     return bool(self.inner) or any(r in x.backward_slice for i, x in enumerate(self.reduces) for r in self.reduces[:i])
   @property
   def sizes(self) -> list[sint]:
-    """Values a row of each reduction, then of what is stored"""
+    """Values of a row that each reduction reads, then the values that a row stores"""
     return [math.prod(r.src[0].ssimplify() for r in ranges) for ranges in (*(x.src[1:] for x in self.reduces), self.inner)]
   @property
   def count(self) -> sint: return math.prod(r.src[0].ssimplify() for r in self.rows)
   @property
   def columns(self) -> bool:
-    """Whether neighbours in memory are of different rows"""
+    """Whether neighbours in memory belong to different rows"""
     loads = {u.src[-1].get_idx() for x in self.reduces for u in x.src[0].toposort(gate=_inside) if u.op is Ops.INDEX}
     neighbours = {u for i in loads for u in i.split_uop(Ops.ADD)}
     return any(r in neighbours for r in self.rows) and not any(r in neighbours for x in self.reduces for r in x.src[1:])
   @property
   def longest(self) -> int:
-    """Values of the longest reduction; of what is stored, a team can leave parts to others"""
+    """Values of the longest reduction. Stores do not count: several teams can share a row's"""
     return max(n if isinstance(n, int) else int(n.vmax) for n in self.sizes[:-1])
   @property
   def team(self) -> int:
@@ -61,18 +58,18 @@ class Rows:
     return min(TEAM, max(32, 1 << (self.longest // VALUES_A_THREAD).bit_length() >> 1))
 
 def rows_of(value:UOp, ranges:tuple[UOp, ...], body:dict[UOp, None]) -> Rows|None:
-  """What is stored over these ranges, if it is computed by rows. The body: all nodes of its kernel, in order."""
+  """The rows of the kernel that stores `value` over `ranges`; None where it does not work by rows. body: all nodes of the kernel, in order"""
   reduces = tuple(u for u in body if u.op is Ops.REDUCE)
   if not reduces or any(r.op is not Ops.RANGE for x in reduces for r in x.src[1:]): return None
   rows = tuple(reduces[0].ranges)
-  if any(set(x.ranges) != set(rows) for x in reduces[1:]): return None     # one is done over again for every step of another
+  if any(set(x.ranges) != set(rows) for x in reduces[1:]): return None     # one would be repeated in every step of another
   if any(r.arg[-1] is AxisType.REDUCE for r in rows): return None
   return Rows(reduces, rows, tuple(r for r in ranges if r.op is Ops.RANGE and r not in rows))
 
-def worth(r:Rows, has_local:bool) -> bool:
-  """Whether one kernel for these reductions beats one each. Saved: a launch each, and their results' way through memory. Repeated: nothing, a row
-  is one team's work, or at most as much as a team stores where a row has several. Lost: the rest of the device, over which kernels of their own
-  would spread a long reduction; on a CPU, whose core does a row alone anyway, the vectors of neighbouring rows."""
+def fusion_pays(r:Rows, has_local:bool) -> bool:
+  """Whether one kernel for these reductions is faster than a kernel each. It saves a launch each and their results' way through memory. It repeats
+  nothing where a row is one team's work; where several teams share a row, each repeats at most as much as it stores. It loses the rest of the
+  device, over which separate kernels would spread a long reduction; on a CPU (not has_local) it loses vectors over neighbouring rows."""
   if not r.steps: return True
   if not has_local: return not r.columns
   return r.longest // r.team <= SERIAL_STEPS or (isinstance(r.count, int) and r.count >= MANY_ROWS)
@@ -81,23 +78,24 @@ def _is_stage(u:UOp) -> bool: return u.op is Ops.STAGE and u.arg.addrspace is Ad
 def _inside(u:UOp) -> bool: return not _is_stage(u) and u.op not in {Ops.AFTER, Ops.PARAM, Ops.BUFFER, Ops.RANGE}
 
 def _rebuilt(value:UOp, new:dict[UOp, UOp]) -> UOp:
-  """The value with nodes of its kernel replaced"""
-  done = dict(new)
+  """The value with nodes of its kernel replaced: new maps old to new"""
+  rebuilt = dict(new)
   for u in value.toposort(gate=lambda u: u not in new and _inside(u)):
-    if (src := tuple(done.get(s, s) for s in u.src)) != u.src: done[u] = u.replace(src=src)
-  return done.get(value, value)
+    if (src := tuple(rebuilt.get(s, s) for s in u.src)) != u.src: rebuilt[u] = u.replace(src=src)
+  return rebuilt.get(value, value)
 
 def _leaves(value:UOp) -> dict[UOp, None]:
   return dict.fromkeys(s for u in value.toposort(gate=_inside) for s in u.src if s.op in {Ops.STAGE, Ops.AFTER, Ops.PARAM})
 
 def _roots(nodes:dict[UOp, None]) -> list[UOp]:
-  """What rangeify gave a kernel each, readers first: a STAGE, the END of a store, a store of one number, which has no ranges to end"""
+  """The nodes that rangeify gave a kernel each, readers first: a STAGE, the END of a store, a store of one number (it has no ranges to end)"""
   ends = {u: u.src[0] for u in nodes if u.op is Ops.END and u.src[0].op is Ops.STORE}
   ended = set(ends.values())
   return [u for u in reversed(nodes) if _is_stage(u) or u in ends or (u.op is Ops.STORE and u not in ended and not u.src[0].is_variable)]
 
 class _Kernel:
-  """A kernel by its root; `value` is what it computes over `ranges`, `store` where it leaves that (None for a STAGE)"""
+  """A kernel, known by its root. It computes `value` over `ranges`. store: its STORE (None for a STAGE); reads: the STAGEs it reads, by the INDEX;
+  removable: whether it may move into a reader; cheap: whether each reader may compute it again"""
   def __init__(self, root:UOp):
     self.root, self.ranges = root, () if root.op is Ops.STORE else root.src[1:]
     self.store = None if _is_stage(root) else root if root.op is Ops.STORE else root.src[0]
@@ -112,16 +110,16 @@ class _Kernel:
   def with_value(self, value:UOp) -> UOp:
     if self.store is None: return self.root.replace(src=(value, *self.ranges))
     return self.store.replace(src=(self.store.src[0], value)).end(*self.ranges)
-  def without_counting(self, inlined:Callable[[UOp], UOp]) -> bool:
-    """A gather arrives as a sum over every index that could be meant, in a kernel of its own: a copy of what is gathered. As the one load that it
-    is, it fuses into what reads it. An arange, which is what it compares with, arrives as a sum too. Whether there was one."""
+  def collapse_gather(self, inlined:Callable[[UOp], UOp]) -> bool:
+    """Makes a gather one load, so that it fuses into its reader. It arrives as a sum over all indices (value where index == arange) in a kernel of
+    its own, which copies what is gathered; the arange arrives as a sum too. Returns whether there was one."""
     if not self.reduces or (self.leaves and not any(u.op is Ops.WHERE for u in self.body)): return False
     value = inlined(self.value)
     compared = [u for u in value.toposort(gate=_inside) if u.op is Ops.CMPNE and all(s.op is not Ops.CONST for s in u.src)]
     leaves = [s for s in _leaves(value) if s.op is not Ops.PARAM]
     if leaves and not compared: return False
     if any(not isinstance(n, int) for s in leaves for n in s.shape): return False
-    # rewriting goes down to the graph's inputs, and pays for all of it, unless this kernel's end there
+    # a rewrite walks down to the graph's inputs: stand-ins end it at this kernel's
     stand_in = {s: UOp.placeholder(s.shape, s.dtype, -i - 2) for i, s in enumerate(leaves)}
     value = graph_rewrite(_rebuilt(value, stand_in), symbolic + pm_reduce_simplify + pm_load_collapse, name="gathers are loads")
     if sum(u.op is Ops.REDUCE for u in value.toposort()) >= sum(u.op is Ops.REDUCE for u in self.body): return False
@@ -129,22 +127,23 @@ class _Kernel:
     return True
 
 def fuse(sink:UOp) -> UOp:
-  """Makes gathers loads, and puts reductions into the kernel that reads them, where the two work by the same rows and `worth` says so"""
+  """Makes gathers loads, and puts reductions into the kernel that reads them where the two work by the same rows and fusion_pays.
+  sink: a graph as the wheel's rangeify leaves it. Returns the graph with fewer STAGEs."""
   nodes = sink.toposort(gate_kernel_sink)                  # what is a kernel already stays as it is
   kernels = {u: _Kernel(u) for u in _roots(nodes)}
   def inlined(value:UOp, stages:Callable[[UOp], bool]) -> UOp:
-    at = {}
+    computed = {}
     for u in value.toposort(gate=_inside):
       if u.op is Ops.INDEX and stages(s := u.src[0]):
-        at[u] = _rebuilt(inlined(kernels[s].value, stages), {r: i for r, i in zip(s.src[1:], u.src[1:]) if r.op is Ops.RANGE})
-    return _rebuilt(value, at)
+        computed[u] = _rebuilt(inlined(kernels[s].value, stages), {r: i for r, i in zip(s.src[1:], u.src[1:]) if r.op is Ops.RANGE})
+    return _rebuilt(value, computed)
   def elementwise(s:UOp) -> bool: return s in kernels and kernels[s].removable and kernels[s].cheap
 
-  new = {root: k.with_value(k.value) for root, k in reversed(kernels.items()) if k.without_counting(lambda value: inlined(value, elementwise))}
+  new = {root: k.with_value(k.value) for root, k in reversed(kernels.items()) if k.collapse_gather(lambda value: inlined(value, elementwise))}
   readers:dict[UOp, set[UOp]] = {s: set() for s in kernels}
   for root, k in kernels.items():
     for s in k.reads.values(): readers[s].add(root)
-  for u in nodes:                                          # who reads a stage in any other way holds it where it is
+  for u in nodes:                                          # a reader other than an INDEX keeps its stage realized
     for s in u.src if u.op is not Ops.INDEX else (): readers.get(s, set()).add(u)
 
   def buffer(u:UOp) -> UOp: return u if u.op is Ops.PARAM or not u.src else buffer(u.src[0])
@@ -159,34 +158,36 @@ def fuse(sink:UOp) -> UOp:
     while (s := candidate()) is not None:
       c, refused = kernels[s], refused | {s}
       if not c.removable or (not c.reduces and not c.cheap): continue
-      if not written.isdisjoint(c.leaves): continue       # what is assigned to is read before, by a kernel that another's assignment can follow
+      if not written.isdisjoint(c.leaves): continue       # it reads a buffer that a store overwrites: moved, it could come after
       if c.reduces:
         value = inlined(k.value, {*members, s}.__contains__)
         rows = rows_of(value, k.ranges, value.toposort(gate=_inside))
-        if rows is None or resolve(rows.count != math.prod(s.shape)) or not worth(rows, has_local): continue
-        # a lone reduction's layout is its own: a reader that rearranges what it gives stays away
-        at = [i for m in members for u, stage in kernels[m].reads.items() if stage is s for i in u.src[1:]]
-        if not rows.steps and any(i.op not in {Ops.RANGE, Ops.CONST} for i in at): continue
+        if rows is None or resolve(rows.count != math.prod(s.shape)) or not fusion_pays(rows, has_local): continue
+        # a single reduction is laid out by its own ranges: a reader that permutes its result keeps a kernel of its own
+        indices = [i for m in members for u, stage in kernels[m].reads.items() if stage is s for i in u.src[1:]]
+        if not rows.steps and any(i.op not in {Ops.RANGE, Ops.CONST} for i in indices): continue
       members.add(s)
     if any(kernels[m].reduces for m in members - {root}):
       new[root] = k.with_value(inlined(k.value, members.__contains__))
       gone |= members
   return sink.substitute(new)
 
-# ---- the wheel's walk for every store, once for all ----
+# ---- one walk for all stores, where the wheel takes one each ----
 
-_stored:dict[UOp, int] = {}                                # what is stored to: a bit each
-_reads:dict[UOp, int] = {}                                 # by node, the bits of what it is computed from
+_stored:dict[UOp, int] = {}                                # a bit for each buffer that is stored to
+_reads:dict[UOp, int] = {}                                 # by node, the bits of the buffers that it is computed from
 
 def _note_reads(sink:UOp) -> None:
   nodes = sink.toposort(enter_calls=False)
-  _stored.clear(), _reads.clear()
+  _stored.clear()
+  _reads.clear()
   for u in nodes:
     if u.op is Ops.STORE: _stored.setdefault(u.src[0].base, 1 << len(_stored))
   for u in nodes: _reads[u] = functools.reduce(operator.or_, (_reads.get(s, 0) for s in u.src), _stored.get(u, 0))
 
 def _realize_what_reads_its_place(ctx:_wheel.IndexingContext, dest:UOp, src:UOp) -> None:
-  """In place of the wheel's, which goes through all that comes before a store to see whether it reads what it writes: quadratic in the stores"""
+  """Realizes what a store writes where it is computed from the store's own buffer. In place of the wheel's realize_store_after_src, which walks all
+  nodes before each store: quadratic in the stores"""
   if src not in _reads: _wheel.realize_store_after_src(ctx, dest, src)
   elif _reads[src] & _stored[dest.base]: ctx.realize_map[src] = None
 
@@ -195,6 +196,7 @@ _wheel.pm_generate_realize_map = PatternMatcher([
   (UPat(Ops.STORE, src=(UPat.var("dest"), UPat.var("src"))), _realize_what_reads_its_place)])
 
 def run_rangeify(tsink:UOp, debug:bool=False) -> UOp:
+  """The wheel's entry point, and `fuse` behind it"""
   _note_reads(tsink)
   ranged = _wheel.run_rangeify(tsink, debug)
   _reads.clear()

@@ -1,6 +1,8 @@
-"""Wraps the wheel's kernel scheduler: an opt that a kernel cannot take is refused, instead of overflowing shared memory or giving wrong numbers.
+"""Wraps the wheel's kernel scheduler: an opt that a kernel cannot take raises KernelOptError, instead of overflowing shared memory or giving wrong
+numbers.
 
-Shared memory is counted as codegen will lay it out: buffers that the kernel has already, and one for every reduce that is grouped.
+Shared memory is counted as codegen will lay it out: the buffers that the kernel has, and one for every reduce that is grouped. heuristic.py and
+the wheel's BEAM apply opts through this Scheduler, and take another choice where one is refused.
 """
 from __future__ import annotations
 from tinygrad import wheel_module
@@ -30,7 +32,7 @@ class Scheduler(_wheel.Scheduler):
     return total
 
   def _check_ranges(self, op:OptOps, rng:UOp) -> None:
-    """Refuses what codegen gets wrong, most often in silence"""
+    """Raises KernelOptError for an opt along `rng` that codegen gets wrong, most often in silence"""
     nodes = self.ast.backward_slice
     stages, reduces = [u for u in nodes if u.op is Ops.STAGE], [u for u in nodes if u.op is Ops.REDUCE]
     mine = [u for u in reduces if rng in _summed(u)]
@@ -47,7 +49,8 @@ class Scheduler(_wheel.Scheduler):
       check(not kinds >= {AxisType.UPCAST, AxisType.GROUP_REDUCE}, "a group sums no vectors beside a buffer of this kernel")
 
   def _threads_beside(self, rng:UOp, amount:int) -> UOp|None:
-    """The threads of a reduce that is grouped once, beside the one over `rng`, which is not: with its own, each would idle through the other"""
+    """The threads of another reduce of the kernel that is grouped once, for the reduce over `rng`, which is not: with threads of their own, those of
+    each would idle through the other. None where there is no such reduce"""
     reduces = [u for u in self.ast.backward_slice if u.op is Ops.REDUCE]
     mine = [u for u in reduces if rng in _summed(u)]
     def group(u:UOp) -> list[UOp]: return [r for r in _summed(u) if r.arg[-1] is AxisType.GROUP_REDUCE]

@@ -1,8 +1,9 @@
 """A batch of kernels on the CPU by one call: the wheel pays Python for every launch, and runs a program's threads one after another.
 
 The batch is a table of commands (address, threads, arguments) that a small C program walks on every thread of a pool. A program that takes a
-core_id is shared out among them; the others run on the first. Threads meet only before and after a shared program. Who waits, for the others or
-for a batch, polls a while and then sleeps on a semaphore: where other work takes the cores, polling would keep them from those waited for.
+core_id (nn/cpu.py's, and what tinygrad splits) is shared out among the threads; any other runs on the first. Threads meet at a barrier only before
+and after a shared program. A thread that waits, for the others or for a batch, polls a while and then sleeps on a semaphore: where other work takes
+the cores, polling would keep them from the threads waited for.
 """
 from __future__ import annotations
 import ctypes, functools, os, threading
@@ -16,10 +17,10 @@ from tinygrad.runtime.autogen import libc
 from tinygrad.runtime.ops_cpu import CPUProgram
 from tinygrad.uop.ops import Ops
 
-ARGUMENTS = 28                 # at most, of a program
+ARGUMENTS = 28                 # of a program at most
 WORDS = 4 + ARGUMENTS          # of a command: the program's address, its threads, which argument is core_id, whether the threads meet before it
-LINE = 16                      # words a thread has of `sync`: two cache lines
-SPINS, POLLS = 1000, 20000     # before a thread sleeps: where others have not done their share, and where there is nothing to do
+LINE = 16                      # words of `sync` that a thread has: two cache lines
+SPINS, POLLS = 1000, 20000     # polls before a thread sleeps: at a barrier within a batch, and between batches
 
 CALL = ", ".join(f"a[{i}]" for i in range(ARGUMENTS))
 SOURCE = f"""typedef unsigned long long u64;
@@ -36,17 +37,17 @@ typedef struct {{
 #endif
 #define GET(p) __atomic_load_n(p, __ATOMIC_ACQUIRE)
 #define ORDERED __ATOMIC_SEQ_CST
-/* a thread's words of sync: how often it has met the others; of whom it waits asleep, plus one */
+/* a thread's words of sync: how often it has met the others; the number, plus one, of the thread that it waits for asleep */
 #define MET(t) (P->sync + (t) * {LINE})
 #define MARK(t) (P->sync + (t) * {LINE} + 1)
-/* until thread `of` has stored `value` in a word, at first awake; how often it slept */
+/* returns when thread `of` has stored at least `value` in *word: it polls, then sleeps. Returns how often it slept */
 static u64 await(pool* P, u64 me, u64 of, u64* word, u64 value, u64 polls) {{
   u64 slept = 0;
   for (u64 k = 0; k < polls; k++) {{ if (GET(word) >= value) return 0; PAUSE; }}
   for (; GET(word) < value; slept++) {{
     __atomic_store_n(MARK(me), of + 1, ORDERED);
     __atomic_fetch_add(&P->asleep, 1, ORDERED);
-    /* woken by that thread, unless it came in between and this one takes its mark back itself */
+    /* `of` wakes it, unless it stored in between and this thread takes its own mark back */
     if (__atomic_load_n(word, ORDERED) < value || !__atomic_exchange_n(MARK(me), 0, ORDERED)) while (P->wait(P->sleepers[me]));
     __atomic_fetch_sub(&P->asleep, 1, ORDERED);
   }}
@@ -101,7 +102,7 @@ class PoolState(ctypes.Structure):
                                                    "wait", "post", "sleepers")]
 
 class Pool:
-  """The threads; the caller is the first of them, and one caller at a time"""
+  """Threads that run batches, one at a time; the caller of `run` is the first of them. Raises OSError where the system has no semaphore left."""
   def __init__(self, device:str, threads:int):
     dev = Device[device]
     self.lock, self.words, self.sleepers = threading.Lock(), (ctypes.c_uint64 * (LINE * (threads + 1)))(), (ctypes.c_void_p * threads)()
@@ -122,6 +123,7 @@ class Pool:
     return self.state.sleeps
   def _enter(self, thread:int) -> None: self.program.fxn(ctypes.c_uint64(ctypes.addressof(self.state)), ctypes.c_uint64(thread))
   def run(self, commands:int, count:int) -> None:
+    """Runs `count` commands of WORDS words each, from the address `commands` on; returns when all are done"""
     with self.lock:
       self.state.commands, self.state.count = commands, count
       self._enter(0)
@@ -133,23 +135,24 @@ os.register_at_fork(after_in_child=pool.cache_clear)  # its threads are not in t
 def address(b:Buffer) -> int: return b.get_buf(b.device).va_addr
 
 class CPUGraph(GraphRunner):
+  """A captured batch as a table of commands; a call writes what has changed, inputs' addresses and variables, and runs it"""
   def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
     super().__init__(linear, input_uops)
     self.dev = Device[self.calls[0][2][0].device]
     self.threads = max(NUM_CPU_THREADS.value, 1)
     self.words = (ctypes.c_uint64 * (len(self.calls) * WORDS))()
-    self.inputs:list[tuple[int, int]] = []          # (word, input that it is the address of)
+    self.inputs:list[tuple[int, int]] = []          # (word, the input whose address it holds)
     shared_before = True                            # whether threads must meet: another may have written what this one reads
     for j, ((_, program, bufs, variables), runtime) in enumerate(zip(self.calls, self.runtimes)):
-      info, at = program.arg, j * WORDS
+      info, word = program.arg, j * WORDS
       core, n = info.runtimevars.get("core_id"), len(info.globals)
-      over = int(info.global_size[0]) if core is not None else 1
-      self.words[at:at + 4] = [runtime.addr, over, n + (core or 0), int(over > 1 or shared_before)]
-      shared_before = over > 1
-      for k, g in enumerate(info.globals): self.words[at + 4 + k] = address(bufs[g])
+      threads = int(info.global_size[0]) if core is not None else 1
+      self.words[word:word + 4] = [runtime.addr, threads, n + (core or 0), int(threads > 1 or shared_before)]
+      shared_before = threads > 1
+      for k, g in enumerate(info.globals): self.words[word + 4 + k] = address(bufs[g])
       for k, v in enumerate(info.vars):
-        if v.expr in variables: self.words[at + 4 + n + k] = variables[v.expr] & (1 << 64) - 1
-      self.inputs += [(at + 4 + info.globals.index(p), slot) for p, slot in self.uop_replace[j] if p in info.globals]
+        if v.expr in variables: self.words[word + 4 + n + k] = variables[v.expr] & (1 << 64) - 1
+      self.inputs += [(word + 4 + info.globals.index(p), slot) for p, slot in self.uop_replace[j] if p in info.globals]
 
   def __call__(self, input_uops:tuple[UOp, ...], var_vals:dict[str, int], wait:bool=False) -> float|None:
     for word, slot in self.inputs: self.words[word] = address(input_uops[slot].buffer)
@@ -160,7 +163,7 @@ class CPUGraph(GraphRunner):
 
   @staticmethod
   def supports_uop(batch_devs:list, new_call:UOp) -> bool:
-    """Programs of clang's kind with few enough arguments; an input is one as a whole (a part's offset would be lost)"""
+    """Whether a batch takes the call: a program of clang's with at most ARGUMENTS arguments, each input a whole buffer (an offset would be lost)"""
     if not GraphRunner.supports_uop(batch_devs, new_call) or not isinstance(batch_devs[0].renderer, ClangRenderer): return False
     info = new_call.src[0].arg
     if len(info.globals) + len(info.vars) > ARGUMENTS or not all_int(info.global_size): return False

@@ -17,8 +17,9 @@ _wheel = wheel_module(__name__)
 # ---- edges ----
 
 def kept_edges(deps:Iterable[int], behind:Sequence[int]) -> tuple[list[int], int]:
-  """Of the nodes that a new one waits for, those that no other of them comes after, the newest first; and a bit for each node that the new one
-  comes after. Nodes are numbered in the order of their making; behind[n] has a bit for each node that n comes after, and its own."""
+  """The edges that a new node needs, and what it comes after. deps: the nodes that it waits for, numbered in the order of their making. behind[n]: a
+  bit for each node that n comes after, and n's own. Returns the deps that no other of them implies, the newest first, and a bit for each node that
+  the new one comes after."""
   kept, implied = [], 0
   for dep in sorted(deps, reverse=True):
     if implied >> dep & 1: continue
@@ -33,11 +34,12 @@ class EdgeData(ctypes.Structure):
 @functools.cache
 def _add_dependencies() -> Callable[..., int]|None:
   """cuGraphAddDependencies_v2, which the wheel's bindings lack; None for a driver before CUDA 12.3"""
-  if (found := getattr(ctypes.CDLL("libcuda.so.1"), "cuGraphAddDependencies_v2", None)) is None:
+  if (function := getattr(ctypes.CDLL("libcuda.so.1"), "cuGraphAddDependencies_v2", None)) is None:
     print("CUDA driver before 12.3: kernels start one after another, programmatic dependent launch is off", file=sys.stderr)
-  return found
+  return function
 
 class CUDAGraph(_wheel.CUDAGraph):
+  """The wheel's graph of a captured batch, with programmatic edges to the kernels that wait themselves"""
   def __init__(self, linear, input_uops=()):
     self.made:list[Any] = []                               # nodes in the order of their making
     self.numbers:dict[int, int] = {}                       # a node's place there, by its id
@@ -56,7 +58,8 @@ class CUDAGraph(_wheel.CUDAGraph):
   def _array(self, numbers:list[int]) -> ctypes.Array: return (cuda.CUgraphNode * len(numbers))(*(self.made[n] for n in numbers))
 
   def new_node(self, bufs:list, write:list[int]) -> tuple[Any, Any]:
-    """The next node, and the dependencies to create it with, as the driver takes them: none where its edges are held back"""
+    """The dependencies to create the next node with, as the driver takes them (None where there are none or its edges are held back), and the node.
+    bufs: the buffers that the node reads or writes; write: the numbers of those that it writes"""
     number = len(self.made)
     runtime = self.runtimes[number]                        # None for a copy
     deps = self._access_resources(bufs, write, new_dependency=(node := cuda.CUgraphNode()))
