@@ -102,9 +102,9 @@ def _without_compiler(renderer:type[Renderer]) -> type[Renderer]:
   """The renderer as it is, but for its compiler, which not every machine has: a kernel stays text"""
   return type(renderer.__name__, (renderer,), {"__init__": Renderer.__init__})
 
-def _unread(cls:type[QuantizedWeight], kind:GGMLQuantizationType, shape:tuple[int, ...], data:np.ndarray) -> QuantizedWeight:
+def _unread(cls:type[QuantizedWeight], kind:GGMLQuantizationType, shape:tuple[int, ...], data:np.ndarray, device:str|None=None) -> QuantizedWeight:
   """In place of QuantizedWeight.load: planes of the right shapes and types, with nothing in them"""
-  if cpu.device() and shape[-1] % UNIT == 0:
+  if cpu.is_cpu(Device.DEFAULT) and shape[-1] % UNIT == 0:
     layout = interleaved(kind)
     return cls(kind, shape, {"stream": Tensor.empty(*layout.shape(shape, shape[-1] // (layout.units * UNIT)), dtype=dtypes.uint32)})
   planes = split_planes(kind, shape, Tensor.empty(data.size, dtype=dtypes.uint8))

@@ -54,7 +54,7 @@ def cases(model:str, depth:int) -> dict[str, tuple[Callable, Callable]]:
     out["q_b+rope"] = (lambda: (lin(G.Q4_0, H * (nope + R), q_lora),), lambda m: norm_linear.norm_linear(hq, n_q, m, rope))
   else: out["q|kv_a+rope"] = (lambda: (lin(G.Q4_0, H * (nope + R), D), lin(G.Q8_0, L + R, D)), lambda m: norm_linear.norm_linear(hd, n_d, m, rope))
   out["k_b+cache"] = (lambda: (lin(G.Q8_0, H, L, nope), cache()), lambda m: norm_linear.latent_query(hl, kv, m[0], n_l, m[1], rope))
-  t = matvec.Target and norm_linear.target_of()
+  t = target_of(Device.DEFAULT)
   tiles = split_kv.uses_tensor_cores(t, L, R)
   query = Tensor.randn(split_kv.padded(H) if tiles else H, L, dtype=dtypes.half if tiles else dtypes.float).contiguous().realize()
   out["attention"] = (lambda: (cache(),), lambda m: split_kv.split_kv(t, query, hl.reshape(H, -1), m[0], pos, 0.06))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
 from helpers import HALVES, random_weight
-from tinygrad import Tensor, dtypes
+from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, interleaved, packer, split_planes
 from tinygrad.apps.rope import Rope, rope_table
@@ -14,7 +14,7 @@ from tinygrad.nn.norm_linear import norm_linear
 from tinygrad.nn.primitive import Primitive, plain_ops
 from tinygrad.nn.step import Step
 
-pytestmark = pytest.mark.skipif(cpu.device() is None, reason="not on the CPU")
+pytestmark = pytest.mark.skipif(not cpu.is_cpu(Device.DEFAULT), reason="not on the CPU")
 KINDS = pytest.mark.parametrize("kind", HALVES, ids=lambda k: k.name)
 
 def normal(*shape: int) -> np.ndarray: return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
@@ -52,7 +52,7 @@ def test_packer(kind: T):
     shape = (*shape[:-1], shape[-1] * width(kind, 32))
     data, _ = random_weight(kind, shape, extreme=True)
     planes = {name: p.numpy() for name, p in split_planes(kind, shape, Tensor(data)).items()}
-    np.testing.assert_array_equal(packer(kind)(shape, data).numpy(), interleaved(kind).interleave(shape, planes))
+    np.testing.assert_array_equal(packer(kind, Device.DEFAULT)(shape, data).numpy(), interleaved(kind).interleave(shape, planes))
 
 def test_packer_by_parts(monkeypatch):
   """Threads share the groups of rows: each is made, and in its place"""
@@ -60,7 +60,7 @@ def test_packer_by_parts(monkeypatch):
   data, _ = random_weight(T.Q4_0, shape)
   planes = {name: p.numpy() for name, p in split_planes(T.Q4_0, shape, Tensor(data)).items()}
   monkeypatch.setattr(cpu_layout, "PACK_BYTES", 1)
-  np.testing.assert_array_equal(packer(T.Q4_0)(shape, data).numpy(), interleaved(T.Q4_0).interleave(shape, planes))
+  np.testing.assert_array_equal(packer(T.Q4_0, Device.DEFAULT)(shape, data).numpy(), interleaved(T.Q4_0).interleave(shape, planes))
 
 @KINDS
 @pytest.mark.parametrize("tokens,rows", [(1, 33), (5, 48), (29, 23)])

@@ -13,7 +13,7 @@ from tinygrad.engine import worker
 from tinygrad.helpers import Context
 from tinygrad.nn import cpu
 
-pytestmark = pytest.mark.skipif(cpu.device() is None, reason="not on the CPU")
+pytestmark = pytest.mark.skipif(not cpu.is_cpu(Device.DEFAULT), reason="not on the CPU")
 
 def chain(x: Tensor, n) -> tuple[Tensor, Tensor]:
   """Wide kernels, which share threads, between narrow ones"""

@@ -244,27 +244,29 @@ BIG = 1 << 24  # bytes
 
 def split(kind:GGMLType, shape:tuple[int, ...], raw:Tensor) -> tuple[Tensor, ...]: return tuple(split_planes(kind, shape, raw).values())
 
-def prepare(tensors:Iterable[tuple[GGMLType, tuple[int, ...]]]) -> None:
+def prepare(tensors:Iterable[tuple[GGMLType, tuple[int, ...]]], device:str|None=None) -> None:
   """Compiles what loading such weights launches, all beside each other"""
+  device = device or Device.DEFAULT
   replay = Replay()
   for kind, shape in sorted(set(tensors)):
     elements, nbytes = block_size(kind)
-    if kind in FORMATS and not packed(shape): replay.run(split, kind, shape, Tensor.empty(prod(shape) // elements * nbytes, dtype=dtypes.uint8))
+    if kind not in FORMATS or packed(shape, device): continue
+    replay.run(split, kind, shape, Tensor.empty(prod(shape) // elements * nbytes, dtype=dtypes.uint8, device=device))
   replay.compile()
 
-def packed(shape:tuple[int, ...]) -> bool:
+def packed(shape:tuple[int, ...], device:str) -> bool:
   """Whether the CPU's kernels take such a matrix, as one interleaved stream"""
-  return (cpu.device() or "").startswith("CPU") and shape[-1] % UNIT == 0
+  return cpu.is_cpu(device) and device.startswith("CPU") and shape[-1] % UNIT == 0
 
 @functools.cache
 def plane_names(kind:GGMLType) -> tuple[str, ...]:
   elements, nbytes = block_size(kind)
   return tuple(split_planes(kind, (1, elements), np.zeros(nbytes, np.uint8).view(Numbers)))
 
-def _give_back() -> None:
+def _free_cached(device:str) -> None:
   """Device memory that only tinygrad's cache holds on to goes back, before the next tensor takes its own"""
-  Device[Device.DEFAULT].synchronize()
-  if not isinstance(allocator := Device[Device.DEFAULT].allocator, LRUAllocator): return
+  Device[device].synchronize()
+  if not isinstance(allocator := Device[device].allocator, LRUAllocator): return
   for (size, options), kept in allocator.cache.items():
     while kept and not (options and options.host): super(LRUAllocator, allocator).free(kept.pop(), size, options)
 
@@ -277,7 +279,7 @@ def interleaved(kind:GGMLType) -> Layout:
   return Layout({name: (_from_np_dtype(p.dtype), p.size) for name, p in planes.items()}, units)
 
 @functools.cache
-def packer(kind:GGMLType) -> Packer:
+def packer(kind:GGMLType, device:str) -> Packer:
   """The CPU's way from a file's blocks to the layout. Planes hold the file's bits, rearranged: which bit goes where is seen in the planes of blocks
   that hold the numbers of their bits, a binary digit a block"""
   layout, (elements, nbytes) = interleaved(kind), block_size(kind)
@@ -291,7 +293,7 @@ def packer(kind:GGMLType) -> Packer:
     bits = np.unpackbits(entries.view(np.uint8), axis=1, bitorder="little").reshape(len(digits), entries.shape[1], -1)
     inverted[name] = bits[0]
     origins[name] = ((bits[1:] ^ bits[0]).astype(np.uint32) << np.arange(len(digits) - 1, dtype=np.uint32).reshape(-1, 1, 1)).sum(0)
-  return Packer(layout, origins, inverted, nbytes, Device.DEFAULT)
+  return Packer(layout, origins, inverted, nbytes, device)
 
 def deinterleave(layout:Layout, shape:tuple[int, ...], stream:Tensor) -> Planes:
   """The planes of a stream, unrealized"""
@@ -304,14 +306,16 @@ class QuantizedWeight:
     self.kind, self.shape, self.planes = kind, shape, planes
     self.layout = interleaved(kind) if "stream" in planes else None
   @classmethod
-  def load(cls, kind:GGMLType, shape:tuple[int, ...], data:np.ndarray) -> Self:
-    """data: uint8, the tensor's bytes as in the file. They are copied to the device once; the copy is freed when the planes stand."""
-    if packed(shape): return cls(kind, shape, {"stream": packer(kind)(shape, data)})
-    if kind in FLOATS: return cls(kind, shape, {"w": to_device(data.view(_to_np_dtype(FLOAT_PLANES[kind])).reshape(shape))})
+  def load(cls, kind:GGMLType, shape:tuple[int, ...], data:np.ndarray, device:str|None=None) -> Self:
+    """data: uint8, the tensor's bytes as in the file. They are copied once to the device, by default the one that tinygrad takes; the copy is freed
+    when the planes stand."""
+    device = device or Device.DEFAULT
+    if packed(shape, device): return cls(kind, shape, {"stream": packer(kind, device)(shape, data)})
+    if kind in FLOATS: return cls(kind, shape, {"w": to_device(data.view(_to_np_dtype(FLOAT_PLANES[kind])).reshape(shape), device)})
     replay = Replay()
-    planes = dict(zip(plane_names(kind), replay.run(split, kind, shape, to_device(data))))
+    planes = dict(zip(plane_names(kind), replay.run(split, kind, shape, to_device(data, device))))
     with Context(JIT=2): replay()  # kernels one by one: a graph would be made anew for each tensor
-    if data.size >= BIG: _give_back()
+    if data.size >= BIG: _free_cached(device)
     return cls(kind, shape, planes)
   def __getitem__(self, index:Tensor) -> QuantizedWeight:
     """Rows, or matrices of a stack, by a tensor of indices; nothing is read until the result is"""

@@ -26,10 +26,6 @@ def is_cpu(device:str) -> bool:
   """Whether these kernels run on a device: the CPU, or NULL where it renders C"""
   return device.split(":")[0] in ("CPU", "NULL") and isinstance(Device[device].renderer, ClangRenderer)
 
-def device() -> str|None:
-  """The default device, where these kernels run on it"""
-  return Device.DEFAULT if is_cpu(Device.DEFAULT) else None
-
 # ---- a format as C code ----
 
 VECTORS = {dtypes.float: "v16f", dtypes.half: "v16h", dtypes.uint32: "v16u", dtypes.uint16: "v16s", dtypes.uint8: "v16b", dtypes.int8: "v16c"}

@@ -6,6 +6,7 @@ from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import Target, shuffle, target_of
 from tinygrad.nn.kernel import UNIT, Weight, empty, launch, local
 from tinygrad.nn.primitive import primitive
+from tinygrad.nn.step import one_row
 from tinygrad.uop.ops import Ops
 
 @primitive(outputs=lambda ids, weight: empty(ids, ids.shape[0], weight.shape[1]))
@@ -16,7 +17,7 @@ def embedding(ids:Tensor, weight:Weight) -> Tensor:
 @embedding.form("cpu_decode", takes=lambda ids, weight: cpu.takes(weight))
 def embedding_cpu(ids:Tensor, weight:Weight) -> Tensor: return cpu.embedding(ids, weight)
 
-@embedding.form("decode", takes=lambda ids, weight: ids.shape[0] == 1 and target_of(weight.device) is not None and weight.shape[1] % UNIT == 0)
+@embedding.form("decode", takes=lambda ids, weight: one_row(ids) and target_of(weight.device) is not None and weight.shape[1] % UNIT == 0)
 def embedding_decode(ids:Tensor, weight:Weight) -> Tensor:
   """A thread dequantizes a unit"""
   vocab, D = weight.shape
@@ -33,7 +34,7 @@ def embedding_decode(ids:Tensor, weight:Weight) -> Tensor:
   return launch(f"embedding_{weight.label}", {"y": empty(ids, 1, D)}, {"ids": ids, **weight.args("w")}, body, D * 8)[0]
 
 # one launch that gathers rows and dequantizes them is what tinygrad makes of the plain ops
-embedding.form("prefill", takes=lambda ids, weight: ids.shape[0] > 1)(embedding.plain)
+embedding.form("prefill", takes=lambda ids, weight: not one_row(ids))(embedding.plain)
 
 @primitive(outputs=lambda pos, token: empty(pos, 1, dtype=dtypes.int32))
 def advance(pos:Tensor, token:Tensor) -> Tensor:

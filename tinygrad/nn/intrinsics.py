@@ -82,10 +82,10 @@ def of_arch(arch:str) -> Target:
   capability = int(digits[0]) if digits else 0
   return next(target for least, target in OF_CAPABILITY.items() if capability >= least)
 
-def target_of(device:str|None=None) -> Target|None:
+def target_of(device:str) -> Target|None:
   """A device's row. None: it has none (the CPU, a GPU that nobody has written one for). NULL has no hardware: its row is that of the
   language it renders."""
-  name = (device or Device.DEFAULT).split(":")[0]
+  name = device.split(":")[0]
   if name not in ("CUDA", "NULL"): return TARGETS.get(name)
   renderer = Device[name].renderer
   if isinstance(renderer, CUDARenderer): return of_arch(renderer.target.arch)

@@ -13,7 +13,7 @@ from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
 from tinygrad.nn.matvec import DeferredMatrix, RowSegments, linear_part, matvec
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, takes
 from tinygrad.nn.primitive import primitive
-from tinygrad.nn.step import Step
+from tinygrad.nn.step import Step, one_row
 
 def decode_target(step:Step, weight:Weight, *widths:int) -> Target|None:
   """The target whose matrix times vector takes this step: one token, vectors of whole units"""
@@ -40,14 +40,14 @@ def mul_mat(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
   or a stack (E, out, in) of which ids, int32 (T, K), name those of a token (clamped), x: (T, 1 or K, in) -> (T, K, out)"""
   return (x.unsqueeze(-2) * (weight if ids is None else weight[ids]).dequantize()).sum(-1)
 
-@mul_mat.form("cpu_decode", takes=lambda x, weight, ids: cpu.takes(weight) and x.shape[0] == 1)
+@mul_mat.form("cpu_decode", takes=lambda x, weight, ids: cpu.takes(weight) and one_row(x))
 def mul_mat_cpu(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: return cpu.mul_mat_decode(x, weight, ids)
 
 @mul_mat.form("cpu_prefill", takes=lambda x, weight, ids: cpu.takes(weight))
 def mul_mat_cpu_prefill(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
   return cpu_prefill.mul_mat_prefill(x, weight) if ids is None else cpu_prefill.mul_mat_id_prefill(x, weight, ids)
 
-@mul_mat.form("msl", takes=lambda x, weight, ids: ids is not None and x.shape[0] == 1 and weight.shape[-1] % UNIT == 0 and
+@mul_mat.form("msl", takes=lambda x, weight, ids: ids is not None and one_row(x) and weight.shape[-1] % UNIT == 0 and
                                                   takes(target_of(weight.device), QL_MOE_MSL, [weight]))
 def mul_mat_id_msl(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: return mul_mat_msl(x, weight, ids)
 

@@ -4,6 +4,10 @@ import enum
 from dataclasses import dataclass
 from tinygrad import Tensor, UOp, dtypes
 
+def one_row(x:Tensor) -> bool:
+  """Whether x, (T, …), is of one token: what a primitive without a step goes by"""
+  return x.shape[0] == 1
+
 class Phase(enum.Enum):
   DECODE = enum.auto()    # a new token of each sequence
   PREFILL = enum.auto()   # neighbouring tokens of one sequence
