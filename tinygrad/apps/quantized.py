@@ -261,7 +261,7 @@ def plane_names(kind:GGMLType) -> tuple[str, ...]:
   elements, nbytes = block_size(kind)
   return tuple(split_planes(kind, (1, elements), np.zeros(nbytes, np.uint8).view(Numbers)))
 
-def _give_back() -> None:
+def _free_cached() -> None:
   """Device memory that only tinygrad's cache holds on to goes back, before the next tensor takes its own"""
   Device[Device.DEFAULT].synchronize()
   if not isinstance(allocator := Device[Device.DEFAULT].allocator, LRUAllocator): return
@@ -283,7 +283,8 @@ def packer(kind:GGMLType) -> Packer:
   layout, (elements, nbytes) = interleaved(kind), block_size(kind)
   nbytes *= layout.units * UNIT // elements
   number = np.arange(1, nbytes * 8 + 1)
-  digits = [0 * number, *(number >> i & 1 for i in range(int(number[-1]).bit_length()))]     # the first block holds none: what is set there is inverted
+  # the first block holds none: what is set there is inverted
+  digits = [0 * number, *(number >> i & 1 for i in range(int(number[-1]).bit_length()))]
   planes = split_planes(kind, (len(digits), layout.units * UNIT), np.packbits(np.uint8(digits), axis=1, bitorder="little").reshape(-1).view(Numbers))
   origins, inverted = {}, {}
   for name, p in planes.items():
@@ -311,7 +312,7 @@ class QuantizedWeight:
     replay = Replay()
     planes = dict(zip(plane_names(kind), replay.run(split, kind, shape, to_device(data))))
     with Context(JIT=2): replay()  # kernels one by one: a graph would be made anew for each tensor
-    if data.size >= BIG: _give_back()
+    if data.size >= BIG: _free_cached()
     return cls(kind, shape, planes)
   def __getitem__(self, index:Tensor) -> QuantizedWeight:
     """Rows, or matrices of a stack, by a tensor of indices; nothing is read until the result is"""
