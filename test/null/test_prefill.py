@@ -120,7 +120,7 @@ def test_experts():
   assert nmse(values_of(got), silu(exact) * exact * scale[..., None]) < 2 * HALF
   assert nmse(grouped_matmul(target(), Tensor(tokens), weight, order, K).numpy(), exact) < HALF
   hidden = halves(n, K, D)   # an x for each choice
-  down = lambda: grouped_matmul(target(), Scaled(Tensor(hidden), .5), weight, order, K).numpy()
+  def down() -> np.ndarray: return grouped_matmul(target(), Scaled(Tensor(hidden), .5), weight, order, K).numpy()
   assert nmse(down(), .5 * np.einsum("tki,tkoi->tko", hidden.astype(np.float64), want[chosen])) < HALF
   assert down().tobytes() == down().tobytes()
 

@@ -1,7 +1,7 @@
 """Every form of every primitive against its plain ops, over one table of cases, on the CPU and on the mocks of CUDA and Metal.
 
-A case is a primitive, what makes its arguments, and the forms that are to take them. Shapes are odd, even and tails of a tile, a warp, a group of rows;
-every block format is met by the product that all others are made of. The worst row decides."""
+A case is a primitive, what makes its arguments, and the forms that are to take them. Shapes are odd, even and tails of a tile, a warp, a group of
+rows; every block format is met by the product that all others are made of. The worst row decides."""
 from __future__ import annotations
 import contextlib
 from typing import Any, Callable, NamedTuple
@@ -26,7 +26,8 @@ def tensor(values: np.ndarray) -> Tensor: return Tensor(values).realize()
 def floats(*shape: int) -> Tensor: return tensor(normal(*shape))
 def ids(*values: int) -> Tensor: return tensor(np.int32(values))
 def norm(n: int) -> RMSNorm: return RMSNorm(tensor(1 + 0.1 * normal(n)), 1e-5)
-def load(kind: T, *shape: int, cls: type[QuantizedWeight] = QuantizedLinear) -> QuantizedWeight: return cls.load(kind, shape, random_weight(kind, shape)[0])
+def load(kind: T, *shape: int, cls: type[QuantizedWeight] = QuantizedLinear) -> QuantizedWeight:
+  return cls.load(kind, shape, random_weight(kind, shape)[0])
 def experts(kind: T, *shape: int) -> QuantizedWeight: return load(kind, *shape, cls=QuantizedExpertWeights)
 def width(kind: T) -> int: return max(GGML_QUANT_SIZES[kind][0], 96)
 def step_of(tokens: int, start: int = 5) -> Step: return Step.decode(ids(start)) if tokens == 1 else Step.prefill(ids(start), tokens)
@@ -50,8 +51,8 @@ def with_residual(tokens: int) -> tuple: return step_of(tokens), floats(tokens, 
 def attention(heads: int, latent: int, rotated: int, start: int) -> Callable:
   def of(tokens: int) -> tuple:
     cache = tensor(normal(96, latent + rotated)).cast(dtypes.float if cpu.is_cpu(Device.DEFAULT) else dtypes.half).contiguous().realize()
-    return (step_of(tokens, start), floats(tokens, heads * (64 + rotated)), floats(tokens, latent + rotated), load(T.Q8_0, heads, latent, 64), norm(latent),
-            cache, Rope(rope_table(rotated, 1e4, 128), 64 + rotated, 64), 0.02)
+    return (step_of(tokens, start), floats(tokens, heads * (64 + rotated)), floats(tokens, latent + rotated), load(T.Q8_0, heads, latent, 64),
+            norm(latent), cache, Rope(rope_table(rotated, 1e4, 128), 64 + rotated, 64), 0.02)
   return of
 def output(tokens: int) -> tuple: return step_of(tokens), floats(tokens, 3, 64), load(T.Q8_0, 3, 32, 64), load(T.Q4_0, 50, 96), floats(tokens, 50)
 def gated(router: bool, kind: T) -> Callable:
@@ -93,7 +94,8 @@ CASES = [
   *(Case(norm_linear.norm_linear, f"{rows} rows{' rotated' * rotated}", linear(rows, rotated), {d: (ONE, SOME) for d in DEVICES})
     for rows, rotated in ((33, False), (34, False), (96, True), (64, True))),
   Case(norm_linear.norm_linear, "residual", with_residual, {d: (ONE, SOME) for d in DEVICES}),
-  *(Case(mla_attention.latent_attention, f"{H} heads at {start}", attention(H, 128, 32, start), {"CPU": (ONE, (2, 29)), "CUDA": (ONE, (2, 17)), "METAL": (ONE, (3,))})
+  *(Case(mla_attention.latent_attention, f"{H} heads at {start}", attention(H, 128, 32, start),
+         {"CPU": (ONE, (2, 29)), "CUDA": (ONE, (2, 17)), "METAL": (ONE, (3,))})
     for H, start in ((5, 40), (2, 0), (3, 63))),
   Case(norm_linear.attention_output, "heads", output, {d: ((), SOME) for d in ("CUDA", "METAL")}),
   *(Case(moe.gate_up, f"{kind.name}{' router' * router}", gated(router, kind), {"CPU": (ONE, (2, 27)), "CUDA": (ONE,), "METAL": (ONE,)})

@@ -44,8 +44,8 @@ def write(t:Tensor, values:np.ndarray) -> None:
   for _ in (map if source.size <= PIECE else _copiers().map)(copy, range(0, source.size, PIECE)): pass
 
 def read(t:Tensor) -> np.ndarray:
-  """What is in the tensor's buffer when all that the device was given is done; where the host shares its memory, without the 0.2 ms of Python in which
-  Tensor.numpy schedules a copy"""
+  """What is in the tensor's buffer when all that the device was given is done. Where the host shares its memory, this saves the 0.2 ms of Python in
+  which Tensor.numpy schedules a copy."""
   if not hasattr((buffer := t.uop.base.buffer).allocator, "_as_buffer"): return t.numpy()
   return np.frombuffer(buffer.as_memoryview(force_zero_copy=True), _to_np_dtype(t.dtype)).reshape(t.shape).copy()
 

@@ -261,7 +261,8 @@ class Transformer:
       def matrices(suffix:str) -> list: return [w[f"{b}ffn_{m}{suffix}.weight"] for m in ("gate", "up", "down")]
       if i < c.n_dense: return Block(attn, MLP(ffn_norm, *matrices("")))
       routing = Routing(c.n_chosen, c.gating, c.normalize_weights, c.weights_scale, w.get(b + "exp_probs_b.bias"))
-      return Block(attn, MoE(ffn_norm, w[b + "ffn_gate_inp.weight"], routing, *matrices("_exps"), MLP(ffn_norm, *matrices("_shexp")) if c.n_shared else None))
+      shared = MLP(ffn_norm, *matrices("_shexp")) if c.n_shared else None
+      return Block(attn, MoE(ffn_norm, w[b + "ffn_gate_inp.weight"], routing, *matrices("_exps"), shared))
     embd = w["token_embd.weight"]
     output = w["output.weight"] if "output.weight" in w else QuantizedLinear(embd.kind, embd.shape, embd.planes)  # tied
     return Transformer(c, embd, [block(i) for i in range(c.n_blocks)], norm("output_norm"), output, max_context or c.context_length)
@@ -279,7 +280,9 @@ def _unpadded(f:GGUFFile, c:Config) -> GGUFFile:
 def _checked_tensors(f:GGUFFile, c:Config) -> dict[str, type|Callable]:
   """{tensor name: how to load it} for all that decoding reads, in the file's terms, every shape checked"""
   spec: dict[str, type|Callable] = {}
-  def need(name:str, how:type|Callable, *shape:int) -> None: f.tensor(name, *shape); spec[name] = how
+  def need(name:str, how:type|Callable, *shape:int) -> None:
+    f.tensor(name, *shape)
+    spec[name] = how
   D, H, L = c.dim, c.n_heads, c.kv_lora_rank
   need("token_embd.weight", QuantizedEmbedding, c.vocab_size, D)
   for i in range(c.n_blocks):

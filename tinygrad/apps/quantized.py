@@ -285,7 +285,8 @@ def packer(kind:GGMLType, device:str) -> Packer:
   layout, (elements, nbytes) = interleaved(kind), block_size(kind)
   nbytes *= layout.units * UNIT // elements
   number = np.arange(1, nbytes * 8 + 1)
-  digits = [0 * number, *(number >> i & 1 for i in range(int(number[-1]).bit_length()))]     # the first block holds none: what is set there is inverted
+  # the first block holds none: what is set there is inverted
+  digits = [0 * number, *(number >> i & 1 for i in range(int(number[-1]).bit_length()))]
   planes = split_planes(kind, (len(digits), layout.units * UNIT), np.packbits(np.uint8(digits), axis=1, bitorder="little").reshape(-1).view(Numbers))
   origins, inverted = {}, {}
   for name, p in planes.items():

@@ -125,7 +125,8 @@ def expert_gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight
     part = MatvecPart(K * F, rows_of_job, swiglu, gate.integer and up.integer)
     return matvec(target, [x.shape[1] // UNIT], load4(buffers["x"]), [part], (load4(buffers["norm"]), norm.eps), store_choice, chosen.barrier)
   outs = {"y": empty(x, 1, K, F), "sel": empty(x, 1, K, dtype=dtypes.int32)}
-  ins = {"x": x, "norm": norm.weight, "logits": logits, **({} if routing.bias is None else {"bias": routing.bias}), **gate.args("gate"), **up.args("up")}
+  bias = {} if routing.bias is None else {"bias": routing.bias}
+  ins = {"x": x, "norm": norm.weight, "logits": logits, **bias, **gate.args("gate"), **up.args("up")}
   hidden, sel = launch(f"expert_gate_up_{K}_{routing.gating}_{gate.label}", outs, ins, body)
   return hidden, sel
 

@@ -133,7 +133,7 @@ def norm_linear_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[We
 
 @primitive(outputs=lambda step, context, v_b, weight, residual: empty(residual, *residual.shape), composite=True)
 def attention_output(step:Step, context:Tensor, v_b:Weight, weight:Weight, residual:Tensor) -> Tensor:
-  """residual + W·(the heads' v_b·context). context: float32 (T, H, L); v_b: (H, v, L); weight: (D, H·v); residual: float32 (T, D) -> float32 (T, D)"""
+  """residual + W·(the heads' v_b·context). context: float32 (T, H, L); v_b: (H, v, L); weight: (D, H·v); residual: float32 (T, D) -> (T, D)"""
   heads = mul_mat(context, v_b).reshape(residual.shape[0], -1)
   return norm_linear(step, heads, None, [weight], residual=residual)[0]
 
