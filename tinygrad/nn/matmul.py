@@ -12,8 +12,8 @@ from itertools import product
 from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.nn.intrinsics import Mma, Target, group_sum
-from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Unit, Weight, add, empty, launch, local, rotated, silu, total
+from tinygrad.nn.intrinsics import Mma, Target
+from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Unit, Weight, add, block_sum, empty, launch, local, rotated, silu, total
 from tinygrad.uop.ops import Ops
 
 SLAB = 16   # numbers of a row that lie side by side in shared memory
@@ -353,8 +353,7 @@ def rms_norm_half(target:Target, tokens:Tensor, norm:Norm, low:bool=False) -> li
   out = half(value)
   low = half(value - out)
   """
-  (T, D), warps = tokens.shape, 4
-  threads = warps * target.lanes
+  (T, D), threads = tokens.shape, 4 * target.lanes
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, thread, squares, loaded, stores = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0"), None, [], []
     for start in range(0, D // 4, threads):
@@ -363,10 +362,9 @@ def rms_norm_half(target:Target, tokens:Tensor, norm:Norm, low:bool=False) -> li
       numbers = [buffers["tokens"][(token * D + column + i).valid(inside)].load() for i in range(4)]
       loaded += [(column + i, inside, number) for i, number in enumerate(numbers)]
       for number in numbers: squares = add(squares, number * number)   # nothing is loaded past the end: zeros
-    sums = local(warps, dtypes.float, 0)
-    own_sum = sums[(thread // target.lanes).valid((thread % target.lanes).eq(0))].store(group_sum(target, squares, target.lanes))
-    sums = sums.after(UOp(Ops.BARRIER, src=(own_sum,)))
-    factor = (total([sums[warp].load() for warp in range(warps)], UOp.add) * (1.0 / D) + norm.eps).rsqrt()
+    assert squares is not None
+    sum_of_squares = block_sum(target, squares, thread, threads, 0, lambda warp_sums: total(warp_sums, UOp.add))
+    factor = (sum_of_squares * (1.0 / D) + norm.eps).rsqrt()
     for column, inside, number in loaded:
       value, out_index = number * factor * buffers["norm"][column.valid(inside)].load(), (token * D + column).valid(inside)
       stores.append(buffers["out"][out_index].store(value.cast(dtypes.half)))
