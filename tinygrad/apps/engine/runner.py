@@ -20,7 +20,7 @@ def next_token(step:Step, logits:Tensor, features:Features, values:Tensor, key:T
   if features.draw:  # a token's draw is numbered by its position
     position = step.start if step.on_device else Tensor(step.start, device=logits.device)
     counter = position.cast(dtypes.uint32).reshape(1).cat(Tensor.zeros(1, dtype=dtypes.uint32, device=logits.device))
-  if features.penalty: noted = seen.assign(Tensor.arange(seen.shape[0], device=seen.device).eq(token).cast(dtypes.uint8).maximum(seen))
+  if features.penalty: noted = seen.assign(Tensor.arange(seen.shape[0]).to(seen.device).eq(token).cast(dtypes.uint8).maximum(seen))
   chosen = token.assign(sample(logits.reshape(-1), features, values, key, counter, noted))
   return chosen, *([advance(step.start, chosen)] if step.on_device else [])
 
