@@ -1,4 +1,4 @@
-"""Micro-benchmark of the decode primitives: one launch at the shapes of a model, over a bank of weights larger than any cache.
+"""Micro-benchmark of the decode primitives: the launches of each at the shapes of a model, over a bank of weights larger than any cache.
 
   python test/external/bench_kernels.py [--model glm|ds2lite|youtu] [--only TEXT] [--rounds N] [--depth D]
 
@@ -8,8 +8,9 @@ the memory's peak first, then µs, GB/s and percent of it; the last line is JSON
 from __future__ import annotations
 import sys, pathlib
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
-import argparse, json, statistics, time
+import argparse, contextlib, json, statistics, time
 from typing import Callable
+from unittest import mock
 from gguf import GGMLQuantizationType as G
 from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.helpers import Context
@@ -17,7 +18,12 @@ from tinygrad.apps.machine import peak_bandwidth
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, block_size, split_planes
 from tinygrad.apps.rope import Rope
-from tinygrad.nn import matvec, mla_attention, moe, norm_linear, routing, split_kv
+from tinygrad.nn import kernel, mla_attention, moe, norm_linear as nn_norm_linear, split_kv
+from tinygrad.nn.mla_attention import latent_attention
+from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up
+from tinygrad.nn.norm_linear import norm_linear
+from tinygrad.nn.routing import Gating, Routing
+from tinygrad.nn.step import Step
 
 BANK = 256 << 20  # bytes of distinct weights a chain reads
 
@@ -31,74 +37,62 @@ def random_weight(cls:type, kind:G, *shape:int):
     return Tensor.randint(*p.shape, low=0, high=255, dtype=dtypes.int32).cast(p.dtype).contiguous().realize()
   return cls(kind, shape, {name: fill(p) for name, p in planes.items()})
 
-def cases(model:str, depth:int) -> dict[str, tuple[Callable, Callable]]:
-  """{name: (make weights, run with them)}; the types are those of the public Q4_0 files"""
+def cases(model:str, depth:int) -> dict[str, tuple[Callable, Callable, Callable]]:
+  """{name: (make weights, run with them, bytes they read)}; the types are those of the public Q4_0 files"""
   D = 2048
   H, nope, v, ffn, experts, used, shared, q_lora = {"glm": (20, 192, 256, 1536, 64, 4, 1, 768), "ds2lite": (16, 128, 128, 1408, 64, 6, 2, 0),
                                                     "youtu": (16, 128, 128, 6144, 0, 0, 0, 1536)}[model]
   L, R = 512, 64
   def lin(kind:G, *shape:int): return random_weight(QuantizedLinear, kind, *shape)
-  def x(n:int) -> Tensor: return Tensor.randn(1, n).contiguous().realize()
+  def numbers(*shape:int) -> Tensor: return Tensor.randn(1, *shape).contiguous().realize()
   def norm(n:int) -> RMSNorm: return RMSNorm(Tensor.ones(n).contiguous().realize(), 1e-5)
-  pos, positions = Tensor([depth], dtype=dtypes.int32).realize(), max(depth + 64, 4096)
-  rope = Rope(Tensor.rand(positions, R // 2, 2).contiguous().realize(), pos, nope + R, nope)
-  hd, hq, hl, hv, hf = x(D), x(q_lora or D), x(H * (nope + R)), x(H * v), x(max(used, 1) * ffn)
-  kv, lat = x(L + R), Tensor.randn(1, H, L).contiguous().realize()
-  n_d, n_q, n_l = norm(D), norm(q_lora or D), norm(L)
-  sel = Tensor([[(7 * i) % max(experts, 1) for i in range(max(used, 1))]], dtype=dtypes.int32).realize()
-  logits = x(max(experts, 1))
+  step, positions = Step.decode(Tensor([depth], dtype=dtypes.int32).realize()), max(depth + 64, 4096)
+  rope = Rope(Tensor.rand(positions, R // 2, 2).contiguous().realize(), nope + R, nope)
+  x, x_q, q, heads, context, kv = numbers(D), numbers(q_lora or D), numbers(H * (nope + R)), numbers(H * v), numbers(H, L), numbers(L + R)
+  norm_x, norm_q, norm_kv = norm(D), norm(q_lora or D), norm(L)
   def cache() -> Tensor: return Tensor.randn(positions, L + R, dtype=dtypes.half).contiguous().realize()
+  def weight_bytes(m:tuple) -> int:
+    return sum(w.nbytes * used // experts if isinstance(w, QuantizedExpertWeights) else w.nbytes for w in m if not isinstance(w, Tensor))
   out:dict[str, tuple[Callable, Callable]] = {}
   if q_lora:
-    out["q_a|kv_a"] = (lambda: (lin(G.Q4_0, q_lora, D), lin(G.Q8_0, L + R, D)), lambda m: norm_linear.norm_linear(hd, n_d, m))
-    out["q_b+rope"] = (lambda: (lin(G.Q4_0, H * (nope + R), q_lora),), lambda m: norm_linear.norm_linear(hq, n_q, m, rope))
-  else: out["q|kv_a+rope"] = (lambda: (lin(G.Q4_0, H * (nope + R), D), lin(G.Q8_0, L + R, D)), lambda m: norm_linear.norm_linear(hd, n_d, m, rope))
-  out["k_b+cache"] = (lambda: (lin(G.Q8_0, H, L, nope), cache()), lambda m: norm_linear.latent_query(hl, kv, m[0], n_l, m[1], rope))
-  t = target_of(Device.DEFAULT)
-  tiles = split_kv.uses_tensor_cores(t, L, R)
-  query = Tensor.randn(split_kv.padded(H) if tiles else H, L, dtype=dtypes.half if tiles else dtypes.float).contiguous().realize()
-  out["attention"] = (lambda: (cache(),), lambda m: split_kv.split_kv(t, query, hl.reshape(H, -1), m[0], pos, 0.06))
-  some = cache()
-  sums = [Tensor.rand(split_kv.plan_splits(t, H, L, some)[0], H, n).contiguous().realize() for n in (L, 2)]
-  out["combine"] = (lambda: (), lambda m: split_kv.mla_combine(t, *sums, some, pos))
-  out["v_b"] = (lambda: (lin(G.Q8_0, H, v, L),), lambda m: m[0](lat))
-  out["attn_output"] = (lambda: (lin(G.Q4_0, D, H * v),), lambda m: norm_linear.norm_linear(hv, None, m, residual=hd))
+    out["q_a|kv_a"] = lambda: (lin(G.Q4_0, q_lora, D), lin(G.Q8_0, L + R, D)), lambda m: norm_linear(step, x, norm_x, m)
+    out["q_b+rope"] = lambda: (lin(G.Q4_0, H * (nope + R), q_lora),), lambda m: norm_linear(step, x_q, norm_q, m, rope)
+  else: out["q|kv_a+rope"] = lambda: (lin(G.Q4_0, H * (nope + R), D), lin(G.Q8_0, L + R, D)), lambda m: norm_linear(step, x, norm_x, m, rope)
+  out["attention"] = lambda: (lin(G.Q8_0, H, L, nope), cache()), lambda m: latent_attention(step, q, kv, m[0], norm_kv, m[1], rope, 0.06)
+  out["v_b"] = lambda: (lin(G.Q8_0, H, v, L),), lambda m: m[0](context)
+  out["attn_output"] = lambda: (lin(G.Q4_0, D, H * v),), lambda m: norm_linear(step, heads, None, m, None, x)
   if experts:
-    def exp(kind:G, *shape:int): return random_weight(QuantizedExpertWeights, kind, experts, *shape)
-    hs, F, choice = x(shared * ffn), shared * ffn, routing.Routing(used, routing.Gating.SIGMOID, True, 1.8)
+    def stack(kind:G, *shape:int): return random_weight(QuantizedExpertWeights, kind, experts, *shape)
+    F, choice = shared * ffn, Routing(used, Gating.SIGMOID, True, 1.8)
+    logits, hidden, beside = numbers(experts), numbers(used, ffn), numbers(F)
+    sel = Tensor([[(7 * i) % experts for i in range(used)]], dtype=dtypes.int32).realize()
     kind = G.Q6_K if F % 256 == 0 else G.Q8_0
-    out["gate_up shared|router"] = (lambda: (lin(G.Q5_K, F, D), lin(G.Q5_K, F, D), lin(G.F32, experts, D)),
-                                    lambda m: moe.gate_up(hd, n_d, m[:2], m[2]))
-    out["gate_up experts"] = (lambda: (exp(G.Q4_0, ffn, D), exp(G.Q4_0, ffn, D)), lambda m: moe.expert_gate_up(hd, n_d, m, logits, choice))
-    out["expert_down"] = (lambda: (exp(G.Q4_0, D, ffn), lin(kind, D, F)),
-                          lambda m: moe.expert_down(hf.reshape(1, used, ffn), m[0], sel, hd, (hs, m[1])))
+    out["gate_up shared|router"] = lambda: (lin(G.Q5_K, F, D), lin(G.Q5_K, F, D), lin(G.F32, experts, D)), lambda m: gate_up(step, x, norm_x, *m)
+    out["gate_up experts"] = lambda: (stack(G.Q4_0, ffn, D), stack(G.Q4_0, ffn, D)), lambda m: expert_gate_up(step, x, norm_x, *m, logits, choice)
+    out["expert_down"] = lambda: (stack(G.Q4_0, D, ffn), lin(kind, D, F)), lambda m: expert_down(step, hidden, m[0], sel, x, (beside, m[1]))
   else:
-    out["gate_up"] = (lambda: (lin(G.Q4_0, ffn, D), lin(G.Q4_0, ffn, D)), lambda m: moe.gate_up(hd, n_d, m))
-    out["down"] = (lambda: (lin(G.Q4_0, D, ffn),), lambda m: norm_linear.norm_linear(hf, None, m, residual=hd))
-  out["head"] = (lambda: (lin(G.Q6_K, 102400, D),), lambda m: norm_linear.norm_linear(hd, n_d, m))
-  def read(name:str, m:tuple) -> int:
-    if name == "attention": return H * 0 + (depth + 1) * (L + R) * 2
-    return sum(w.nbytes * used // experts if isinstance(w, QuantizedExpertWeights) else w.nbytes for w in m if not isinstance(w, Tensor))
+    hidden = numbers(ffn)
+    out["gate_up"] = lambda: (lin(G.Q4_0, ffn, D), lin(G.Q4_0, ffn, D)), lambda m: gate_up(step, x, norm_x, *m)
+    out["down"] = lambda: (lin(G.Q4_0, D, ffn),), lambda m: norm_linear(step, hidden, None, m, None, x)
+  out["head"] = lambda: (lin(G.Q6_K, 102400, D),), lambda m: norm_linear(step, x, norm_x, m)
+  def read(name:str, m:tuple) -> int: return weight_bytes(m) + ((depth + 1) * (L + R) * 2 if name == "attention" else 0)
   return {name: (make, run, read) for name, (make, run) in out.items()}
 
 def chain(run:Callable, banks:list) -> Callable:
-  """A JIT of one launch a bank, all writing the same outputs"""
+  """A JIT of one primitive a bank, all writing the same outputs"""
   kept:dict = {}
-  launch = matvec.launch
   def one_after_another(name, outs, ins, body, mem=None):
     mine = {n: kept.get((name, n), t) if n != "cache" else t for n, t in outs.items()}
-    done = launch(name, mine, ins, body, mem)
-    kept.update({(name, n): t for n, t in zip(outs, done)})
-    return done
+    written = kernel.launch(name, mine, ins, body, mem)
+    kept.update({(name, n): t for n, t in zip(outs, written)})
+    return written
   @TinyJit
   def go():
     kept.clear()
-    for m in (norm_linear, mla_attention, moe, sys.modules["tinygrad.apps.quantized"]): m.launch = one_after_another
-    try:
+    with contextlib.ExitStack() as stack:
+      for module in (nn_norm_linear, mla_attention, moe, split_kv): stack.enter_context(mock.patch.object(module, "launch", one_after_another))
       for bank in banks: run(bank)
       return [t.realize() for t in kept.values()]
-    finally:
-      for m in (norm_linear, mla_attention, moe, sys.modules["tinygrad.apps.quantized"]): m.launch = launch
   go.cnt = 1
   return go
 
