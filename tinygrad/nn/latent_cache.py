@@ -75,7 +75,7 @@ def write_rows(step:Step, cache:Tensor, rows:Tensor) -> Tensor:
   rows = rows.cast(cache.dtype)
   if not step.on_device: return Tensor(cache.uop.after(cache[step.start:step.start + step.tokens].uop.store(rows.uop)))
   index = step.positions if step.tables is None else step.tables.gather(1, step.positions.unsqueeze(1)).squeeze(1)
-  here = Tensor.arange(cache.shape[0], dtype=dtypes.int32, device=cache.device).unsqueeze(1).eq(index)  # (C, T), at most one true in a row
+  here = Tensor.arange(cache.shape[0], dtype=dtypes.int32).unsqueeze(1).eq(index)  # (C, T), at most one true in a row
   written = here.unsqueeze(2).where(rows, 0).sum(1, dtype=cache.dtype)
   return cache.assign(here.any(1).unsqueeze(1).where(written, cache))
 
@@ -89,6 +89,6 @@ def visible_rows(step:Step, cache:Tensor) -> tuple[Tensor, Tensor|None]:
     future = Tensor.full((T, 1, end), float("-inf"), dtype=dtypes.float, device=cache.device, buffer=False)
     return keys, future.reshape(T, end).triu(step.start + 1)
   keys = cache.unsqueeze(0) if step.tables is None else cache[step.tables]
-  positions = Tensor.arange(keys.shape[1], dtype=dtypes.int32, device=cache.device).unsqueeze(0)
+  positions = Tensor.arange(keys.shape[1], dtype=dtypes.int32).unsqueeze(0)
   unseen = (positions <= step.positions.unsqueeze(1)).where(0.0, float("-inf"))
   return keys.cast(dtypes.float), unseen

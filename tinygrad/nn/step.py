@@ -54,7 +54,7 @@ class Step:
     """int32 (T,), of a step whose start is on the device: where each token stands"""
     assert isinstance(self.start, Tensor)
     if self.phase is Phase.DECODE: return self.start
-    return self.start + Tensor.arange(self.tokens, dtype=dtypes.int32, device=self.start.device)
+    return self.start + Tensor.arange(self.tokens, dtype=dtypes.int32)
   def rows_of(self, table:Tensor) -> Tensor:
     """table: (positions, …) -> (T, …), the entries of the tokens' positions"""
     return table[self.positions] if isinstance(self.start, Tensor) else table[self.start:self.start + self.tokens]
