@@ -19,7 +19,7 @@ def device(request:pytest.FixtureRequest) -> Iterator[str]:
 def loaded(cls:type[QuantizedWeight], kind:T, shape:tuple[int, ...]) -> tuple[Callable[[], QuantizedWeight], np.ndarray]:
   """Made on the CPU, moved to the device that is the default when it is asked for; and what the gguf package makes of it"""
   data, want = random_weight(kind, shape)
-  planes = {name: (p.bitcast(dtypes.uint16) if p.dtype is dtypes.half else p).numpy() for name, p in cls.load(kind, shape, data).planes.items()}
+  planes = {name: (p.bitcast(dtypes.uint16) if p.dtype is dtypes.half else p).numpy() for name, p in cls.load(kind, shape, data).plain_planes.items()}
   halves = {name for name, p in planes.items() if p.dtype == np.uint16 and name in ("d", "m", "w") and kind is not T.BF16}
   def on_device() -> QuantizedWeight:
     return cls(kind, shape, {name: Tensor(p).bitcast(dtypes.half) if name in halves else Tensor(p) for name, p in planes.items()})

@@ -57,7 +57,7 @@ def advance_decode(pos:Tensor, token:Tensor) -> Tensor:
 @primitive(outputs=lambda x: empty(x, 1, dtype=dtypes.int32))
 def argmax(x:Tensor) -> Tensor:
   """float32 (V,) -> int32 (1,), the index of the largest, the lower on a tie"""
-  return x.argmax(keepdim=True).cast(dtypes.int32)
+  return x.argmax().reshape(1).cast(dtypes.int32)
 
 @argmax.form("cpu_decode", takes=lambda x: cpu.is_cpu(x.device))
 def argmax_cpu(x:Tensor) -> Tensor: return cpu.argmax(x)

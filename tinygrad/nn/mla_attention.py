@@ -11,7 +11,7 @@ from tinygrad.nn.kernel import UNIT, Norm, Rope, Weight, empty, launch, load4
 from tinygrad.nn.latent_cache import CacheRow, cache_row, visible_rows, write_rows
 from tinygrad.nn.matmul import matmul
 from tinygrad.nn.matvec import linear_part, matvec
-from tinygrad.nn.norm_linear import decode_target, mul_mat, prefill_target, rows_of
+from tinygrad.nn.norm_linear import as_half, decode_target, mul_mat, prefill_target, rows_of
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step
 
@@ -79,5 +79,5 @@ def latent_attention_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:No
     return cache_row(CacheRow(target, L, dim, norm.eps, threads, slot=0), buffers, token, thread, token * 0)
   ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "pos": start}
   cache = launch(f"cache_rows_{step.tokens}_{dim}", {"cache": cache}, ins, body)[0]
-  q_latent = matmul(target, q.reshape(-1, H, q.shape[1] // H), k_b, dtype=dtypes.half)
+  q_latent = matmul(target, as_half(q).reshape(-1, H, q.shape[1] // H), k_b, dtype=dtypes.half)
   return mla_prefill.mla_prefill(target, q_latent, q, cache, start, scale), cache
