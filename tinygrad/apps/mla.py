@@ -239,16 +239,16 @@ class Transformer:
 
   @staticmethod
   def from_gguf(f:GGUFFile, max_context:int|None=None,
-                progress:Callable[[list[GGUFTensor]], Iterable[GGUFTensor]]=lambda tensors: tensors) -> Transformer:
-    """Loads every tensor that decoding reads onto the device, one after another; each is checked before the first is read.
-    max_context: tokens, the model's own context by default. progress wraps the list of tensors to load, as tqdm does.
+                progress:Callable[[list[GGUFTensor]], Iterable[GGUFTensor]]=lambda tensors: tensors, device:str|None=None) -> Transformer:
+    """Loads every tensor that decoding reads onto the device, by default the one that tinygrad takes, one after another; each is checked before the
+    first is read. max_context: tokens, the model's own context by default. progress wraps the list of tensors to load, as tqdm does.
     Raises GGUFError for a missing key or tensor and for a wrong shape."""
     c = Config.from_gguf(f)
     f = _unpadded(f, c)
     spec = _checked_tensors(f, c)
     tensors = [f.tensors[name] for name in spec]
-    prepare((t.type, t.shape) for t in tensors if isinstance(spec[t.name], type))
-    w = {t.name: _load(spec[t.name], t) for t in progress(tensors)}
+    prepare(((t.type, t.shape) for t in tensors if isinstance(spec[t.name], type)), device)
+    w = {t.name: _load(spec[t.name], t, device) for t in progress(tensors)}
     def norm(name:str) -> RMSNorm: return RMSNorm(w[name + ".weight"], c.norm_eps)
     def block(i:int) -> Block:
       b, attn = f"blk.{i}.", Attention(c)
@@ -296,7 +296,7 @@ def _checked_tensors(f:GGUFFile, c:Config) -> dict[str, type|Callable]:
     need(b + "attn_kv_a_mqa.weight", QuantizedLinear, c.cache_dim, D)
     need(b + "attn_kv_a_norm.weight", _float, L)
     if b + "attn_kv_b.weight" in f.tensors and b + "attn_k_b.weight" not in f.tensors:
-      need(b + "attn_kv_b.weight", lambda t: _split_kv_b(t, c), H * (c.nope_dim + c.v_dim), L)
+      need(b + "attn_kv_b.weight", lambda t, device: _split_kv_b(t, c, device), H * (c.nope_dim + c.v_dim), L)
     else:
       need(b + "attn_k_b.weight", QuantizedLinear, H, L, c.nope_dim)
       need(b + "attn_v_b.weight", QuantizedLinear, H, c.v_dim, L)
@@ -315,15 +315,17 @@ def _checked_tensors(f:GGUFFile, c:Config) -> dict[str, type|Callable]:
   if "output.weight" in f.tensors: need("output.weight", QuantizedLinear, c.vocab_size, D)
   return spec
 
-def _load(how:type|Callable, t:GGUFTensor): return how.load(t.type, t.shape, t.data) if isinstance(how, type) else how(t)
+def _load(how:type|Callable, t:GGUFTensor, device:str|None) -> Any:
+  return how.load(t.type, t.shape, t.data, device) if isinstance(how, type) else how(t, device)
 
-def _float(t:GGUFTensor) -> Tensor: return to_device(np.asarray(dequantize(t.data, t.type), np.float32).reshape(t.shape))
+def _float(t:GGUFTensor, device:str|None) -> Tensor:
+  return to_device(np.asarray(dequantize(t.data, t.type), np.float32).reshape(t.shape), device)
 
-def _split_kv_b(t:GGUFTensor, c:Config) -> tuple[QuantizedLinear, QuantizedLinear]:
+def _split_kv_b(t:GGUFTensor, c:Config, device:str|None) -> tuple[QuantizedLinear, QuantizedLinear]:
   """Older files keep k_b and v_b in one matrix, a head's rows [nope | v]. v_b's rows stay as they are; k_b is wanted transposed, across the
   blocks, so it is dequantized and kept in half precision (a hundredth of the file)."""
   rows = t.data.reshape(c.n_heads, c.nope_dim + c.v_dim, -1)
   k = dequantize(rows[:, :c.nope_dim].reshape(-1), t.type).reshape(c.n_heads, c.nope_dim, c.kv_lora_rank).transpose(0, 2, 1).astype(np.float16)
   v_shape = (c.n_heads, c.v_dim, c.kv_lora_rank)
-  return (QuantizedLinear.load(GGMLType.F16, k.shape, np.ascontiguousarray(k).reshape(-1).view(np.uint8)),
-          QuantizedLinear.load(t.type, v_shape, rows[:, c.nope_dim:].reshape(-1)))
+  return (QuantizedLinear.load(GGMLType.F16, k.shape, np.ascontiguousarray(k).reshape(-1).view(np.uint8), device),
+          QuantizedLinear.load(t.type, v_shape, rows[:, c.nope_dim:].reshape(-1), device))
