@@ -64,7 +64,8 @@ def dense(tokens: int) -> tuple:
 def routing(gating: int) -> Routing: return Routing(3, gating, gating != 1, 1.8, tensor(0.1 * normal(7)) if gating == 2 else None)
 def chosen(gating: int, kind: T, rows: int) -> Callable:
   def of(tokens: int) -> tuple:
-    return step_of(tokens), floats(tokens, 256), norm(256), experts(kind, 7, rows, 256), experts(kind, 7, rows, 256), floats(tokens, 7), routing(gating)
+    gate, up = experts(kind, 7, rows, 256), experts(kind, 7, rows, 256)
+    return step_of(tokens), floats(tokens, 256), norm(256), gate, up, floats(tokens, 7), routing(gating)
   return of
 def down(shared: bool, kind: T) -> Callable:
   def of(tokens: int) -> tuple:
@@ -89,9 +90,11 @@ class Case(NamedTuple):
 
 ONE, SOME, EACH, TAIL = (1,), (2, 19, 33), (1, 2, 19), (33,)
 CASES = [
-  *(Case(norm_linear.mul_mat, kind.name, product(kind, rows), {"CPU": (EACH,), "CUDA": (ONE,), "METAL": (ONE,)}) for kind, rows in zip(HALVES, (33, 34, 16, 7) * 4)),
+  *(Case(norm_linear.mul_mat, kind.name, product(kind, rows), {"CPU": (EACH,), "CUDA": (ONE,), "METAL": (ONE,)})
+    for kind, rows in zip(HALVES, (33, 34, 16, 7) * 4)),
   *(Case(norm_linear.mul_mat, f"id {kind.name}", product_by_id(kind), {d: ((1, 5),) for d in DEVICES}) for kind in (T.Q4_K, T.IQ4_XS, T.F16)),
-  *(Case(norm_linear.norm_linear, f"{rows} rows{' rotated' * rotated}", linear(rows, rotated), {"CPU": (ONE, SOME), "CUDA": (ONE, TAIL), "METAL": (ONE, TAIL)})
+  *(Case(norm_linear.norm_linear, f"{rows} rows{' rotated' * rotated}", linear(rows, rotated),
+         {"CPU": (ONE, SOME), "CUDA": (ONE, TAIL), "METAL": (ONE, TAIL)})
     for rows, rotated in ((33, False), (34, False), (96, True), (64, True))),
   Case(norm_linear.norm_linear, "residual", with_residual, {"CPU": (ONE, SOME), "CUDA": (ONE, (2,)), "METAL": (ONE, (2,))}),
   *(Case(mla_attention.latent_attention, f"{H} heads at {start}", attention(H, 128, 32, start),
@@ -105,7 +108,8 @@ CASES = [
     for kind, gating, rows in ((T.Q4_0, 1, 33), (T.Q6_K, 2, 21), (T.F16, 3, 36))),
   *(Case(moe.expert_down, f"{kind.name}{' shared' * shared}", down(shared, kind), {"CPU": (ONE, (2, 27)), "CUDA": (ONE,), "METAL": (ONE,)})
     for kind, shared in ((T.Q5_K, True), (T.IQ4_NL, False))),
-  *(Case(moe.mixture, "experts" + " shared" * shared, mixed(shared), {d: ((tokens,),) for d in ("CUDA", "METAL")}) for shared, tokens in ((False, 2), (True, 19))),
+  *(Case(moe.mixture, "experts" + " shared" * shared, mixed(shared), {d: ((tokens,),) for d in ("CUDA", "METAL")})
+    for shared, tokens in ((False, 2), (True, 19))),
   *(Case(embedding.embedding, kind.name, lambda tokens, kind=kind: (ids(*range(7, 7 + tokens)), load(kind, 37, width(kind), cls=QuantizedEmbedding)),
          {d: (EACH,) for d in DEVICES}) for kind in (T.Q4_0, T.Q6_K, T.MXFP4)),
   *(Case(embedding.argmax, str(n), lambda tokens, n=n: (floats(n),), {d: (ONE,) for d in DEVICES}) for n in (5, 1000, 20001)),
