@@ -79,10 +79,6 @@ LAYERS: dict[str, str] = {
   "the terminal and measuring": "apps/terminal apps/measure",
   "the command line": "apps/llm",
 }
-# imports inside functions, or for types alone, that would close a circle if they were a module's own: (importer, imported) -> why
-DEFERRED: dict[tuple[str, str], str] = {
-  ("runtime/ops_cpu", "runtime/graph/cpu"): "a device makes its graph class when it is opened, as the wheel's devices do",
-}
 
 @dataclass(frozen=True)
 class Import:
@@ -135,10 +131,7 @@ def check_imports(root: Path) -> list[str]:
     if low is None or high is None: continue
     how = " in a function or for types" if i.deferred else ""
     if low > high: complaints.append(f"{i.importer} reaches up to {i.imported}{how}")
-  allowed = [i for i in found if i.deferred and (i.importer, i.imported) in DEFERRED]
-  complaints += [f"a circle of imports: {', '.join(c)}" for c in circles([i for i in found if i not in allowed])]
-  unused = DEFERRED.keys() - {(i.importer, i.imported) for i in allowed}
-  return complaints + [f"{importer} -> {imported}: allowed, and no such import" for importer, imported in sorted(unused)]
+  return complaints + [f"a circle of imports: {', '.join(circle)}" for circle in circles(found)]
 
 def test_imports_go_one_way(): assert complaints_here() == []
 

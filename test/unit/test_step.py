@@ -4,7 +4,7 @@ import numpy as np, pytest
 from helpers import SMALL, generator
 from extra.mkgguf import write_model
 from oracle import Judge, logits as oracle
-from tinygrad import Device, Tensor, dtypes
+from tinygrad import Device, Tensor
 from tinygrad.apps.capture import Replay, read, to_device
 from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.gguf import read_gguf

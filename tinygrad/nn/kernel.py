@@ -17,7 +17,7 @@ Work:
   epilogue       what becomes of a finished sum: rotation, activation, residual, store
 """
 from __future__ import annotations
-import functools, operator
+import operator
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
@@ -93,7 +93,7 @@ class Rope(Protocol):
 # ---- arithmetic ----
 
 def add(total:UOp|None, value:UOp) -> UOp: return value if total is None else total + value
-def sum_in_order(values:Iterable[UOp]) -> UOp: return functools.reduce(operator.add, values)
+def sum_in_order(values:Iterable[UOp]) -> UOp: return reduce(operator.add, values)
 def exp(x:UOp) -> UOp: return (x * LOG2_E).exp2()
 def silu(x:UOp) -> UOp: return x / (1 + exp(-x))
 def total(values:list[UOp], op:Callable[[UOp, UOp], UOp]) -> UOp:

@@ -14,7 +14,6 @@ from tinygrad.engine.realize import get_call_arg_uops
 from tinygrad.helpers import NUM_CPU_THREADS, all_int, unwrap
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.autogen import libc
-from tinygrad.runtime.ops_cpu import CPUProgram
 from tinygrad.uop.ops import Ops
 
 ARGUMENTS = 28                 # of a program at most
@@ -107,7 +106,7 @@ class Pool:
     dev = Device[device]
     self.lock, self.words, self.sleepers = threading.Lock(), (ctypes.c_uint64 * (LINE * (threads + 1)))(), (ctypes.c_void_p * threads)()
     clang = ClangRenderer(dev.renderer.target)
-    self.program = CPUProgram(dev, TinyELF(clang.compiler.compile_cached(SOURCE), "cpu_pool", clang.target, ()))
+    self.program = dev.runtime(TinyELF(clang.compiler.compile_cached(SOURCE), "cpu_pool", clang.target, ()))
     def address(function:str) -> int: return unwrap(ctypes.cast(getattr(libc.dll, function), ctypes.c_void_p).value)
     for t in range(threads):
       name = f"/tinygrad-pool-{os.getpid()}-{id(self) % 100000}-{t}".encode()
