@@ -44,7 +44,7 @@ def test_a_second_device(path: Path):
   ids = [5, 17, 200, 3, 44, 91]
   model = Transformer.from_gguf(read_gguf(path), 64, device="CPU:1")
   g = Generator(model)
-  assert g.device_position is not None and g.start is not None
+  assert g.decode_start is not None and g.prefill_start is not None
   assert list(g.generate(ids, 8)) == list(generator(path).generate(ids, 8))
   buffers = {u for step in (*g.decode_steps.values(), *g.prefill_steps.values()) for call in step.calls for u in call.src[1:]}
   assert {u.device for u in buffers} == {"CPU:1"}

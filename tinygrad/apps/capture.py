@@ -156,7 +156,7 @@ _scheduled: dict[str, Recording] = {}
 _compiled: dict[str, Recording] = {}
 
 @dataclass(frozen=True)
-class Part:
+class RecordedPart:
   """A recording, and the buffers that it is to be placed on: the function's tensors', as many as `given`, and its results'"""
   key: str
   given: int
@@ -165,7 +165,7 @@ class Part:
   def recording(self) -> Recording: return _compiled.get(self.key) or _scheduled[self.key]
 
 @disable_gc()
-def find(fxn:Callable, args:tuple, environment:Any) -> tuple[Part, list[Tensor]]:
+def find(fxn:Callable, args:tuple, environment:Any) -> tuple[RecordedPart, list[Tensor]]:
   """fxn(*args) as an earlier call or process recorded it, else scheduled now; and the tensors among args"""
   tensors:list[Tensor] = []
   what = describe(args, tensors)
@@ -174,10 +174,10 @@ def find(fxn:Callable, args:tuple, environment:Any) -> tuple[Part, list[Tensor]]
   if key not in _compiled and key not in _scheduled:
     if (kept := diskcache_get(TABLE, key)) is not None: _compiled[key] = kept
     else: _scheduled[key] = schedule(fxn, args, tensors)
-  return Part(key, len(tensors), [t.uop.base for t in tensors]), tensors
+  return RecordedPart(key, len(tensors), [t.uop.base for t in tensors]), tensors
 
 @disable_gc()
-def compile_parts(parts:list[Part]) -> None:
+def compile_parts(parts:list[RecordedPart]) -> None:
   """Compiles what is only scheduled, all kernels beside each other, and keeps it"""
   todo = {p.key: p for p in parts if p.key not in _compiled}
   if todo: compile_linear(UOp(Ops.LINEAR, src=tuple(call for p in todo.values() for call in p.recording.linear.src)))
@@ -202,7 +202,7 @@ class Replay:
   """Parts in the order in which `run` recorded them. compiled: whether they are to be run; else their programs stay as scheduled, to be counted."""
   def __init__(self, compiled:bool=True):
     self.compiled, self.environment = compiled, (compiled, _environment())
-    self.recorded:list[Part] = []
+    self.recorded:list[RecordedPart] = []
     self.results:list[tuple[Callable[[], Tensor|None], UOp]] = []  # what parts gave, while somebody refers to it, and in which buffer
 
   def run(self, fxn:Callable, *args:Any) -> Any:

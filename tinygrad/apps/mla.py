@@ -1,7 +1,11 @@
 """Models with multi-head latent attention and mixture-of-experts (GGUF arch deepseek2: GLM-4.7-Flash, DeepSeek-V2-Lite, Youtu-LLM).
 
+A block is four or five calls of primitives: norm_linear once or twice, latent_attention, attention_output, then feed_forward or mixture. Each says
+what it means in its file (nn/norm_linear.py, nn/mla_attention.py, nn/moe.py) and runs in the form that suits the device and the step
+(nn/primitive.py). A step (nn/step.py) says which tokens run and where they stand; the forward pass hands it on.
+
 Attribute names are GGUF's tensor names. Letters in shapes: T tokens, D embedding, H heads, E experts, K chosen experts, C positions of the
-cache, L latent (kv_lora_rank), R rope dimensions. The batch is one sequence. What a checkpoint holds in another form is put right in
+cache, L latent (kv_lora_rank), R rope dimensions. What a checkpoint holds in another form is put right in
 `from_gguf`; the forward pass knows one form, and no block format.
 """
 from __future__ import annotations
@@ -169,7 +173,7 @@ class Block:
   def __call__(self, step:Step, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
     x, cache = self.attn(step, x, cache, rope)
     return self.ffn(step, x), cache
-  def remember(self, step:Step, x:Tensor, cache:Tensor, rope:Rope) -> Tensor:
+  def write_cache(self, step:Step, x:Tensor, cache:Tensor, rope:Rope) -> Tensor:
     """The cache alone, with T more rows: all that a prompt needs of the last block"""
     return self.attn(step, x, cache, rope)[1]
 
@@ -180,7 +184,7 @@ def apply(fxn:Callable, *args:Any) -> Any: return fxn(*args)
 def output_head(step:Step, x:Tensor, norm:RMSNorm, output:QuantizedLinear) -> Tensor: return norm_linear(step, x, norm, [output])[0]
 
 class Transformer:
-  """The model and its cache of one sequence: a vector of kv_lora_rank + rope_dim halves a block and token."""
+  """The model and its cache of one sequence: a vector of kv_lora_rank + rope_dim numbers a block and token."""
   def __init__(self, config:Config, token_embd:QuantizedEmbedding, blocks:list[Block], output_norm:RMSNorm, output:QuantizedLinear, max_context:int):
     self.config, self.token_embd, self.blk, self.output_norm, self.output = config, token_embd, blocks, output_norm, output
     self.max_context, c = max_context, config
@@ -190,9 +194,9 @@ class Transformer:
     self.max_step = large if max_context >= large and (is_cpu(self.device) or target is not None and target.mma is not None) else small
     rows = max_context + self.max_step  # a step of prefill is padded to its size, wherever it starts
     self.rope = Rope(rope_table(c.rope_dim, c.rope_base, rows, c.yarn, self.device), c.nope_dim + c.rope_dim, c.nope_dim)
-    # half precision where memory is what decoding waits for
+    # half where a GPU has kernels, memory is what decoding waits for there; float32 elsewhere
     kept = dtypes.float if target is None else dtypes.half
-    zeros = Replay()
+    zeros = Replay()   # so that what fills the cache is compiled once and kept on disk
     self.cache = [zeros.run(_zeros, (rows, c.cache_dim), kept, self.device) for _ in blocks]
     zeros()
 
@@ -201,14 +205,14 @@ class Transformer:
   def _before(self, n:int, step:Step, ids:Tensor, run:Run) -> Tensor:
     """float32 (T, D) in front of block n"""
     x = run(QuantizedEmbedding.__call__, self.token_embd, ids)
-    for block, cache in zip(self.blk[:n], self.cache): x, _ = run(Block.__call__, block, step, x, cache, self.rope)
+    for block, cache in zip(self.blk[:n], self.cache): x, _ = run(Block.__call__, block, step, x, cache, self.rope)  # the cache is written in place
     return x
   def hidden(self, step:Step, ids:Tensor, run:Run=apply) -> Tensor:
     """-> float32 (T, D) before the last norm; every block's rows are written"""
     return self._before(len(self.blk), step, ids, run)
   def prefill(self, step:Step, ids:Tensor, run:Run=apply) -> Tensor:
     """-> the last block's cache, whose realization writes every block's rows"""
-    return run(Block.remember, self.blk[-1], step, self._before(len(self.blk) - 1, step, ids, run), self.cache[-1], self.rope)
+    return run(Block.write_cache, self.blk[-1], step, self._before(len(self.blk) - 1, step, ids, run), self.cache[-1], self.rope)
   def logits(self, step:Step, ids:Tensor, run:Run=apply) -> Tensor:
     """-> float32 (T, vocab)"""
     return self.head(step, self.hidden(step, ids, run), run)
@@ -217,7 +221,7 @@ class Transformer:
     return run(output_head, step, hidden, self.output_norm, self.output)
 
   def plain_parts(self, step:Step) -> list[str]:
-    """The primitives that take their plain-ops form in such a step. None: every one has a kernel, so that the position may live on the device"""
+    """The primitives that take their plain-ops form in such a step. Empty: every one has a kernel, so that the position may live on the device"""
     kinds = {type(block.ffn): block for block in reversed(self.blk)}    # blocks of a kind have the same shapes
     ids = Tensor.empty(step.tokens, dtype=dtypes.int32, device=self.device)
     with rehearsal() as choices:

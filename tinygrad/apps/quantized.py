@@ -32,7 +32,7 @@ from tinygrad.nn.norm_linear import mul_mat
 # ---- bytes -> codes: the file's order of bits, one function a family. raw: (n, bytes a block) uint32, returns (n, elements) uint32 ----
 
 class Numbers(np.ndarray):
-  """numpy that answers to Tensor's names, for what follows"""
+  """numpy arrays with the Tensor methods used below: split_planes runs on the host too, for the planes' names and the CPU's packer"""
   @staticmethod
   def arange(n:int, dtype:DType) -> Numbers: return np.arange(n, dtype=_to_np_dtype(dtype)).view(Numbers)
   def cast(self, dtype:DType) -> Numbers: return self.astype(_to_np_dtype(dtype))
@@ -115,7 +115,7 @@ def _mxfp4(p:UnitView) -> Scales:
 # ---- the table ----
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # halves of E2M1
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # E2M1 times 2: the scale, 2^(e-128), has the half
 
 @dataclass(frozen=True)
 class Format:

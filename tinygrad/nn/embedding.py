@@ -33,7 +33,7 @@ def embedding_decode(ids:Tensor, weight:Weight) -> Tensor:
     return stores
   return launch(f"embedding_{weight.label}", {"y": empty(ids, 1, D)}, {"ids": ids, **weight.args("w")}, body, D * 8)[0]
 
-# one launch that gathers rows and dequantizes them is what tinygrad makes of the plain ops
+# tinygrad makes one launch of the plain ops, or five where it parts the sum over a large vocabulary
 embedding.form("prefill", takes=lambda ids, weight: not one_row(ids))(embedding.plain)
 
 @primitive(outputs=lambda pos, token: empty(pos, 1, dtype=dtypes.int32))

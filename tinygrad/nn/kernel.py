@@ -1,19 +1,25 @@
-"""What every kernel is made of: how it is launched, and what it asks of a weight, a norm and a rotation.
+"""What every kernel is made of: how it is launched, and what it asks of a weight, a norm and a rotation (which are in
+apps/quantized.py, mla.py and rope.py).
 
 The words of all kernel files. Weights:
-  row            one output's weights; a stack's rows are numbered through
+  row            one output's weights; a stack's rows are numbered through. In attention, a position's row of the cache
   segment        a stretch of a row whose weights lie in one matrix; most rows have one
   unit           32 neighbouring weights of a row; weight = scale · value + minimum
   code           a weight as the file has it, an unsigned number; value = code - zero, or an entry of a table
   scale, minimum one of each a unit, or one for each half; many formats have no minimum
   plane          one field of all blocks of a matrix, a tensor whose last axis runs along the row
+  block          of threads; in quantized.py a GGUF block of weights, in mla.py a transformer block
 Work:
+  target         a GPU's row in intrinsics.TARGETS: its shuffles, dot4, mma; None: there are no kernels for it
+  body           a function of a launch's flat buffers by name -> its stores; it builds UOps, once for each kernel
   launch         a run of a kernel; part: some of its blocks, with a layout of threads of their own; item: what gidx1 numbers (a head, a token)
   job            a few rows times a vector; team: the lanes that do a job; span: how many they are
   lane           a thread of a warp (a simdgroup); lanes exchange values without shared memory
   slot           the number of a buffer in shared memory; each buffer of a kernel has its own
   float4         four neighbouring float32 of a vector; load4(number) loads one
-  wait_zero      a zero that is added to an index to load behind the wait for other kernels (intrinsics.pdl_wait)
+  wait_zero      a 0 that tinygrad cannot fold, known behind the wait for other kernels (intrinsics.pdl_wait). A load at index + wait_zero comes
+                 behind the wait: it is needed for whatever an earlier kernel of the step wrote
+  stage          to bring a vector into shared memory, as float32 or int8
   epilogue       what becomes of a finished sum: rotation, activation, residual, store
 """
 from __future__ import annotations
@@ -97,7 +103,7 @@ def sum_in_order(values:Iterable[UOp]) -> UOp: return reduce(operator.add, value
 def exp(x:UOp) -> UOp: return (x * LOG2_E).exp2()
 def silu(x:UOp) -> UOp: return x / (1 + exp(-x))
 def total(values:list[UOp], op:Callable[[UOp, UOp], UOp]) -> UOp:
-  """op over neighbours, then over the results' neighbours …: as short a chain as can be"""
+  """op as a balanced binary tree, in a fixed order"""
   while len(values) > 1: values = [op(*values[i:i+2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
   return values[0]
 
@@ -151,7 +157,7 @@ def branch(number:int, condition:UOp) -> tuple[UOp, UOp]:
 
 def rotated(buffers:dict[str, UOp], pairs:int, number:UOp, pair:Sequence[UOp], inside:UOp, token:UOp|int=0) -> list[UOp]:
   """RoPE of the numbers `number` and `number + 1` of a head's rotated part, which is so many pairs. Where `inside` is false the pair stays as it
-  is. The position is that of the buffer pos, plus token."""
+  is. The position is that of the buffer pos, plus token; it needs no wait_zero, see split_kv.last_position."""
   index = ((buffers["pos"][0].load().cast(dtypes.weakint) + token) * pairs + number // 2) * 2
   cos, sin = (buffers["rope"][(index + i).valid(inside)].load() for i in range(2))
   first, second = pair

@@ -1,4 +1,8 @@
-"""Matrix times vector on weights as they lie in the file: what every decode kernel is made of.
+"""Matrix times vector on quantized weights (planes, see nn/kernel.py): what most decode kernels are made of.
+
+A launch's body calls `matvec` (nn/kernel.py has `launch` and the words used here). A launch is one or more parts (MatvecPart; linear_part makes the
+usual one): each has blocks of its own, and all read the same vector. A part's rows may be segments of several matrices (RowSegments), or be known to
+the kernel alone (DeferredMatrix).
 
 A block's lanes form teams, each of which does a job: the product of a few rows with the vector, so that a read of the vector serves all of them.
 A team is a part of a warp where rows are short, several warps where they are very long. What a block does for one token:
@@ -280,6 +284,7 @@ class _Part:
     if barrier_of is None:
       weights, wait_zero = self.prefetch()
       vector, squares, staged = self.stage(wait_zero)
+      # the loads are sources too: they are issued before it, not where they are used
       barrier = UOp(Ops.BARRIER, src=(*staged, *global_loads(weights)))
     else:
       wait_zero = pdl_wait(self.target)

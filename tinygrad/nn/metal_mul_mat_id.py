@@ -1,6 +1,6 @@
 """Matrix times vector in hand-written MSL for Apple GPUs, experts chosen by id.
 
-Replaces, where QL_MOE_MSL says so, the UOp programs of the chosen experts (nn/moe.py; a lone mul_mat_id in apps/quantized.py), and where
+Replaces, where QL_MOE_MSL says so, the UOp programs of the chosen experts (nn/moe.py; mul_mat with ids, nn/norm_linear.py), and where
 QL_SHEXP_MSL does, those of the router with the shared expert, of a dense feed-forward, and of linear layers with a residual (nn/norm_linear.py).
 Formats with integer codes: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K; the router's float32.
 
@@ -62,7 +62,7 @@ def scaled(weight:Weight) -> bool:
   return bool(weight.widths) and weight.widths[0] < 8
 @functools.cache
 def say_once(what:str) -> None: print(f"{what}: no MSL for this type: the portable kernels run", file=sys.stderr)
-def takes(target:Target, switch:ContextVar, *vectors:Sequence[Weight]) -> bool:
+def msl_takes(target:Target, switch:ContextVar, *vectors:Sequence[Weight]) -> bool:
   """Whether these kernels take the products of each vector's matrices: the switch is on, they are float32 or integer codes, alike in `scaled`"""
   if target is not TARGETS["METAL"] or not switch: return False
   for weight in (weight for weights in vectors for weight in weights):

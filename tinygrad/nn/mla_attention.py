@@ -1,7 +1,10 @@
 """Absorbed attention: every head reads the same cached vector, and values are a view of it.
 
+  query = [k_b·q_nope | q_rope];  context = softmax(query · rows · scale) · rows[:L]      # of a head; v_b follows in attention_output
+
 A head's query is brought into the cache's space by k_b; its rotated part is rotated already. One token on a target with kernels: the queries and the
-token's row of the cache in a launch, then nn/split_kv.py. Many tokens on one with tensor cores: nn/mla_prefill.py.
+token's row of the cache in a launch, then nn/split_kv.py. Many tokens on one with tensor cores: nn/mla_prefill.py. Where a row lies and how it is
+written is nn/latent_cache.py's; on the CPU, nn/cpu.py and nn/cpu_prefill.py.
 """
 from __future__ import annotations
 from tinygrad import Tensor, UOp, dtypes
@@ -11,14 +14,14 @@ from tinygrad.nn.kernel import UNIT, Norm, Rope, Weight, empty, launch, load4
 from tinygrad.nn.latent_cache import CacheRow, cache_row, visible_rows, write_rows
 from tinygrad.nn.matmul import matmul
 from tinygrad.nn.matvec import linear_part, matvec
-from tinygrad.nn.norm_linear import as_half, decode_target, mul_mat, prefill_target, rows_of
+from tinygrad.nn.norm_linear import as_half, decode_target, mul_mat, prefill_target, single_segment
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step
 
 @primitive(outputs=lambda step, q, kv, k_b, norm, cache, rope, scale: (empty(q, step.tokens, *k_b.shape[:2]), cache))
 def latent_attention(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
   """q: (T, H·head), of each head the first `nope` numbers without position and the rotated ones; kv: float32 (T, L+R); k_b: (H, L, nope);
-  cache: (rows, L+R) -> (T, H, L), softmax(query·key·scale)·value over each token's sequence up to itself, and the cache, with the tokens' rows
+  cache: (C, L+R) -> (T, H, L), softmax(query·key·scale)·value over each token's sequence up to itself, and the cache, with the tokens' rows
   [RMSNorm(kv[:L]) | RoPE(kv[L:])] written"""
   (H, L, nope), T = k_b.shape, step.tokens
   row = norm(kv[:, :L]).cat(rope.rotate(kv[:, L:], step), dim=-1)
@@ -57,7 +60,7 @@ def latent_attention_decode(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Nor
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     head = UOp.special(H, "gidx1")
     def out_index(row:UOp) -> UOp: return split_kv.query_place(head, row, L) if tiles else head * L + row
-    part = linear_part(L, rows_of(k_b.matrix(buffers, "w"), head * L), buffers["q_latent"], k_b.integer, out_index)
+    part = linear_part(L, single_segment(k_b.matrix(buffers, "w"), head * L), buffers["q_latent"], k_b.integer, out_index)
     def store_row(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:  # one block writes it, the others load nothing for it
       return cache_row(CacheRow(target, L, dim, norm.eps, threads, slot=4), buffers, block * 0, thread, wait_zero, block.eq(0) & head.eq(0))
     return matvec(target, [nope // UNIT], load4(buffers["q"], head * rope.head), [part], extra_stores=store_row, items=H)

@@ -1,5 +1,8 @@
 """The feed-forward, dense or mixture-of-experts.
 
+feed_forward and mixture are composites. A token runs them as gate_up, expert_gate_up, expert_down and norm_linear. Many tokens on a target with
+tensor cores run each as one piece: tokens sorted by expert (nn/routing.py), products by tiles (nn/matmul.py), scaled halves between them.
+
 One token on a target with kernels, with experts, is three launches: the router's logits beside the shared expert's gate and up; the choice of experts
 and their gate and up with SwiGLU and the routing weight in the epilogue; their down, the shared expert's and the residual in one sum. The choice is
 made by every block of the second launch for itself: 64 logits cost less to rank again than a launch costs. Expert ids are read in the kernels. In the
@@ -13,8 +16,8 @@ from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, silu
 from tinygrad.nn.matmul import expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
 from tinygrad.nn.matvec import DeferredMatrix, MatvecPart, RowSegments, linear_part, matvec
-from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, takes
-from tinygrad.nn.norm_linear import decode_target, mul_mat, norm_linear, prefill_target, rows_of
+from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
+from tinygrad.nn.norm_linear import decode_target, mul_mat, norm_linear, prefill_target, single_segment
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.routing import Routing, TopKInKernel, choose_experts, choose_experts_prefill, sort_by_expert
 from tinygrad.nn.step import Step
@@ -47,7 +50,7 @@ def gate_up_cpu_prefill(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, 
   return cpu_prefill.gate_up_prefill(x, norm, gate, up, router)
 
 @gate_up.form("msl", takes=lambda step, x, norm, gate, up, router:
-              takes(decode_target(step, gate, x.shape[1]), QL_SHEXP_MSL, [gate, up], present(router)))
+              msl_takes(decode_target(step, gate, x.shape[1]), QL_SHEXP_MSL, [gate, up], present(router)))
 def gate_up_metal(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
   return gate_up_msl(x, norm, (gate, up), router)
 
@@ -61,7 +64,7 @@ def gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
       return [out[row.valid(is_writer)].store(silu(sums[0]) * sums[1])]
     parts = [MatvecPart(gate.shape[0], lambda row: [[(gate_rows, row)], [(up_rows, row)]], swiglu, gate.integer and up.integer)]
     if router is not None:
-      parts.append(linear_part(router.shape[0], rows_of(router.matrix(buffers, "router")), buffers["logits"], router.integer))
+      parts.append(linear_part(router.shape[0], single_segment(router.matrix(buffers, "router")), buffers["logits"], router.integer))
     return matvec(target, [x.shape[1] // UNIT], load4(buffers["x"]), parts, (load4(buffers["norm"]), norm.eps))
   outs = {"y": empty(x, 1, gate.shape[0]), **({"logits": empty(x, 1, router.shape[0])} if router is not None else {})}
   ins = {"x": x, "norm": norm.weight, **gate.args("gate"), **up.args("up"), **(router.args("router") if router is not None else {})}
@@ -102,7 +105,7 @@ def expert_gate_up_cpu_prefill(step:Step, x:Tensor, norm:Norm, gate:Weight, up:W
   return cpu_prefill.expert_gate_up_prefill(x, norm, gate, up, logits, routing)
 
 @expert_gate_up.form("msl", takes=lambda step, x, norm, gate, up, logits, routing:
-                     takes(decode_target(step, gate, x.shape[1]), QL_MOE_MSL, [gate, up]))
+                     msl_takes(decode_target(step, gate, x.shape[1]), QL_MOE_MSL, [gate, up]))
 def expert_gate_up_metal(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
   return expert_gate_up_msl(x, norm, (gate, up), logits, routing)
 
@@ -148,7 +151,7 @@ def expert_down_cpu_prefill(step:Step, hidden:Tensor, down:Weight, sel:Tensor, r
   return cpu_prefill.expert_down_prefill(hidden, down, sel, residual, shared)
 
 @expert_down.form("msl", takes=lambda step, hidden, down, sel, residual, shared:
-                  takes(decode_target(step, down, *(weight.shape[-1] for weight in (down, *shared_down(shared)))), QL_MOE_MSL, [down],
+                  msl_takes(decode_target(step, down, *(weight.shape[-1] for weight in (down, *shared_down(shared)))), QL_MOE_MSL, [down],
                          *([weight] for weight in shared_down(shared))))
 def expert_down_metal(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
   return expert_down_msl(hidden, down, sel, residual, shared)

@@ -1,4 +1,7 @@
-"""Linear layers: a matrix times vectors; RMSNorm in front, RoPE or a residual behind, several matrices of one input in a launch.
+"""Linear layers, three primitives: mul_mat, W·x; norm_linear, with RMSNorm in front, RoPE or a residual behind, several matrices of one input;
+attention_output, composed of both. Each begins with its plain ops; its forms follow, each with the predicate that says what it takes. Most
+predicates ask decode_target or prefill_target. A form hands `launch` a body, which reads weights by
+`Weight.matrix` (nn/kernel.py): no block format is known here.
 
 One token on a target with kernels is one launch (nn/matvec.py); many tokens on one with a matrix product are a launch a matrix (nn/matmul.py).
 """
@@ -11,7 +14,7 @@ from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Weight, empty, launch, load4, rotated
 from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
 from tinygrad.nn.matvec import DeferredMatrix, RowSegments, linear_part, matvec
-from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, takes
+from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, msl_takes
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step, one_row
 
@@ -27,7 +30,7 @@ def prefill_target(step:Step, weight:Weight, *widths:int) -> Target|None:
 
 def as_half(x:Tensor) -> Tensor: return x if x.dtype == dtypes.half else x.cast(dtypes.half).contiguous()
 
-def rows_of(matrix:Matrix, first:UOp|int=0) -> Callable[[UOp], RowSegments]: return lambda row: [(matrix, first + row)]
+def single_segment(matrix:Matrix, first:UOp|int=0) -> Callable[[UOp], RowSegments]: return lambda row: [(matrix, first + row)]
 
 # ---- W·x ----
 
@@ -48,7 +51,7 @@ def mul_mat_cpu_prefill(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor
   return cpu_prefill.mul_mat_prefill(x, weight) if ids is None else cpu_prefill.mul_mat_id_prefill(x, weight, ids)
 
 @mul_mat.form("msl", takes=lambda x, weight, ids: ids is not None and one_row(x) and weight.shape[-1] % UNIT == 0 and
-                                                  takes(target_of(weight.device), QL_MOE_MSL, [weight]))
+                                                  msl_takes(target_of(weight.device), QL_MOE_MSL, [weight]))
 def mul_mat_id_msl(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: return mul_mat_msl(x, weight, ids)
 
 @mul_mat.form("decode", takes=lambda x, weight, ids: target_of(weight.device) is not None and weight.shape[-1] % UNIT == 0)
@@ -64,7 +67,7 @@ def mul_mat_decode(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
     def chosen(wait_zero:UOp) -> Matrix:
       which = buffers["ids"][item + wait_zero].load().maximum(0).minimum(matrices - 1).cast(dtypes.weakint)
       return lambda row, unit, gate: matrix(which * rows + row, unit, gate)
-    of = rows_of(matrix, item % matrices * rows) if ids is None else lambda row: [(DeferredMatrix(chosen), row)]
+    of = single_segment(matrix, item % matrices * rows) if ids is None else lambda row: [(DeferredMatrix(chosen), row)]
     part = linear_part(rows, of, buffers["y"], weight.integer, lambda row: item * rows + row)
     return matvec(target, [width // UNIT], load4(buffers["x"], item // share * width), [part], items=items)
   name = f"mul_mat{'' if ids is None else '_id'}_{weight.label}_{items}"
@@ -76,7 +79,7 @@ def mul_mat_decode(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
 @primitive(outputs=lambda step, x, norm, weights, rope, residual: [empty(x, x.shape[0], weight.shape[0]) for weight in weights])
 def norm_linear(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None=None, residual:Tensor|None=None) -> list[Tensor]:
   """x: float32 (T, in); weights: matrices (out_i, in) of RMSNorm(x), or of x without a norm; rope rotates the heads of the first product, residual
-  (T, out_0) is added to it -> float32 (T, out_i) each. What tensor cores have rotated is half."""
+  (T, out_0) is added to it -> float32 (T, out_i) each. The prefill form returns the rotated product as half."""
   normed = x if norm is None else norm(x).contiguous()
   first, *rest = [mul_mat(normed, weight) for weight in weights]
   if rope is not None: first = rope.rotate_heads(first, step)
@@ -93,7 +96,7 @@ def norm_linear_cpu_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequenc
 
 @norm_linear.form("msl", takes=lambda step, x, norm, weights, rope, residual:
                   norm is None and rope is None and len(weights) == 1 and residual is not None and
-                  takes(decode_target(step, weights[0], x.shape[1]), QL_SHEXP_MSL, weights))
+                  msl_takes(decode_target(step, weights[0], x.shape[1]), QL_SHEXP_MSL, weights))
 def norm_linear_msl(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   return [mul_mat_msl(x, weights[0], residual=residual)]
 
@@ -113,7 +116,7 @@ def norm_linear_decode(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Wei
     parts = []
     for i, weight in enumerate(weights):
       first = i == 0
-      parts.append(linear_part(weight.shape[0], rows_of(weight.matrix(buffers, f"w{i}")), buffers[f"y{i}"], weight.integer,
+      parts.append(linear_part(weight.shape[0], single_segment(weight.matrix(buffers, f"w{i}")), buffers[f"y{i}"], weight.integer,
                                epilogue=rotate if rope is not None and first else None, residual=buffers.get("residual") if first else None))
     return matvec(target, [x.shape[1] // UNIT], load4(buffers["x"]), parts, (load4(buffers["norm"]), norm.eps) if norm else None)
   there = {"norm": norm, "linear": weights, "rope": rope, "residual": residual}

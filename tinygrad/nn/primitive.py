@@ -1,4 +1,4 @@
-"""The one door to a kernel.
+"""The one door: every kernel is reached through a primitive.
 
 A primitive is a function of tensors: its plain-ops form, which runs everywhere, says what it means, and is what the others are tested against.
 Faster forms have the same signature and register with a predicate of the same arguments, which stands beside the kernel:
@@ -10,12 +10,16 @@ Faster forms have the same signature and register with a predicate of the same a
   def linear_decode(x, weight): ...
 
 A call runs the first form in the order of FORMS whose predicate holds, else the plain-ops form. Nothing else chooses.
+
+`outputs` gives empty tensors of a call's results. In a rehearsal a call returns those and notes its form, so that a forward pass tells what it would
+take without running. A composite's plain ops call nothing but primitives, each of which chooses for itself.
 """
 from __future__ import annotations
 import contextlib, functools, inspect
 from typing import Any, Callable, Iterator, NamedTuple
 
-# a whole back end first; of a GPU's forms, those written for one target before those for all
+# in the order in which they are asked. cpu_…: C; msl: hand-written Metal; decode: nn/matvec.py and the like; prefill: tensor cores. A name says
+# what a form was written for, `takes` alone which calls it serves
 FORMS = ("cpu_decode", "cpu_prefill", "msl", "decode", "prefill")
 PLAIN = "plain ops"
 
@@ -32,7 +36,7 @@ _plain_only = False
 _rehearsed:list[Choice]|None = None
 
 class Primitive:
-  """See the head of the file. outputs: of the same arguments, empty tensors as a call returns them.
+  """See the head of the file. outputs: of the same arguments, empty tensors of the shapes that a call returns.
   composite: the plain form calls nothing but primitives, each of which makes its own choice."""
   def __init__(self, plain:Callable, outputs:Callable[..., Any], composite:bool=False):
     self.plain, self.outputs, self.composite = plain, outputs, composite

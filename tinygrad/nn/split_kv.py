@@ -54,7 +54,7 @@ def group_heads(heads:int) -> int:
   """Heads of a block of split_kv_simt"""
   return SIMT_HEADS if heads % SIMT_HEADS == 0 else 1
 
-def head_tiles(heads:int) -> int:
+def head_columns(heads:int) -> int:
   """Tiles of eight heads of a block of split_kv_mma: at most three, what its registers hold, spread evenly over the blocks"""
   tiles = -(-heads // 8)
   return -(-tiles // -(-tiles // 3))
@@ -63,7 +63,7 @@ def plan_splits(target:Target, heads:int, latent:int, cache:Tensor) -> tuple[int
   """(splits, step): how many splits fill the machine once, and the positions that a block reads at once. A split is whole steps."""
   positions, dim = cache.shape
   if uses_tensor_cores(target, latent, dim - latent):
-    step, blocks = MMA_STEP, MULTIPROCESSORS // -(-heads // (8 * head_tiles(heads)))
+    step, blocks = MMA_STEP, MULTIPROCESSORS // -(-heads // (8 * head_columns(heads)))
   else:
     step, blocks = SIMT_WARPS * POSITIONS_AT_ONCE, SIMT_BLOCKS * MULTIPROCESSORS // (heads // group_heads(heads))
   return max(min(blocks, -(-positions // step)), 1), step
@@ -86,7 +86,7 @@ class SplitLaunch:
   step: int       # positions that a block reads at once
   scale: float    # of the scores
   @property
-  def log2_scale(self) -> float: return self.scale * LOG2_E   # exp(x) is 2^(x · log2(e))
+  def scale_log2e(self) -> float: return self.scale * LOG2_E   # exp(x) is 2^(x · log2(e))
 
 def split_kv(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:float) -> tuple[Tensor, Tensor]:
   """q_latent: float32 (H, L), or half (padded(H), L) in the order of query_place where uses_tensor_cores; q: float32 (H, nope+R), the last R
@@ -102,7 +102,10 @@ def split_kv(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor,
   sums, stats = launch(f"mla_{kernel.__name__}_{splits}_{heads}_{latent}_{dim - latent}", outs, ins, body, cache.nbytes())
   return sums, stats
 
-def last_position(buffers:dict[str, UOp]) -> UOp: return buffers["pos"][0].load().cast(dtypes.weakint)
+def last_position(buffers:dict[str, UOp]) -> UOp:
+  """The position of the step's token. It is loaded before the wait: `advance`, which moves it on, comes behind all other kernels of a step, and the
+  next step behind it."""
+  return buffers["pos"][0].load().cast(dtypes.weakint)
 
 class Split:
   """The positions that a block reads: a split's, of those up to `last`, the last one written. active: there are any."""
@@ -185,8 +188,8 @@ class SimtThread:
     rotated = number * shape.head_dim + shape.head_dim - (shape.dim - shape.latent)   # where the rotated part begins
     latent_places = [number * shape.latent + self.latent_number(i) for i in range(self.latent_share)]
     rope_places = [rotated + self.rope_number(i) for i in range(self.rope_share)]
-    return [self.buffers["q_latent"][place + self.wait_zero].load() * shape.log2_scale for place in latent_places] + \
-           [self.buffers["q"][place + self.wait_zero].load() * shape.log2_scale for place in rope_places]
+    return [self.buffers["q_latent"][place + self.wait_zero].load() * shape.scale_log2e for place in latent_places] + \
+           [self.buffers["q"][place + self.wait_zero].load() * shape.scale_log2e for place in rope_places]
 
   def positions(self, step:UOp) -> list[UOp]:
     """The warp's positions of a step"""
@@ -285,7 +288,7 @@ class MmaThread:
     assert shape.target.mma is not None
     self.shape, self.buffers, self.mma = shape, buffers, shape.target.mma
     warps = shape.latent // LATENT_PER_WARP
-    self.tiles, self.columns = shape.step // TILE_POSITIONS, head_tiles(shape.heads)
+    self.tiles, self.columns = shape.step // TILE_POSITIONS, head_columns(shape.heads)
     self.heads = self.columns * self.mma.N                    # of a block
     self.pieces = shape.dim // self.mma.K                     # of a row: the inner numbers of a product
     self.shares = warps // self.tiles                         # warps that share a tile's scores
@@ -372,7 +375,7 @@ class MmaThread:
     for tile in range(self.tiles):
       for i, position in enumerate(self.tile_positions(start, tile)):
         total = reduce(UOp.add, [shared[row * self.pitch + tile * TILE_POSITIONS + self.in_group * 4 + i].load() for row in rows])
-        scores.append((position <= self.split.last).where(total * self.shape.log2_scale, MASKED_SCORE))
+        scores.append((position <= self.split.last).where(total * self.shape.scale_log2e, MASKED_SCORE))
     return scores
 
   def softmax(self, state:SoftmaxState, column:int, scores:list[UOp]) -> tuple[UOp, list[UOp], list[UOp]]:

@@ -1,12 +1,10 @@
-"""A forward pass as a value: which tokens it runs, and where they stand. The runner makes it, primitives are given it."""
+"""A forward pass as a value: which tokens it runs, and where they stand. The runner makes it, primitives are given it.
+
+Kernels take the steps of a lone sequence (one_token, many_tokens). The plain ops take all: several sequences have tables."""
 from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from tinygrad import Tensor, UOp, dtypes
-
-def one_row(x:Tensor) -> bool:
-  """Whether x, (T, …), is of one token: what a primitive without a step goes by"""
-  return x.shape[0] == 1
 
 class Phase(enum.Enum):
   DECODE = enum.auto()    # a new token of each sequence
@@ -14,9 +12,11 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Step:
-  """start: the position of each sequence's first token in this step. A number or bound Variable, of a lone sequence, is for plain ops;
-  int32 (S,) on the device is for kernels too: what they launch does not change from step to step.
-  tables: int32 (S, C), the cache's row of each position of each sequence. None: a lone sequence, whose position is the row."""
+  """start: the position of each of S sequences' first token in this step. int32 (S,) on the device: every form reads it there, and one recording
+  serves all steps. A number or bound Variable, of a lone sequence: plain ops use it, prefill kernels have it brought to the device, decode kernels
+  that need a position do not take it.
+  tables: int32 (S, C), the cache's row of each position of each sequence. None: a lone sequence, whose position is the row. Plain ops alone take
+  tables, and the engine makes none yet."""
   phase: Phase
   tokens: int                   # T, of all sequences together
   start: UOp|int|Tensor
@@ -55,6 +55,10 @@ class Step:
     assert isinstance(self.start, Tensor)
     if self.phase is Phase.DECODE: return self.start
     return self.start + Tensor.arange(self.tokens, dtype=dtypes.int32)
-  def rows_of(self, table:Tensor) -> Tensor:
+  def entries_of(self, table:Tensor) -> Tensor:
     """table: (positions, …) -> (T, …), the entries of the tokens' positions"""
     return table[self.positions] if isinstance(self.start, Tensor) else table[self.start:self.start + self.tokens]
+
+def one_row(x:Tensor) -> bool:
+  """Whether x, (T, …), is of one token: what a primitive without a step goes by"""
+  return x.shape[0] == 1

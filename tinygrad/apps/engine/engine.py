@@ -57,12 +57,12 @@ class Generator(Runner):
     todo = len(ids) - 1
     with _one_at_a_time:
       self.calls += 1
-      start = next((i for i, (a, b) in enumerate(zip(self.cached, ids[:todo])) if a != b), min(len(self.cached), todo))
-      self.cached = self.cached[:start]
-      if todo - start > self.chunk // 4:
-        for at, size in self._chunks(ids[:todo], start, self.many): self.prefill_step(size, at)
+      kept = next((i for i, (a, b) in enumerate(zip(self.cached, ids[:todo])) if a != b), min(len(self.cached), todo))
+      self.cached = self.cached[:kept]
+      if todo - kept > self.chunk // 4:
+        for at, size in self._chunks(ids[:todo], kept, self.many): self.prefill_step(size, at)
       else:
-        for at in range(start, todo):  # a few tokens cost less than a chunk, and the step is the answer's
+        for at in range(kept, todo):  # a few tokens cost less than a chunk, and the step is the answer's
           self.feed(ids[at])
           self.decode(sampling.features, at)
       self.cached = ids[:todo]

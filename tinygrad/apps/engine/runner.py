@@ -1,4 +1,5 @@
-"""The steps of a model on its device: recorded once for a phase and a size, run again and again."""
+"""Records a model's decode and prefill steps once (capture.Replay), and owns the device's buffers that they read: the token, where it stands, a
+prompt's ids, the sampling's values."""
 from __future__ import annotations
 import functools, sys
 import numpy as np
@@ -30,9 +31,9 @@ class Runner:
   def __init__(self, model:Transformer):
     self.model, self.max_context, device = model, model.max_context, model.device
     self.position = Variable("pos", 0, self.max_context - 1)
-    self.chunk, self.many = PREFILL_STEPS[0], model.max_step
+    self.chunk, self.many = PREFILL_STEPS[0], model.max_step   # tokens of a prompt's steps
     self.few = self.many // (2 if is_cpu(device) else 4)  # tokens that smaller steps take sooner: on a CPU, padding costs what tokens do
-    self.next_position: int|None = 0                      # what device_position holds; None while a step is under way, or where one failed
+    self.next_position: int|None = 0                      # what decode_start holds; None while a step is under way, or where one failed
     self.token = to_device(np.zeros(1, np.int32), device)
     self.values = to_device(np.zeros(5, np.float32), device)
     self.key = to_device(np.zeros(2, np.uint32), device)
@@ -40,20 +41,20 @@ class Runner:
     self.ids = {size: to_device(np.zeros(size, np.int32), device) for size in {self.chunk, self.many}}  # what a step of a prompt reads
     # where kernels read the position from the device, a step moves it on itself, and nothing in its graph changes from token to token
     on_device = to_device(np.zeros(1, np.int32), device)
-    self.device_position = on_device if not (plain := model.plain_parts(Step.decode(on_device))) else None
+    self.decode_start = on_device if not (plain := model.plain_parts(Step.decode(on_device))) else None
     if plain:
       kernels = target_of(device) is not None or is_cpu(device)
       why = f"a dimension of this model is not one that the kernels take ({', '.join(plain)})" if kernels else "no kernels for this device"
       _say_once(f"{device}: {why}: decoding by plain ops, slowly")
     start = to_device(np.zeros(1, np.int32), device)
-    self.start = start if not model.plain_parts(Step.prefill(start, self.chunk)) else None
+    self.prefill_start = start if not model.plain_parts(Step.prefill(start, self.chunk)) else None
     self.decode_steps: dict[Features, Replay] = {}
     self.prefill_steps: dict[int, Replay] = {}
 
   # ---- recording ----
   def build_decode(self, features:Features, compiled:bool=True) -> Replay:
     """Reads the token and, where kernels read it there, its position on the device, and writes the next of both"""
-    replay, step = Replay(compiled), Step.decode(self.position.bind(0) if self.device_position is None else self.device_position)
+    replay, step = Replay(compiled), Step.decode(self.position.bind(0) if self.decode_start is None else self.decode_start)
     logits = self.model.logits(step, self.token, replay.run)
     replay.run(next_token, step, logits, features, self.values, self.key, self.seen, self.token)
     return replay
@@ -68,22 +69,22 @@ class Runner:
     replay = Replay()
     return replay, self.model.logits(self._chunk_step(self.chunk), self.ids[self.chunk], replay.run)
   def _chunk_step(self, size:int) -> Step:
-    return Step.prefill(Variable(f"chunk_{size}", 0, self.max_context - 1).bind(0) if self.start is None else self.start, size)
+    return Step.prefill(Variable(f"chunk_{size}", 0, self.max_context - 1).bind(0) if self.prefill_start is None else self.prefill_start, size)
 
   # ---- running ----
   def run_chunk(self, replay:Replay, size:int, at:int) -> None:
     """A recorded step of `size` tokens, the first of them at position `at`"""
-    if self.start is None: return replay(**{f"chunk_{size}": at})
-    write(self.start, np.array([at], np.int32))
+    if self.prefill_start is None: return replay(**{f"chunk_{size}": at})
+    write(self.prefill_start, np.array([at], np.int32))
     replay()
 
   def decode(self, features:Features, pos:int) -> Tensor:
     """Feeds the token on the device at position `pos` and returns the device's token buffer, int32 (1,), now holding the next one"""
     if features not in self.decode_steps: self.decode_steps[features] = self.build_decode(features)
-    if self.device_position is None: self.decode_steps[features](**{self.position.expr: pos})
+    if self.decode_start is None: self.decode_steps[features](**{self.position.expr: pos})
     else:
       known, self.next_position = self.next_position, None
-      if pos != known: write(self.device_position, np.array([pos], np.int32))
+      if pos != known: write(self.decode_start, np.array([pos], np.int32))
       self.decode_steps[features]()
       self.next_position = pos + 1
     return self.token
