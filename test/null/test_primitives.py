@@ -15,7 +15,7 @@ from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope, rope_table
 from tinygrad.nn import cpu, embedding, mla_attention, moe, norm_linear
-from tinygrad.nn.primitive import PLAIN, PRIMITIVES, Primitive, plain_ops
+from tinygrad.nn.primitive import PRIMITIVES, Primitive, plain_ops
 from tinygrad.nn.routing import Routing
 from tinygrad.nn.step import Step
 
@@ -50,7 +50,8 @@ def linear(rows: int, rotated: bool, inner: int = 96) -> Callable:
 def with_residual(tokens: int) -> tuple: return step_of(tokens), floats(tokens, 96), None, [load(T.Q5_1, 33, 96)], None, floats(tokens, 33)
 def attention(heads: int, latent: int, rotated: int, start: int) -> Callable:
   def of(tokens: int) -> tuple:
-    cache = tensor(normal(96, latent + rotated)).cast(dtypes.float if cpu.is_cpu(Device.DEFAULT) else dtypes.half).contiguous().realize()
+    rows = tensor(normal(96, latent + rotated).astype(np.float16))
+    cache = rows.cast(dtypes.float).contiguous().realize() if cpu.is_cpu(Device.DEFAULT) else rows
     return (step_of(tokens, start), floats(tokens, heads * (64 + rotated)), floats(tokens, latent + rotated), load(T.Q8_0, heads, latent, 64),
             norm(latent), cache, Rope(rope_table(rotated, 1e4, 128), 64 + rotated, 64), 0.002)
   return of
@@ -80,42 +81,54 @@ def mixed(shared: bool) -> Callable:
     return step_of(tokens), floats(tokens, 96), norm(96), load(T.F32, 7, 96), routing(2), many, one
   return of
 
+def rows_of_embedding(kind: T) -> Callable:
+  def of(tokens: int) -> tuple: return ids(*range(7, 7 + tokens)), load(kind, 37, width(kind), cls=QuantizedEmbedding)
+  return of
+
 # ---- the table ----
 
 class Case(NamedTuple):
   of: Primitive
   name: str
-  args: Callable[[int], tuple]                    # of the number of tokens
-  forms: dict[str, tuple[tuple[int, ...], ...]]   # {device: (tokens that its few-token form takes, tokens of its many-token form)}
+  args: Callable[[int], tuple]         # of the number of tokens
+  points: list[tuple[str, str, int]]   # (device, the form that is to take it, tokens)
 
-ONE, SOME, EACH, TAIL = (1,), (2, 19, 33), (1, 2, 19), (33,)
+def cpu_(few: tuple[int, ...] = (1,), many: tuple[int, ...] = ()) -> list[tuple[str, str, int]]:
+  return [("CPU", "cpu_decode", n) for n in few] + [("CPU", "cpu_prefill", n) for n in many]
+def gpus(few: tuple[int, ...] = (1,), many: tuple[int, ...] = (), metal: str = "decode") -> list[tuple[str, str, int]]:
+  """metal: the form of few tokens there"""
+  short = {"CUDA": "decode", "METAL": metal}
+  return [(device, form, n) for device, form in short.items() for n in few] + [(device, "prefill", n) for device in short for n in many]
+
 CASES = [
-  *(Case(norm_linear.mul_mat, kind.name, product(kind, rows), {"CPU": (EACH,), "CUDA": (ONE,), "METAL": (ONE,)})
+  *(Case(norm_linear.mul_mat, kind.name, product(kind, rows), cpu_(many=(2, 19)) + gpus())
     for kind, rows in zip(HALVES, itertools.cycle((33, 34, 16, 7)))),
-  *(Case(norm_linear.mul_mat, f"id {kind.name}", product_by_id(kind), {d: ((1, 5),) for d in DEVICES}) for kind in (T.Q4_K, T.IQ4_XS, T.F16)),
-  *(Case(norm_linear.norm_linear, f"{rows} rows{' rotated' * rotated}", linear(rows, rotated),
-         {"CPU": (ONE, SOME), "CUDA": (ONE, TAIL), "METAL": (ONE, TAIL)})
-    for rows, rotated in ((33, False), (34, False), (96, True), (64, True))),
-  Case(norm_linear.norm_linear, "residual", with_residual, {"CPU": (ONE, SOME), "CUDA": (ONE, (2,)), "METAL": (ONE, (2,))}),
-  *(Case(mla_attention.latent_attention, f"{H} heads at {start}", attention(H, 128, 32, start),
-         {"CPU": (ONE, (2, 29)), "CUDA": (ONE, (17,)), "METAL": (ONE, (3,))})
-    for H, start in ((5, 40), (2, 0), (3, 63))),
-  Case(norm_linear.attention_output, "heads", output, {d: (TAIL,) for d in ("CUDA", "METAL")}),
-  *(Case(moe.gate_up, f"{kind.name}{' router' * router}", gated(router, kind), {"CPU": (ONE, (2, 27)), "CUDA": (ONE,), "METAL": (ONE,)})
-    for kind, router in ((T.Q4_K, True), (T.IQ4_XS, False))),
-  Case(moe.feed_forward, "dense", dense, {d: (TAIL,) for d in ("CUDA", "METAL")}),
-  *(Case(moe.expert_gate_up, f"{kind.name} gating {gating}", chosen(gating, kind, rows), {"CPU": (ONE, (2, 27)), "CUDA": (ONE,), "METAL": (ONE,)})
-    for kind, gating, rows in ((T.Q4_0, 1, 33), (T.Q6_K, 2, 21), (T.F16, 3, 36))),
-  *(Case(moe.expert_down, f"{kind.name}{' shared' * shared}", down(shared, kind), {"CPU": (ONE, (2, 27)), "CUDA": (ONE,), "METAL": (ONE,)})
-    for kind, shared in ((T.Q5_K, True), (T.IQ4_NL, False))),
-  *(Case(moe.mixture, "experts" + " shared" * shared, mixed(shared), {d: ((tokens,),) for d in ("CUDA", "METAL")})
-    for shared, tokens in ((False, 2), (True, 19))),
-  *(Case(embedding.embedding, kind.name, lambda tokens, kind=kind: (ids(*range(7, 7 + tokens)), load(kind, 37, width(kind), cls=QuantizedEmbedding)),
-         {d: (EACH,) for d in DEVICES}) for kind in (T.Q4_0, T.Q6_K, T.MXFP4)),
-  *(Case(embedding.argmax, str(n), lambda tokens, n=n: (floats(n),), {d: (ONE,) for d in DEVICES}) for n in (5, 1000, 20001)),
-  Case(embedding.advance, "advance", lambda tokens: (ids(41), ids(3)), {d: (ONE,) for d in DEVICES}),
+  Case(norm_linear.mul_mat, "many rows", product(T.Q4_K, 34), gpus((2, 19))),
+  Case(norm_linear.mul_mat, "id Q4_K", product_by_id(T.Q4_K), cpu_(many=(5,)) + gpus((1,), metal="msl")),
+  Case(norm_linear.mul_mat, "id IQ4_XS", product_by_id(T.IQ4_XS), cpu_(many=(5,)) + gpus((5,))),
+  Case(norm_linear.norm_linear, "33 rows", linear(33, False), cpu_(many=(2, 19, 33)) + gpus(many=(33,))),
+  Case(norm_linear.norm_linear, "34 rows", linear(34, False), cpu_(many=(2,)) + gpus()),
+  Case(norm_linear.norm_linear, "96 rows rotated", linear(96, True), cpu_(many=(2, 19, 33)) + gpus(many=(33,))),
+  Case(norm_linear.norm_linear, "residual", with_residual, cpu_(many=(2, 19)) + gpus(many=(2,), metal="msl")),
+  Case(mla_attention.latent_attention, "5 heads at 40", attention(5, 128, 32, 40), cpu_(many=(2, 29)) + gpus(many=(17,))),
+  Case(mla_attention.latent_attention, "2 heads at 0", attention(2, 128, 32, 0), cpu_(many=(29,)) + gpus()),
+  Case(mla_attention.latent_attention, "3 heads at 63", attention(3, 128, 32, 63), cpu_(many=(3,)) + gpus(many=(3,))),
+  Case(norm_linear.attention_output, "heads", output, gpus((), (33,))),
+  Case(moe.gate_up, "Q4_K router", gated(True, T.Q4_K), cpu_(many=(2, 27)) + gpus(metal="msl")),
+  Case(moe.gate_up, "IQ4_XS", gated(False, T.IQ4_XS), cpu_(many=(2,)) + gpus()),
+  Case(moe.feed_forward, "dense", dense, gpus((), (33,))),
+  Case(moe.expert_gate_up, "Q4_0 softmax", chosen(1, T.Q4_0, 33), cpu_(many=(2, 27)) + gpus(metal="msl")),
+  Case(moe.expert_gate_up, "Q6_K sigmoid", chosen(2, T.Q6_K, 21), cpu_(many=(2,)) + gpus(metal="msl")),
+  Case(moe.expert_gate_up, "F16 softmax of the chosen", chosen(3, T.F16, 36), cpu_(many=(2,)) + gpus()),
+  Case(moe.expert_down, "Q5_K shared", down(True, T.Q5_K), cpu_(many=(2, 27)) + gpus(metal="msl")),
+  Case(moe.expert_down, "IQ4_NL", down(False, T.IQ4_NL), cpu_(many=(2,)) + gpus()),
+  Case(moe.mixture, "two tokens", mixed(False), gpus((), (2,))),
+  Case(moe.mixture, "shared", mixed(True), gpus((), (19,))),
+  *(Case(embedding.embedding, kind.name, rows_of_embedding(kind), cpu_((1, 2, 19)) + gpus(many=(19,))) for kind in (T.Q4_0, T.Q6_K, T.MXFP4)),
+  *(Case(embedding.argmax, str(n), lambda tokens, n=n: (floats(n),), cpu_() + gpus()) for n in (5, 1000, 20001)),
+  Case(embedding.advance, "advance", lambda tokens: (ids(41), ids(3)), cpu_() + gpus()),
 ]
-POINTS = [(device, case, tokens) for case in CASES for device, several in case.forms.items() for some in several for tokens in some]
+POINTS = [(case, *point) for case in CASES for point in case.points]
 
 def worst_row(got: np.ndarray, want: np.ndarray) -> float:
   assert got.shape == want.shape
@@ -130,35 +143,31 @@ def numbers(out: Any) -> list[np.ndarray]:
 # what a form's arithmetic costs a product: activations of 8 bits; of halves; the order of float32 sums (a cache of halves: its rounding)
 LIMITS = {("CUDA", "decode"): 2e-3, ("CUDA", "prefill"): 5e-5, ("METAL", "prefill"): 5e-5}
 
-def run(device: str, case: Case, tokens: int) -> str:
+def run(case: Case, device: str, form: str, tokens: int) -> None:
+  def bound() -> tuple:
+    (arguments := case.of.signature.bind(*case.args(tokens))).apply_defaults()
+    return arguments.args
   with DEVICES[device]():
-    args = [case.of.signature.bind(*case.args(tokens)) for _ in range(2)]   # a call may write what it is given
-    for bound in args: bound.apply_defaults()
-    form = case.of.choose(*args[0].args)
-    got = numbers(case.of(*args[0].args))
-    with plain_ops(): want = numbers(case.of(*args[1].args))
+    args = bound()
+    assert case.of.choose(*args) == form
+    got = numbers(case.of(*args))
+  with plain_ops(): want = numbers(case.of(*bound()))
   for a, b in zip(got, want, strict=True):
     if a.dtype == np.int32: assert np.array_equal(a, b)
     else: assert worst_row(a, b) < LIMITS.get((device, form), 1e-6)
-  return form
 
-@pytest.mark.parametrize("device,case,tokens", POINTS, ids=lambda v: f"{v.of.__name__} {v.name}" if isinstance(v, Case) else str(v))
-def test_form(device: str, case: Case, tokens: int): assert run(device, case, tokens) != PLAIN
+@pytest.mark.parametrize("case,device,form,tokens", POINTS, ids=lambda v: f"{v.of.__name__} {v.name}" if isinstance(v, Case) else str(v))
+def test_form(case: Case, device: str, form: str, tokens: int): run(case, device, form, tokens)
 
 def test_the_table_is_whole():
   """Each form of each primitive is what some case takes"""
-  met = set()
-  for device, case, tokens in POINTS:
-    with DEVICES[device]():
-      (bound := case.of.signature.bind(*case.args(tokens))).apply_defaults()
-      met.add((case.of.__name__, case.of.choose(*bound.args)))
-  assert met == {(name, form) for name, primitive in PRIMITIVES.items() for form in primitive.forms}
+  assert {(case.of.__name__, form) for case, _, form, _ in POINTS} == {(name, form) for name, of in PRIMITIVES.items() for form in of.forms}
 
 def test_a_wrong_row_is_noticed(monkeypatch: pytest.MonkeyPatch):
-  case = next(c for c in CASES if c.name == "residual")
-  takes, form = norm_linear.norm_linear.forms["cpu_prefill"]
+  case, forms = next(case for case in CASES if case.name == "residual"), norm_linear.norm_linear.forms
+  plain = forms["cpu_prefill"].run
   def faulty(*args: Any) -> list[Tensor]:
-    y, = form(*args)
-    return [y * tensor(np.where(np.arange(y.shape[0]) == y.shape[0] - 1, 0, 1).astype(np.float32)).unsqueeze(1)]
-  monkeypatch.setitem(norm_linear.norm_linear.forms, "cpu_prefill", norm_linear.norm_linear.forms["cpu_prefill"]._replace(run=faulty))
-  with pytest.raises(AssertionError): run("CPU", case, 19)
+    out, = plain(*args)
+    return [out * tensor(np.float32(np.arange(out.shape[0]) < out.shape[0] - 1)).unsqueeze(1)]
+  monkeypatch.setitem(forms, "cpu_prefill", forms["cpu_prefill"]._replace(run=faulty))
+  with pytest.raises(AssertionError): run(case, "CPU", "cpu_prefill", 19)
