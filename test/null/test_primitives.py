@@ -101,7 +101,7 @@ def gpus(few: tuple[int, ...] = (1,), many: tuple[int, ...] = (), metal: str = "
   return [(device, form, n) for device, form in short.items() for n in few] + [(device, "prefill", n) for device in short for n in many]
 
 CASES = [
-  *(Case(norm_linear.mul_mat, kind.name, product(kind, rows), cpu_(many=(2, 19)) + gpus())
+  *(Case(norm_linear.mul_mat, kind.name, product(kind, rows), cpu_(many=(19,)) + gpus())
     for kind, rows in zip(HALVES, itertools.cycle((33, 34, 16, 7)))),
   Case(norm_linear.mul_mat, "many rows", product(T.Q4_K, 34), gpus((2, 19))),
   Case(norm_linear.mul_mat, "id Q4_K", product_by_id(T.Q4_K), cpu_(many=(5,)) + gpus((1,), metal="msl")),
