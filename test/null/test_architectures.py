@@ -33,8 +33,7 @@ def sources(arch: str, monkeypatch: pytest.MonkeyPatch) -> str:
     assert Device.DEFAULT == "NULL" and target_of(Device.DEFAULT) is of_arch(arch)
     gen = Generator(Transformer.from_gguf(bench.with_blocks(bench.stand_in("small-glm"), [0, 1]), 64))
     assert gen.decode_start is not None and gen.prefill_start is None if target_of(Device.DEFAULT).mma is None else gen.prefill_start is not None
-    calls = gen.build_decode(Features(), compiled=False).calls
-    if gen.prefill_start is not None: calls = calls + gen.build_prefill(32, compiled=False).calls   # by tensor cores
+    calls = gen.build_decode(Features(), compiled=False).calls + gen.build_prefill(32, compiled=False).calls
     return "\n".join(c.src[0].src[2].arg for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src if c.src[0].op is Ops.PROGRAM)
 
 @pytest.mark.parametrize("arch", ("sm_60", "sm_61", "sm_75", "sm_80", "sm_90"))

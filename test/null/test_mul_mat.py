@@ -41,9 +41,10 @@ def normal(*shape: int) -> np.ndarray: return np.random.default_rng(shape).stand
 @both
 @pytest.mark.parametrize("kind", HALVES, ids=lambda k: k.name)
 def test_every_type(kind: T):
-  """Experts by id, seven rows each: the source's form. What comes out is test_primitives.py's"""
+  """Experts by id, seven rows each: the source's form, and what comes out"""
   shape = (3, 7, 3 * max(GGML_QUANT_SIZES[kind][0], 32))
-  w = QuantizedExpertWeights.load(kind, shape, random_weight(kind, shape)[0])
+  data, want = random_weight(kind, shape)
+  w = QuantizedExpertWeights.load(kind, shape, data)
   x, sel = normal(2, 1, shape[2]), np.int32([[2, 0, 2], [1, 1, 2]])
   tx, tsel = Tensor(x).realize(), Tensor(sel).realize()
   source, = kernels(w(tx, tsel))                                           # one kernel
@@ -53,6 +54,7 @@ def test_every_type(kind: T):
   stores = [i for i, line in enumerate(lines) if re.match(r"\s*\*.*\bdata0_\d+\b.* = ", line)]
   assert stores and all(lines[i - 1].strip().startswith("if (") for i in stores)  # seven rows are no whole teams
   if kind in FOUR_BITS: assert re.search(r"\*\(\((device )?uint4\*\)\(\(data", before)
+  check(w(tx, tsel), np.einsum("ti,tkoi->tko", x[:, 0], want.astype(np.float64)[sel]), w.integer)
 
 # a single unit, one short of a warp, tails of a warp, a row over several warps, x too wide for shared memory; 1408 and 2816 are DeepSeek-V2-Lite's
 SHAPES = [

@@ -16,7 +16,7 @@ from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import prod
 from tinygrad.nn.cpu_layout import ROWS, Layout, threads
-from tinygrad.nn.kernel import UNIT, Norm, Rope, Unit, Weight, empty
+from tinygrad.nn.kernel import UNIT, Norm, Rope, Unit, Weight, empty, optional
 from tinygrad.nn.routing import LEAST_SUM, Gating, Routing
 from tinygrad.renderer import Estimates
 from tinygrad.renderer.cstyle import ClangRenderer
@@ -216,10 +216,6 @@ def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], functions:st
     return UOp(Ops.PROGRAM, src=(sink, UOp(Ops.LINEAR, src=(*params, *variables, sink)), UOp(Ops.SOURCE, arg=source)), arg=info)
   written = tensors[0].custom_kernel(*tensors[1:], fxn=fxn)
   return [w.reshape(out.shape) for w, out in zip(written, outs.values())]
-
-def optional(**buffers:Tensor|None) -> dict[str, Tensor]:
-  """The buffers that there are"""
-  return {name: buffer for name, buffer in buffers.items() if buffer is not None}
 
 # ---- linear layers of a token ----
 

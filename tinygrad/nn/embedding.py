@@ -24,13 +24,8 @@ def embedding_decode(ids:Tensor, weight:Weight) -> Tensor:
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     unit = UOp.special(D // UNIT, "lidx0")
     row = buffers["ids"][0].load().maximum(0).minimum(vocab - 1).cast(dtypes.weakint)
-    weights = weight.matrix(buffers, "w")(row, unit, None)
-    stores = []
-    for i in range(UNIT):
-      scale, minimum = weights.scales[i * len(weights.scales) // UNIT]
-      value = weights.value(i) * scale
-      stores.append(buffers["y"][unit * UNIT + i].store(value if minimum is None else value + minimum))
-    return stores
+    weights = weight.matrix(buffers, "w")(row, unit, None).weights()
+    return [buffers["y"][unit * UNIT + i].store(value) for i, value in enumerate(weights)]
   return launch(f"embedding_{weight.label}", {"y": empty(ids, 1, D)}, {"ids": ids, **weight.args("w")}, body, D * 8)[0]
 
 # tinygrad makes one launch of the plain ops, or five where it parts the sum over a large vocabulary

@@ -32,6 +32,7 @@ from typing import Any, Callable, Iterable, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.nn.intrinsics import Target, group_sum, opaque_zero
+from tinygrad.nn.step import Step
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops
 
@@ -55,6 +56,13 @@ class Unit:
     if self.floats is not None: return self.floats[i]
     # a code set into the mantissa of 2^23 is the float 2^23 + code: no conversion
     return (((self.words[i // 4] >> (8 * (i % 4))) & 255) | 0x4b000000).bitcast(dtypes.float) - float((1 << 23) + self.zero)
+  def weights(self) -> list[UOp]:
+    """The unit dequantized"""
+    def weight(i:int) -> UOp:
+      scale, minimum = self.scales[i * len(self.scales) // UNIT]
+      scaled = self.value(i) * scale
+      return scaled if minimum is None else scaled + minimum
+    return [weight(i) for i in range(UNIT)]
   def registers(self) -> list[UOp]:
     return [*self.words, *(self.floats or ()), *(number for pair in self.scales for number in pair if number is not None)]
 
@@ -75,9 +83,6 @@ class Weight(Protocol):
     """The rows, or the matrices of a stack, that an integer tensor names; nothing is read until the result is"""
   def dequantize(self) -> Tensor:
     """float32, of the weight's shape"""
-  def __call__(self, x:Tensor, sel:Tensor|None=None) -> Tensor:
-    """W·x, float32. A matrix: (T, in) -> (T, out). A stack with one a head: (T, H, in) -> (T, H, out). A stack of which sel, int32 (T, K),
-    names those of a token: (T, 1 or K, in) -> (T, K, out)."""
   def args(self, name:str) -> dict[str, Tensor]:
     """The planes as a launch's inputs"""
   def matrix(self, buffers:dict[str, UOp], name:str) -> Matrix:
@@ -95,10 +100,13 @@ class Rope(Protocol):
   table: Tensor                # float32 (positions, R/2, 2): cos and sin of each pair's angle
   head: int                    # numbers of a head
   nope: int
+  def rotate(self, x:Tensor, step:Step) -> Tensor:
+    """(T, …, R) of the step's tokens -> the same shape"""
+  def rotate_heads(self, q:Tensor, step:Step) -> Tensor:
+    """(T, H·head) of the step's tokens -> the same shape"""
 
 # ---- arithmetic ----
 
-def add(total:UOp|None, value:UOp) -> UOp: return value if total is None else total + value
 def sum_in_order(values:Iterable[UOp]) -> UOp: return reduce(operator.add, values)
 def exp(x:UOp) -> UOp: return (x * LOG2_E).exp2()
 def silu(x:UOp) -> UOp: return x / (1 + exp(-x))
@@ -120,6 +128,10 @@ def safe_index(index:UOp, inside:UOp|None) -> UOp:
 def empty(like:Tensor, *shape:int, dtype:DType=dtypes.float) -> Tensor:
   """Memory that a launch will write, on the device of `like`"""
   return Tensor.empty(*shape, dtype=dtype, device=like.device)
+
+def optional(**buffers:Tensor|None) -> dict[str, Tensor]:
+  """A launch's inputs, those that there are"""
+  return {name: buffer for name, buffer in buffers.items() if buffer is not None}
 
 def gated(index:UOp, *conditions:UOp|None) -> UOp:
   """The index where all conditions hold. None: a condition that always does"""

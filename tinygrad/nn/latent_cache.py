@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn.intrinsics import Target, group_sum
-from tinygrad.nn.kernel import local, rotated
+from tinygrad.nn.intrinsics import Target
+from tinygrad.nn.kernel import block_sum, rotated
 from tinygrad.nn.step import Step
-from tinygrad.uop.ops import Ops
 
 MASKED_SCORE = -1e30   # of a position that a token does not attend to; finite, so that the difference of two scores is a number
 
@@ -49,13 +48,9 @@ def _load_pair(row:CacheRow, kv:UOp, token:UOp, number:UOp, wait_zero:UOp, activ
   return RowPair(number, inside, number < row.latent, values)
 
 def _inverse_rms(row:CacheRow, thread:UOp, pairs:list[RowPair]) -> UOp:
-  """1 / sqrt(mean of the squares of the latent part + eps): warps sum their pairs, and all threads the warps' sums"""
-  lanes, warps = row.target.lanes, row.threads // row.target.lanes
+  """1 / sqrt(mean of the squares of the latent part + eps)"""
   squares = [(pair.inside & pair.is_latent).where(pair.values[0] * pair.values[0] + pair.values[1] * pair.values[1], 0.0) for pair in pairs]
-  sums = local(warps, dtypes.float, row.slot)
-  store = sums[(thread // lanes).valid((thread % lanes).eq(0))].store(group_sum(row.target, reduce(UOp.add, squares), lanes))
-  sums = sums.after(UOp(Ops.BARRIER, src=(store,)))
-  total = reduce(UOp.add, [sums[warp].load() for warp in range(warps)])
+  total = block_sum(row.target, reduce(UOp.add, squares), thread, row.threads, row.slot)
   return (total * (1.0 / row.latent) + row.eps).rsqrt()
 
 def _store_pair(row:CacheRow, buffers:dict[str, UOp], token:UOp, position:UOp, pair:RowPair, inverse_rms:UOp) -> list[UOp]:

@@ -1,4 +1,4 @@
-"""Matrix products of many tokens by tensor cores, on weights as they lie in the file: what prefill is made of.
+"""Matrix products of many tokens by tensor cores, on quantized weights (planes, see nn/kernel.py): what prefill is made of.
 
 A block of threads makes a tile of the output, tokens × rows (BlockTile). It walks along the rows of the weights in steps (TileWalk): the step's
 weights become halves in shared memory, scale · value + minimum, beside them the tokens' halves, and each warp multiplies its part of the tile from
@@ -13,7 +13,7 @@ from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.nn.intrinsics import Mma, Target
-from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Unit, Weight, add, block_sum, empty, launch, local, rotated, silu, total
+from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Weight, block_sum, empty, launch, local, optional, rotated, silu, sum_in_order, total
 from tinygrad.uop.ops import Ops
 
 SLAB = 16   # numbers of a row that lie side by side in shared memory
@@ -74,15 +74,8 @@ def block_tile(tile:Tile, tokens:int, rows:int) -> BlockTile:
 LoadWeights = Callable[[UOp, UOp], list[UOp]]
 LoadTokens = Callable[[UOp, UOp], list[UOp]]
 
-def dequantized(unit:Unit) -> list[UOp]:
-  def weight(i:int) -> UOp:
-    scale, minimum = unit.scales[i * len(unit.scales) // UNIT]
-    scaled = unit.value(i) * scale
-    return scaled if minimum is None else scaled + minimum
-  return [weight(i) for i in range(UNIT)]
-
 def weights_of(matrix:Matrix, first_row:UOp|int=0) -> LoadWeights:
-  return lambda row, unit: dequantized(matrix(first_row + row, unit, None))
+  return lambda row, unit: matrix(first_row + row, unit, None).weights()
 
 def half4(buffer:UOp, start:UOp) -> list[UOp]: return [buffer[start + i].load() for i in range(4)]
 
@@ -252,8 +245,7 @@ def matmul(target:Target, tokens:Tensor|Scaled, weight:Weight, residual:Tensor|N
         if residual is not None: value = value + buffers["residual"][out_index].load()
         stores.append(buffers["out"][out_index].store(value.cast(dtype)))
     return stores
-  ins = {"tokens": halves, **({} if residual is None else {"residual": residual}),
-         **({} if rope is None or pos is None else {"rope": rope.table, "pos": pos}), **weight.args("weight")}
+  ins = {"tokens": halves, **optional(residual=residual, rope=rope.table if rope else None, pos=pos), **weight.args("weight")}
   name = "_".join(["matmul", weight.label, str(T), *([] if residual is None else ["residual"]), *([] if rope is None else ["rope"])])
   return launch(name, {"out": empty(halves, *halves.shape[:-1], rows, dtype=dtype)}, ins, body)[0]
 
@@ -355,14 +347,13 @@ def rms_norm_half(target:Target, tokens:Tensor, norm:Norm, low:bool=False) -> li
   """
   (T, D), threads = tokens.shape, 4 * target.lanes
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    token, thread, squares, loaded, stores = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0"), None, [], []
+    token, thread, loaded, stores = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0"), [], []
     for start in range(0, D // 4, threads):
       column = (thread + start) * 4
       inside = column < D
-      numbers = [buffers["tokens"][(token * D + column + i).valid(inside)].load() for i in range(4)]
+      numbers = [buffers["tokens"][(token * D + column + i).valid(inside)].load() for i in range(4)]   # past the end: zeros
       loaded += [(column + i, inside, number) for i, number in enumerate(numbers)]
-      for number in numbers: squares = add(squares, number * number)   # nothing is loaded past the end: zeros
-    assert squares is not None
+    squares = sum_in_order(number * number for _, _, number in loaded)
     sum_of_squares = block_sum(target, squares, thread, threads, 0, lambda warp_sums: total(warp_sums, UOp.add))
     factor = (sum_of_squares * (1.0 / D) + norm.eps).rsqrt()
     for column, inside, number in loaded:
@@ -395,7 +386,7 @@ def matmul_split_half(target:Target, tokens:Tensor, low:Tensor, weight:Weight) -
     term, first_column = item // parts, item % parts * (width // parts)
     takes_low, takes_error = term.eq(1), term.eq(2)
     def load_weights(row:UOp, unit:UOp) -> list[UOp]:
-      return [takes_error.where(rounding_error(value), value) for value in dequantized(matrix(row, first_column // UNIT + unit, None))]
+      return [takes_error.where(rounding_error(value), value) for value in matrix(row, first_column // UNIT + unit, None).weights()]
     def load_tokens(token:UOp, column:UOp) -> list[UOp]:
       start = token * width + first_column + column
       return [takes_low.where(buffers["low"][(start + i).valid(takes_low)].load(), buffers["tokens"][(start + i).valid(takes_low.ne(True))].load())

@@ -23,7 +23,7 @@ from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ContextVar, prod
 from tinygrad.nn.intrinsics import TARGETS, Target
-from tinygrad.nn.kernel import UNIT, Norm, Weight, empty
+from tinygrad.nn.kernel import UNIT, Norm, Weight, empty, optional
 from tinygrad.nn.routing import LEAST_SUM, Gating, Routing
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
@@ -167,7 +167,7 @@ def mul_mat_msl(vectors:Tensor, weight:Weight, sel:Tensor|None=None, residual:Te
   body = [start(1), sums([Rows(weight, "w", first)], vector),
           finish(1, rows, f"y[group.z * {rows} + row] = y0{'' if residual is None else ' + residual[row]'};")]
   outs = {"y": empty(vectors, *((1, rows) if sel is None else (1, K, rows)))}
-  ins = {"x": vectors, **({} if sel is None else {"sel": sel}), **({} if residual is None else {"residual": residual}), **weight.args("w")}
+  ins = {"x": vectors, **optional(sel=sel, residual=residual), **weight.args("w")}
   name = f"mul_mat_msl_{K}_{weight.label}{'' if residual is None else '_residual'}"
   return launch_msl(name, outs, ins, body, (threadgroups(rows), 1, K), read_bytes(K, weight))[0]
 
@@ -216,7 +216,7 @@ def expert_gate_up_msl(vector:Tensor, norm:Norm, weights:tuple[Weight, Weight], 
   body = [choose_expert(routing, experts), f"if (group.x + group.z + simdgroup + lane == 0) for (uint k = 0; k < {K}; k++) sel[k] = ids[k];",
           normed_sums(width, norm, parts), finish(2, rows, SWIGLU % (f"group.z * {rows} + row", " * weight"))]
   outs = {"y": empty(vector, 1, K, rows), "sel": empty(vector, 1, K, dtype=dtypes.int32)}
-  ins = {"x": vector, "norm": norm.weight, "logits": logits, **({} if routing.bias is None else {"bias": routing.bias}), **weights[0].args("gate"),
+  ins = {"x": vector, "norm": norm.weight, "logits": logits, **optional(bias=routing.bias), **weights[0].args("gate"),
          **weights[1].args("up")}
   name = f"expert_gate_up_msl_{K}_{routing.gating}_{weights[0].label}"
   hidden, sel = launch_msl(name, outs, ins, body, (threadgroups(rows), 1, K), read_bytes(K, *weights))

@@ -13,7 +13,7 @@ from typing import NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.intrinsics import target_of
-from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, silu
+from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, optional, silu
 from tinygrad.nn.matmul import expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
 from tinygrad.nn.matvec import DeferredMatrix, MatvecPart, RowSegments, linear_part, matvec
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
@@ -128,8 +128,7 @@ def expert_gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight
     part = MatvecPart(K * F, rows_of_job, swiglu, gate.integer and up.integer)
     return matvec(target, [x.shape[1] // UNIT], load4(buffers["x"]), [part], (load4(buffers["norm"]), norm.eps), store_choice, chosen.barrier)
   outs = {"y": empty(x, 1, K, F), "sel": empty(x, 1, K, dtype=dtypes.int32)}
-  bias = {} if routing.bias is None else {"bias": routing.bias}
-  ins = {"x": x, "norm": norm.weight, "logits": logits, **bias, **gate.args("gate"), **up.args("up")}
+  ins = {"x": x, "norm": norm.weight, "logits": logits, **optional(bias=routing.bias), **gate.args("gate"), **up.args("up")}
   hidden, sel = launch(f"expert_gate_up_{K}_{routing.gating}_{gate.label}", outs, ins, body)
   return hidden, sel
 

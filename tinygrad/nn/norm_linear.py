@@ -11,7 +11,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import prod
 from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.intrinsics import Target, target_of
-from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Weight, empty, launch, load4, rotated
+from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Weight, empty, launch, load4, optional, rotated
 from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
 from tinygrad.nn.matvec import DeferredMatrix, RowSegments, linear_part, matvec
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, msl_takes
@@ -71,7 +71,7 @@ def mul_mat_decode(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
     part = linear_part(rows, of, buffers["y"], weight.integer, lambda row: item * rows + row)
     return matvec(target, [width // UNIT], load4(buffers["x"], item // share * width), [part], items=items)
   name = f"mul_mat{'' if ids is None else '_id'}_{weight.label}_{items}"
-  ins = {"x": x, **({} if ids is None else {"ids": ids}), **weight.args("w")}
+  ins = {"x": x, **optional(ids=ids), **weight.args("w")}
   return launch(name, {"y": empty(x, *shape)}, ins, body)[0]
 
 # ---- W·RMSNorm(x) ----
@@ -106,8 +106,8 @@ def norm_linear_decode(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Wei
   target = target_of(weights[0].device)
   assert target is not None
   outs = {f"y{i}": empty(x, 1, weight.shape[0]) for i, weight in enumerate(weights)}
-  ins = {"x": x, **({"norm": norm.weight} if norm else {}), **({"rope": rope.table, "pos": step.start} if rope else {}),
-         **({} if residual is None else {"residual": residual})}
+  pos = step.start if rope else None
+  ins = {"x": x, **optional(norm=norm.weight if norm else None, rope=rope.table if rope else None, pos=pos, residual=residual)}
   for i, weight in enumerate(weights): ins |= weight.args(f"w{i}")
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def rotate(sums:list[UOp], row:UOp) -> list[UOp]:

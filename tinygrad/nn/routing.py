@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, group_reduce, group_sum
-from tinygrad.nn.kernel import SLOTS, empty, exp, launch, local, total
+from tinygrad.nn.kernel import SLOTS, empty, exp, launch, local, optional, total
 from tinygrad.uop.ops import Ops
 
 class Gating(enum.IntEnum):
@@ -126,7 +126,7 @@ def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing) -> tup
     out_index = (token * K + k).valid(thread < K)
     return [buffers["experts"][out_index].store(top_k.expert(k)), buffers["weights"][out_index].store(top_k.weight(k))]
   outs = {"experts": empty(logits, T, K, dtype=dtypes.int32), "weights": empty(logits, T, K)}
-  ins = {"logits": logits, **({} if routing.bias is None else {"bias": routing.bias})}
+  ins = {"logits": logits, **optional(bias=routing.bias)}
   experts, weights = launch(f"choose_experts_{T}_{E}_{K}_{routing.gating}", outs, ins, body)
   return experts, weights
 
