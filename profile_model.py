@@ -83,7 +83,7 @@ def run(model:Model, name:str, count:int, depth:int, with_source:bool) -> dict[s
   sizes, launches = [len(b) for b in graph], sum(map(len, graph))
   print(f"{name}, device {Device.DEFAULT}: {count} tokens after {depth}, median {token * 1e3:.3f} ms, {1 / token:.1f} tok/s")
   print(f"{launches} launches a token" + (f" in {len(graph)} graph batches: {' '.join(map(str, sizes))}" if max(sizes) > 1 else ", each by itself"))
-  kernels = profile([call for batch in graph for call in batch], model.transformer, position, {gen.position.expr: position})
+  kernels = profile([call for batch in graph for call in batch], model.transformer, position, {})
   alone, peak = sum(k.total for k in kernels), peak_bandwidth()
   print(f"one by one they take {alone * 1e3:.3f} ms, {len(kernels)} different kernels"
         f"{f'; memory reads {peak[0] / 1e9:.0f} GB/s at most ({peak[1]})' if peak else ''}")

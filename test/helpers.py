@@ -11,9 +11,11 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T, GGUFWriter
 from gguf.quants import dequantize
 from extra import mkgguf
+from tinygrad.apps.capture import to_device
 from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import Transformer
+from tinygrad.nn.step import Step
 
 # ---- weights ----
 
@@ -59,6 +61,16 @@ def random_weight(kind: T, shape: tuple[int, ...], extreme: bool = False) -> tup
     if kind is T.MXFP4: blocks[:, 0] = np.arange(len(blocks)) * 17 % 255 if extreme else rng.integers(126, 130, len(blocks))
   with np.errstate(over="ignore"): want = dequantize(blocks.reshape(-1), kind).reshape(shape)
   return blocks.reshape(-1), want
+
+# ---- steps ----
+
+def pages_of(sequences: int, pages: int) -> np.ndarray:
+  """Tables of so many pages each, one sequence's after another's"""
+  return np.arange(sequences * pages, dtype=np.int32).reshape(sequences, pages)
+def decoding(*positions: int, pages: int = 2, tables: np.ndarray | None = None) -> Step:
+  return Step.decode(to_device(np.int32(positions)), to_device(pages_of(len(positions), pages) if tables is None else np.int32(tables)))
+def prefilling(start: int, tokens: int, pages: int = 2, tables: np.ndarray | None = None) -> Step:
+  return Step.prefill(to_device(np.int32([start])), to_device(pages_of(1, pages) if tables is None else np.int32(tables)), tokens)
 
 # ---- models ----
 

@@ -32,7 +32,7 @@ def sources(arch: str, monkeypatch: pytest.MonkeyPatch) -> str:
   with bench.no_device("CUDA"):
     assert Device.DEFAULT == "NULL" and target_of(Device.DEFAULT) is of_arch(arch)
     gen = Generator(Transformer.from_gguf(bench.with_blocks(bench.stand_in("small-glm"), [0, 1]), 64))
-    assert gen.decode_start is not None and gen.prefill_start is None if target_of(Device.DEFAULT).mma is None else gen.prefill_start is not None
+    assert not gen.model.plain_parts(gen.decode_step) and bool(gen.model.plain_parts(gen.chunk_step(32))) == (target_of(Device.DEFAULT).mma is None)
     calls = gen.build_decode(Features(), compiled=False).calls + gen.build_prefill(32, compiled=False).calls
     return "\n".join(c.src[0].src[2].arg for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src if c.src[0].op is Ops.PROGRAM)
 
@@ -55,7 +55,7 @@ def test_forward(arch: str, limit: float, tmp_path: Path):
   ids = np.random.default_rng(2).integers(0, 320, 3)
   with on_cuda(arch):
     g = generator(path, 32)
-    assert g.decode_start is not None and target_of(Device.DEFAULT) is of_arch(arch)
+    assert not g.model.plain_parts(g.decode_step) and target_of(Device.DEFAULT) is of_arch(arch)
     if arch == "sm_75": got = g.logits(ids.tolist())
     else:
       def ids_of(i: int) -> Tensor: return Tensor([i], dtype=dtypes.int32).realize()

@@ -28,10 +28,10 @@ def test_decode(limit: float, family: str, types: str, sizes: dict[str, int], tm
   path = write_mixed(tmp_path / "m.gguf", family, [T[t] for t in types.split()], **WIDE | sizes, seed=1)
   ids = np.random.default_rng(1).integers(0, 320, 34 if GPUS["cuda"][1] == limit else 20)  # every access is checked on the mock of Metal: slow
   g = generator(path, 64)
-  assert g.decode_start is not None
+  assert not g.model.plain_parts(g.decode_step)
   position = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize()
   def step(token: Tensor) -> Tensor:
-    out = g.model.logits(Step.decode(position), token)
+    out = g.model.logits(Step.decode(position, g.table), token)
     out.realize(position.assign(position + 1))
     return out
   jit = TinyJit(step)

@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
-from helpers import HALVES, WIDE, generator, random_weight, write_mixed
+from helpers import HALVES, WIDE, generator, prefilling, random_weight, write_mixed
 from mockcuda import on_cuda
 from oracle import Judge, nmse
 from extra.bench import no_device, stand_in, with_blocks
@@ -17,7 +17,6 @@ from tinygrad.nn.matmul import (TILE_32x64, TILE_64x64, Scaled, Tile, expert_gat
                                 matmul_split_half, rms_norm_half)
 from tinygrad.nn.mla_prefill import mla_prefill
 from tinygrad.nn.routing import Gating, Routing, choose_experts, choose_experts_prefill, sort_by_expert
-from tinygrad.nn.step import Step
 
 CHUNK = PREFILL_STEPS[0]
 
@@ -75,8 +74,8 @@ def test_rope():
   weight, tokens = QuantizedLinear.load(T.F16, (2 * 48, 64), data), halves(20, 64)
   rope = Rope(rope_table(32, 1e4, 64), 48, 16)
   product = Tensor((tokens.astype(np.float64) @ want.T).astype(np.float32))
-  got = matmul(target(), Tensor(tokens), weight, rope=rope, pos=Tensor([7], dtype=dtypes.int32)).numpy()
-  assert nmse(got, rope.rotate_heads(product, Step.prefill(7, 20)).numpy().astype(np.float64)) < HALF
+  got = matmul(target(), Tensor(tokens), weight, rope=rope, start=Tensor([7], dtype=dtypes.int32)).numpy()
+  assert nmse(got, rope.rotate_heads(product, prefilling(7, 20)).numpy().astype(np.float64)) < HALF
 
 def test_norm_and_its_rounding_error():
   tokens, norm = floats(5, 736), RMSNorm(Tensor(floats(736)).realize(), 1e-5)

@@ -7,7 +7,7 @@ import contextlib, itertools
 from typing import Any, Callable, NamedTuple
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
-from helpers import HALVES, random_weight
+from helpers import HALVES, decoding, prefilling, random_weight
 from mockcuda import on_cuda
 from mockmetal import on_metal
 from tinygrad import Device, Tensor, dtypes
@@ -30,7 +30,7 @@ def load(kind: T, *shape: int, cls: type[QuantizedWeight] = QuantizedLinear) -> 
   return cls.load(kind, shape, random_weight(kind, shape)[0])
 def experts(kind: T, *shape: int) -> QuantizedWeight: return load(kind, *shape, cls=QuantizedExpertWeights)
 def width(kind: T) -> int: return max(GGML_QUANT_SIZES[kind][0], 96)
-def step_of(tokens: int, start: int = 5) -> Step: return Step.decode(ids(start)) if tokens == 1 else Step.prefill(ids(start), tokens)
+def step_of(tokens: int, start: int = 5) -> Step: return decoding(start) if tokens == 1 else prefilling(start, tokens)
 
 # ---- arguments, as a function of the number of tokens ----
 
@@ -50,7 +50,7 @@ def linear(rows: int, rotated: bool, inner: int = 96) -> Callable:
 def with_residual(tokens: int) -> tuple: return step_of(tokens), floats(tokens, 96), None, [load(T.Q5_1, 33, 96)], None, floats(tokens, 33)
 def attention(heads: int, latent: int, rotated: int, start: int) -> Callable:
   def of(tokens: int) -> tuple:
-    rows = tensor(normal(96, latent + rotated).astype(np.float16))
+    rows = tensor(normal(128, latent + rotated).astype(np.float16))
     cache = rows.cast(dtypes.float).contiguous().realize() if cpu.is_cpu(Device.DEFAULT) else rows
     return (step_of(tokens, start), floats(tokens, heads * (64 + rotated)), floats(tokens, latent + rotated), load(T.Q8_0, heads, latent, 64),
             norm(latent), cache, Rope(rope_table(rotated, 1e4, 128), 64 + rotated, 64), 0.002)

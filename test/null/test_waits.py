@@ -12,7 +12,7 @@ from tinygrad.uop.ops import Ops, UOp
 
 WAIT = "griddepcontrol.wait;"
 CONSTANT = re.compile(r"norm|rope|bias|.*\..*")  # weights' planes are named with a dot
-STEADY = {"pos"}                                 # moved on after all kernels of a token, by one that waits for them in full
+STEADY = {"start", "tables"}                    # changed after all kernels of a token, by what waits for them in full
 FULL_EDGES = re.compile(r"embedding_|argmax_|advance")   # kernels without the instruction: the graph keeps them behind whatever they need
 
 def body(source: str) -> str: return source.split("__global__", 1)[1].split(") {", 1)[1]  # behind the head, which names every buffer

@@ -28,7 +28,7 @@ from tinygrad.nn.moe import FeedForward, feed_forward, mixture
 from tinygrad.nn.norm_linear import attention_output, norm_linear
 from tinygrad.nn.primitive import PLAIN, rehearsal
 from tinygrad.nn.routing import Gating, Routing
-from tinygrad.nn.step import Step
+from tinygrad.nn.step import PAGE, Step
 
 PREFILL_STEPS = 32, 512  # prompt tokens a step; the larger where there are kernels for many, and more than a few tokens
 
@@ -192,7 +192,8 @@ class Transformer:
     target = target_of(self.device)
     small, large = PREFILL_STEPS
     self.max_step = large if max_context >= large and (is_cpu(self.device) or target is not None and target.mma is not None) else small
-    rows = max_context + self.max_step  # a step of prefill is padded to its size, wherever it starts
+    self.pages = -(-(max_context + self.max_step) // PAGE)   # of a sequence: a step of prefill is padded to its size, wherever it starts
+    rows = self.pages * PAGE
     self.rope = Rope(rope_table(c.rope_dim, c.rope_base, rows, c.yarn, self.device), c.nope_dim + c.rope_dim, c.nope_dim)
     # half where a GPU has kernels, memory is what decoding waits for there; float32 elsewhere
     kept = dtypes.float if target is None else dtypes.half

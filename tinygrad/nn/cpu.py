@@ -250,16 +250,16 @@ ROTATE = """FN v16f rotate(v16f v, int row, int head, int nope, const float* tur
 }
 """
 
-def norm_linear_decode(vector:Tensor, norm:Norm|None, weights:Sequence[PackedWeight], rope:Rope|None=None, pos:Tensor|None=None,
+def norm_linear_decode(vector:Tensor, norm:Norm|None, weights:Sequence[PackedWeight], rope:Rope|None=None, start:Tensor|None=None,
                        residual:Tensor|None=None) -> list[Tensor]:
-  """As norm_linear of nn/norm_linear.py, of one token. pos: int32 (1,) on the device, with rope"""
+  """As norm_linear of nn/norm_linear.py, of one token. start: int32 (1,) on the device, with rope"""
   width, first, body, functions = vector.shape[1], 0, "", ROTATE if rope else ""
-  ins = {"x": vector, **optional(norm=norm.weight if norm else None, rope=rope.table if rope else None, pos=pos, residual=residual)}
+  ins = {"x": vector, **optional(norm=norm.weight if norm else None, rope=rope.table if rope else None, start=start, residual=residual)}
   for i, weight in enumerate(weights):
     functions += dot(f"dot{i}", weight)
     ins[f"w{i}"] = weight.planes["stream"]
     finish, rows = "", weight.shape[0]
-    if rope and i == 0: finish += f"s = rotate(s, g * 16, {rope.head}, {rope.nope}, rope + pos[0] * {rope.table.shape[1] * 2}L);"
+    if rope and i == 0: finish += f"s = rotate(s, g * 16, {rope.head}, {rope.nope}, rope + start[0] * {rope.table.shape[1] * 2}L);"
     if residual is not None and i == 0: finish += f"for (int r = 0; r < 16 && g * 16 + r < {rows}; r++) s[r] += residual[g * 16 + r];"
     body += f"""for (; job < last && job < {first + row_groups(weight)}; job++) {{
     int g = job - {first}; v16f s = 0;
@@ -276,14 +276,14 @@ def norm_linear_decode(vector:Tensor, norm:Norm|None, weights:Sequence[PackedWei
 
 # ---- attention of a token ----
 
-def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, pos:Tensor) -> tuple[Tensor, Tensor]:
-  """A token's queries in latent space, and its row of the cache, [RMSNorm(kv[:L]) | RoPE(kv[L:])], written at pos. query: float32 (1, H·head); kv:
-  float32 (1, L+R); k_b: (H, L, nope); cache: (rows, L+R); pos: int32 (1,) -> float32 (1, H, L), and the cache. The thread with the first job writes
+def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, start:Tensor) -> tuple[Tensor, Tensor]:
+  """A token's queries in latent space, and its row of the cache, [RMSNorm(kv[:L]) | RoPE(kv[L:])], written at start. query: float32 (1, H·head); kv:
+  float32 (1, L+R); k_b: (H, L, nope); cache: (rows, L+R); start: int32 (1,) -> float32 (1, H, L), and the cache. The thread with the first job writes
   the row."""
   (H, L, nope), dim, groups, size = k_b.shape, cache.shape[1], row_groups(k_b), group_bytes(k_b)
   body = f"""if (job == 0) {{
     float f = rms(kv, {L}, {norm.eps!r}f);
-    {TYPES[cache.dtype]}* row = cache + pos[0] * {dim}L; const float* turn = rope + pos[0] * {rope.table.shape[1] * 2}L;
+    {TYPES[cache.dtype]}* row = cache + start[0] * {dim}L; const float* turn = rope + start[0] * {rope.table.shape[1] * 2}L;
     for (int i = 0; i < {L}; i++) row[i] = kv[i] * f * norm[i];
     for (int i = 0; i < {dim - L}; i += 2) {{
       float a = kv[{L} + i], b = kv[{L} + i + 1], c = turn[i], s = turn[i + 1];
@@ -300,7 +300,7 @@ def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, ca
     }}
   }}"""
   outs = {"q_latent": empty(query, 1, H, L), "cache": cache}
-  ins = {"q": query, "kv": kv, "norm": norm.weight, "rope": rope.table, "pos": pos, "w": k_b.planes["stream"]}
+  ins = {"q": query, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": start, "w": k_b.planes["stream"]}
   q_latent, written = launch(f"latent_query_{k_b.label}", outs, ins, dot("dot", k_b), body, H * groups, k_b.nbytes)
   return q_latent, written
 
@@ -310,9 +310,9 @@ def attention_takes(latent:int, dim:int) -> bool:
   """Whether mla_attention_decode takes such a latent and such rows of the cache: whole vectors"""
   return latent % ROWS == 0 and dim % ROWS == 0
 
-def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, pos:Tensor, scale:float) -> Tensor:
+def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tensor, scale:float) -> Tensor:
   """softmax(query·key·scale)·value of one token. q_latent: float32 (1, H, L); query: float32 (1, H·head), each head's last numbers rotated; cache:
-  (rows, L+R); pos: int32 (1,) -> float32 (1, H, L). A thread takes a share of the heads and reads the cache once for all of them:
+  (rows, L+R); start: int32 (1,) -> float32 (1, H, L). A thread takes a share of the heads and reads the cache once for all of them:
 
     for 16 keys of the cache:
       for each head of the thread:
@@ -325,7 +325,7 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, pos:Tensor
   head = query.shape[1] // H
   key = f"p < some ? (float)cache[(from + p) * {dim}L + i] : 0"
   product = f"*(v16f*)(query + h * {dim} + i) * *(v16f*)(keys + (p + k) * {dim} + i)"
-  body = f"""int n = pos[0] + 1;
+  body = f"""int n = start[0] + 1;
   float query[{H * dim}], keys[{DECODE_KEYS * dim}], top[{H}], total[{H}];
   for (int h = job; h < last; h++) {{
     top[h] = -1e30f; total[h] = 0;
@@ -355,7 +355,7 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, pos:Tensor
     }}
   }}
   for (int h = job; h < last; h++) for (int i = 0; i < {L}; i++) context[h * {L} + i] /= total[h];"""
-  outs, ins = {"context": empty(q_latent, 1, H, L)}, {"q_latent": q_latent, "q": query, "cache": cache, "pos": pos}
+  outs, ins = {"context": empty(q_latent, 1, H, L)}, {"q_latent": q_latent, "q": query, "cache": cache, "start": start}
   return launch(f"mla_attention_{H}_{L}_{dim - L}", outs, ins, "", body, H, cache.nbytes())[0]
 
 # ---- feed-forward of a token ----
@@ -467,7 +467,7 @@ def argmax(values:Tensor) -> Tensor:
   y[0] = i;"""
   return launch(f"argmax_{count}", {"y": empty(values, 1, dtype=dtypes.int32)}, {"x": values}, "", body)[0]
 
-def advance(pos:Tensor, token:Tensor) -> Tensor:
+def advance(start:Tensor, token:Tensor) -> Tensor:
   """As advance of nn/embedding.py"""
-  outs, ins = {"moved": empty(pos, 1, dtype=dtypes.int32)}, {"pos": pos, "token": token}
-  return launch("advance", outs, ins, "", "moved[0] = pos[0] = pos[0] + (token[0] >= 0);")[0]
+  outs, ins = {"moved": empty(start, 1, dtype=dtypes.int32)}, {"start": start, "token": token}
+  return launch("advance", outs, ins, "", "moved[0] = start[0] = start[0] + (token[0] >= 0);")[0]

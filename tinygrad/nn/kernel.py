@@ -167,10 +167,15 @@ def branch(number:int, condition:UOp) -> tuple[UOp, UOp]:
   loop = UOp.range(turns.cast(dtypes.weakint), number)
   return loop, opaque_zero("0", loop.cast(dtypes.int))
 
-def rotated(buffers:dict[str, UOp], pairs:int, number:UOp, pair:Sequence[UOp], inside:UOp, token:UOp|int=0) -> list[UOp]:
+def position_of(buffers:dict[str, UOp], sequence:UOp|int=0) -> UOp:
+  """The position of a sequence's first token in the step, of the buffer start. It is loaded before the wait: `advance`, which moves it on, comes
+  behind all other kernels of a step, and the next step behind it."""
+  return buffers["start"][sequence].load().cast(dtypes.weakint)
+
+def rotated(buffers:dict[str, UOp], pairs:int, number:UOp, pair:Sequence[UOp], inside:UOp, position:UOp) -> list[UOp]:
   """RoPE of the numbers `number` and `number + 1` of a head's rotated part, which is so many pairs. Where `inside` is false the pair stays as it
-  is. The position is that of the buffer pos, plus token; it needs no wait_zero, see split_kv.last_position."""
-  index = ((buffers["pos"][0].load().cast(dtypes.weakint) + token) * pairs + number // 2) * 2
+  is. position: the token's."""
+  index = (position * pairs + number // 2) * 2
   cos, sin = (buffers["rope"][(index + i).valid(inside)].load() for i in range(2))
   first, second = pair
   return [inside.where(first * cos - second * sin, first), inside.where(first * sin + second * cos, second)]

@@ -8,8 +8,8 @@ from functools import reduce
 from typing import NamedTuple
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target
-from tinygrad.nn.kernel import block_sum, rotated
-from tinygrad.nn.step import Step
+from tinygrad.nn.kernel import block_sum, position_of, rotated
+from tinygrad.nn.step import PAGE, Step
 
 MASKED_SCORE = -1e30   # of a position that a token does not attend to; finite, so that the difference of two scores is a number
 
@@ -35,12 +35,12 @@ class RowPair(NamedTuple):
   values: list[UOp]     # float32
 
 def cache_row(row:CacheRow, buffers:dict[str, UOp], token:UOp, thread:UOp, wait_zero:UOp, active:UOp|None=None) -> list[UOp]:
-  """The stores of a block that writes a token's row at position pos + token. Nothing is read or written where `active` is false.
-  buffers: kv: float32 (T, L+R); norm: float32 (L,), the norm's weight; rope, pos: see `rotated`; cache: (C, L+R)"""
+  """The stores of a block that writes a token's row at position start + token. Nothing is read or written where `active` is false.
+  buffers: kv: float32 (T, L+R); norm: float32 (L,), the norm's weight; rope: see `rotated`; start: see `position_of`; cache: (C, L+R)"""
   pairs = [_load_pair(row, buffers["kv"], token, (thread + start) * 2, wait_zero, active) for start in range(0, row.dim // 2, row.threads)]
   inverse_rms = _inverse_rms(row, thread, pairs)
-  position = buffers["pos"][0].load().cast(dtypes.weakint) + token
-  return [store for pair in pairs for store in _store_pair(row, buffers, token, position, pair, inverse_rms)]
+  position = position_of(buffers) + token
+  return [store for pair in pairs for store in _store_pair(row, buffers, position, pair, inverse_rms)]
 
 def _load_pair(row:CacheRow, kv:UOp, token:UOp, number:UOp, wait_zero:UOp, active:UOp|None) -> RowPair:
   inside = number < row.dim if active is None else active & (number < row.dim)
@@ -53,9 +53,9 @@ def _inverse_rms(row:CacheRow, thread:UOp, pairs:list[RowPair]) -> UOp:
   total = block_sum(row.target, reduce(UOp.add, squares), thread, row.threads, row.slot)
   return (total * (1.0 / row.latent) + row.eps).rsqrt()
 
-def _store_pair(row:CacheRow, buffers:dict[str, UOp], token:UOp, position:UOp, pair:RowPair, inverse_rms:UOp) -> list[UOp]:
+def _store_pair(row:CacheRow, buffers:dict[str, UOp], position:UOp, pair:RowPair, inverse_rms:UOp) -> list[UOp]:
   cache, stores = buffers["cache"], []
-  turned = rotated(buffers, (row.dim - row.latent) // 2, pair.number - row.latent, pair.values, pair.inside & ~pair.is_latent, token)
+  turned = rotated(buffers, (row.dim - row.latent) // 2, pair.number - row.latent, pair.values, pair.inside & ~pair.is_latent, position)
   for i in range(2):
     weight = buffers["norm"][(pair.number + i).valid(pair.inside & pair.is_latent)].load()
     value = pair.is_latent.where(pair.values[i] * inverse_rms * weight, turned[i])
@@ -65,25 +65,25 @@ def _store_pair(row:CacheRow, buffers:dict[str, UOp], token:UOp, position:UOp, p
 
 # ---- in plain ops ----
 
+def rows_of(step:Step) -> Tensor:
+  """int32 (S, P · PAGE): the cache's row of each position of each sequence"""
+  return (step.tables.unsqueeze(2) * PAGE + Tensor.arange(PAGE, dtype=dtypes.int32)).reshape(step.tables.shape[0], -1)
+
 def write_rows(step:Step, cache:Tensor, rows:Tensor) -> Tensor:
   """The cache, (C, dim), with the rows of the step's tokens, float32 (T, dim), written"""
-  rows = rows.cast(cache.dtype)
-  if not step.on_device: return Tensor(cache.uop.after(cache[step.start:step.start + step.tokens].uop.store(rows.uop)))
-  index = step.positions if step.tables is None else step.tables.gather(1, step.positions.unsqueeze(1)).squeeze(1)
-  here = Tensor.arange(cache.shape[0], dtype=dtypes.int32).unsqueeze(1).eq(index)  # (C, T), at most one true in a row
-  written = here.unsqueeze(2).where(rows, 0).sum(1, dtype=cache.dtype)
+  rows, positions = rows.cast(cache.dtype), step.positions
+  pages = step.tables.gather(1, (positions // PAGE).reshape(step.tables.shape[0], -1)).reshape(-1)
+  index = pages * PAGE + positions % PAGE
+  # page 0 is nobody's, and several tokens may write there: the last one does
+  here = Tensor.arange(cache.shape[0], dtype=dtypes.int32).unsqueeze(1).eq(index)  # (C, T)
+  last = here & (Tensor.arange(step.tokens, dtype=dtypes.int32).eq((here * Tensor.arange(step.tokens, dtype=dtypes.int32)).max(1, keepdim=True)))
+  written = last.unsqueeze(2).where(rows, 0).sum(1, dtype=cache.dtype)
   return cache.assign(here.any(1).unsqueeze(1).where(written, cache))
 
-def visible_rows(step:Step, cache:Tensor) -> tuple[Tensor, Tensor|None]:
-  """Keys by position, float32 (1, C, dim), or (T, C, dim) where sequences have tables; what is added to their scores, float32 (T, C): 0 up to the
-  token's own position, -inf behind it; None: all are seen. C: up to the last token where the host knows its position, else all there can be"""
-  if not step.on_device:
-    T, end = step.tokens, step.start + step.tokens
-    keys = cache[:end].cast(dtypes.float).unsqueeze(0)
-    if T == 1: return keys, None
-    future = Tensor.full((T, 1, end), float("-inf"), dtype=dtypes.float, device=cache.device, buffer=False)
-    return keys, future.reshape(T, end).triu(step.start + 1)
-  keys = cache.unsqueeze(0) if step.tables is None else cache[step.tables]
+def visible_rows(step:Step, cache:Tensor) -> tuple[Tensor, Tensor]:
+  """Keys by position, float32 (S, P · PAGE, dim); what is added to their scores, float32 (T, P · PAGE): 0 up to the token's own position, -inf behind
+  it"""
+  keys = cache[rows_of(step)]
   positions = Tensor.arange(keys.shape[1], dtype=dtypes.int32).unsqueeze(0)
   unseen = (positions <= step.positions.unsqueeze(1)).where(0.0, float("-inf"))
   return keys.cast(dtypes.float), unseen

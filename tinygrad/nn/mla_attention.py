@@ -26,17 +26,16 @@ def latent_attention(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cach
   (H, L, nope), T = k_b.shape, step.tokens
   row = norm(kv[:, :L]).cat(rope.rotate(kv[:, L:], step), dim=-1)
   cache = write_rows(step, cache, row)
-  keys, future = visible_rows(step, cache)           # (T or 1, C, L+R), (T, C)
+  keys, unseen = visible_rows(step, cache)           # (S, C, L+R), (T, C)
   heads = q.reshape(T, H, -1).cast(dtypes.float)
   query = mul_mat(heads[..., :nope], k_b).cat(heads[..., nope:], dim=-1)
   scores = (query @ keys.transpose(-1, -2)) * scale  # (T, H, C)
-  if future is not None: scores = scores + future.unsqueeze(1)
-  return scores.softmax(-1) @ keys[..., :L], cache
+  return (scores + unseen.unsqueeze(1)).softmax(-1) @ keys[..., :L], cache
 
 # ---- forms ----
 
 @latent_attention.form("cpu_decode", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
-                       cpu.takes(k_b) and step.one_token and step.on_device and cpu.attention_takes(k_b.shape[1], cache.shape[1]))
+                       cpu.takes(k_b) and step.one_token and cpu.attention_takes(k_b.shape[1], cache.shape[1]))
 def latent_attention_cpu(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
   q_latent, cache = cpu.latent_query_decode(q, kv, k_b, norm, cache, rope, step.start)
   return cpu.mla_attention_decode(q_latent, q, cache, step.start, scale), cache
@@ -45,12 +44,12 @@ def latent_attention_cpu(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, 
                        cpu.takes(k_b) and step.many_tokens and cpu_prefill.attention_takes(k_b.shape[1]))
 def latent_attention_cpu_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope,
                                  scale:float) -> tuple[Tensor, Tensor]:
-  start = step.device_start(q.device)
+  start = step.start
   q_latent, cache = cpu_prefill.latent_query_prefill(q, kv, k_b, norm, cache, rope, start)
   return cpu_prefill.mla_attention_prefill(q_latent, q, cache, start, scale), cache
 
 @latent_attention.form("decode", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
-                       step.on_device and (target := decode_target(step, k_b, k_b.shape[2])) and
+                       (target := decode_target(step, k_b, k_b.shape[2])) and
                        split_kv.takes(target, *k_b.shape[:2], cache.shape[1] - k_b.shape[1]))
 def latent_attention_decode(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
   """Three launches: queries and the cache's row; splits of the cache; their combination"""
@@ -65,7 +64,7 @@ def latent_attention_decode(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Nor
       return cache_row(CacheRow(target, L, dim, norm.eps, threads, slot=4), buffers, block * 0, thread, wait_zero, block.eq(0) & head.eq(0))
     return matvec(target, [nope // UNIT], load4(buffers["q"], head * rope.head), [part], extra_stores=store_row, items=H)
   q_latent = empty(q, 1, split_kv.padded(H), L, dtype=dtypes.half) if tiles else empty(q, 1, H, L)
-  ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "pos": step.start, **k_b.args("w")}
+  ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, **k_b.args("w")}
   q_latent, cache = launch(f"latent_query_{k_b.label}", {"q_latent": q_latent, "cache": cache}, ins, body)
   sums, stats = split_kv.split_kv(target, q_latent[0], q.reshape(H, -1), cache, step.start, scale)
   return split_kv.mla_combine(target, sums, stats, cache, step.start).unsqueeze(0), cache
@@ -76,11 +75,11 @@ def latent_attention_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:No
   """Three launches: the cache's rows; queries; attention. float32 or half q -> half (T, H, L)"""
   (H, L, _), dim, target, threads = k_b.shape, cache.shape[1], target_of(k_b.device), 128
   assert target is not None
-  start = step.device_start(q.device)
+  start = step.start
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, thread = UOp.special(step.tokens, "gidx0"), UOp.special(threads, "lidx0")
     return cache_row(CacheRow(target, L, dim, norm.eps, threads, slot=0), buffers, token, thread, token * 0)
-  ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "pos": start}
+  ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "start": start}
   cache = launch(f"cache_rows_{step.tokens}_{dim}", {"cache": cache}, ins, body)[0]
   q_latent = matmul(target, as_half(q).reshape(-1, H, q.shape[1] // H), k_b, dtype=dtypes.half)
   return mla_prefill.mla_prefill(target, q_latent, q, cache, start, scale), cache

@@ -36,14 +36,14 @@ class PrefillLaunch:
   capacity: int   # C, positions
   scale: float    # of the scores
 
-def mla_prefill(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:float) -> Tensor:
-  """q_latent: (T, H, L); q: (T, H·head_dim), each head's last R numbers rotated; cache: half (C, L+R), with the tokens from pos on written;
-  pos: int32 (1,) -> half (T, H, L), softmax(q·k·scale)·v, a token attending to the positions up to its own"""
+def mla_prefill(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, start:Tensor, scale:float) -> Tensor:
+  """q_latent: (T, H, L); q: (T, H·head_dim), each head's last R numbers rotated; cache: half (C, L+R), with the tokens from start on written;
+  start: int32 (1,) -> half (T, H, L), softmax(q·k·scale)·v, a token attending to the positions up to its own"""
   (tokens, heads, latent), (capacity, dim) = q_latent.shape, cache.shape
   shape = PrefillLaunch(target, tokens, heads, latent, dim, q.shape[1] // heads, capacity, scale)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return prefill_kernel(shape, buffers)
   outs = {"context": empty(cache, tokens, heads, latent, dtype=dtypes.half)}
-  ins = {"q_latent": q_latent, "q": q, "cache": cache, "pos": pos}
+  ins = {"q_latent": q_latent, "q": q, "cache": cache, "start": start}
   return launch(f"mla_prefill_{tokens}_{heads}_{latent}_{dim - latent}", outs, ins, body, cache.nbytes())[0]
 
 def prefill_kernel(shape:PrefillLaunch, buffers:dict[str, UOp]) -> list[UOp]:
@@ -108,7 +108,7 @@ class PrefillThread:
     thread = UOp.special(WARPS * lanes, "lidx0")
     self.warp, self.lane = thread // lanes, thread % lanes
     self.first_latent = self.warp * (shape.latent // WARPS)
-    self.first_position = buffers["pos"][0].load().maximum(0).minimum(shape.capacity - 1).cast(dtypes.weakint)
+    self.first_position = buffers["start"][0].load().maximum(0).minimum(shape.capacity - 1).cast(dtypes.weakint)
     self.own_slabs = [i * WARPS + self.warp for i in range(-(-self.slabs // WARPS))]
     self.places_a, self.places_b, self.places_c = ([place(self.lane, i) for i in range(count)]
                                                    for place, count in zip((self.mma.a, self.mma.b, self.mma.c), self.mma.counts))

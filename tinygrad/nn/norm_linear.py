@@ -11,7 +11,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import prod
 from tinygrad.nn import cpu, cpu_prefill
 from tinygrad.nn.intrinsics import Target, target_of
-from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Weight, empty, launch, load4, optional, rotated
+from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Weight, empty, launch, load4, optional, position_of, rotated
 from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
 from tinygrad.nn.matvec import DeferredMatrix, RowSegments, linear_part, matvec
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, msl_takes
@@ -86,13 +86,13 @@ def norm_linear(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], r
   return [first if residual is None else (residual + first).contiguous(), *rest]
 
 @norm_linear.form("cpu_decode", takes=lambda step, x, norm, weights, rope, residual:
-                  cpu.takes(*weights) and step.one_token and (rope is None or step.on_device))
+                  cpu.takes(*weights) and step.one_token)
 def norm_linear_cpu(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   return cpu.norm_linear_decode(x, norm, weights, rope, step.start if rope else None, residual)
 
 @norm_linear.form("cpu_prefill", takes=lambda step, x, norm, weights, rope, residual: cpu.takes(*weights) and step.many_tokens)
 def norm_linear_cpu_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
-  return cpu_prefill.norm_linear_prefill(x, norm, weights, rope, step.device_start(x.device) if rope else None, residual)
+  return cpu_prefill.norm_linear_prefill(x, norm, weights, rope, step.start if rope else None, residual)
 
 @norm_linear.form("msl", takes=lambda step, x, norm, weights, rope, residual:
                   norm is None and rope is None and len(weights) == 1 and residual is not None and
@@ -101,18 +101,18 @@ def norm_linear_msl(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight
   return [mul_mat_msl(x, weights[0], residual=residual)]
 
 @norm_linear.form("decode", takes=lambda step, x, norm, weights, rope, residual:
-                  decode_target(step, weights[0], x.shape[1]) and (rope is None or step.on_device))
+                  decode_target(step, weights[0], x.shape[1]))
 def norm_linear_decode(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   target = target_of(weights[0].device)
   assert target is not None
   outs = {f"y{i}": empty(x, 1, weight.shape[0]) for i, weight in enumerate(weights)}
-  pos = step.start if rope else None
-  ins = {"x": x, **optional(norm=norm.weight if norm else None, rope=rope.table if rope else None, pos=pos, residual=residual)}
+  start = step.start if rope else None
+  ins = {"x": x, **optional(norm=norm.weight if norm else None, rope=rope.table if rope else None, start=start, residual=residual)}
   for i, weight in enumerate(weights): ins |= weight.args(f"w{i}")
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def rotate(sums:list[UOp], row:UOp) -> list[UOp]:
       number = row % rope.head - rope.nope
-      return rotated(buffers, rope.table.shape[1], number, sums, number >= 0)
+      return rotated(buffers, rope.table.shape[1], number, sums, number >= 0, position_of(buffers))
     parts = []
     for i, weight in enumerate(weights):
       first = i == 0
@@ -128,8 +128,8 @@ def norm_linear_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[We
   target, (first, *rest) = target_of(weights[0].device), weights
   assert target is not None
   normed = as_half(x) if norm is None else rms_norm_half(target, x, norm)[0]
-  pos = None if rope is None else step.device_start(x.device)
-  rotated_or_sum = matmul(target, normed, first, residual, rope=rope, pos=pos, dtype=dtypes.float if rope is None else dtypes.half)
+  start = None if rope is None else step.start
+  rotated_or_sum = matmul(target, normed, first, residual, rope=rope, start=start, dtype=dtypes.float if rope is None else dtypes.half)
   return [rotated_or_sum, *[matmul(target, normed, weight) for weight in rest]]
 
 # ---- what attention ends with ----

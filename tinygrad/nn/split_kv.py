@@ -16,7 +16,7 @@ from functools import reduce
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import MMA_CUDA, Target, group_reduce, group_sum, of_lane, pdl_wait
-from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local
+from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local, position_of
 from tinygrad.nn.latent_cache import MASKED_SCORE, row_offset
 from tinygrad.uop.ops import Ops
 
@@ -88,30 +88,25 @@ class SplitLaunch:
   @property
   def scale_log2e(self) -> float: return self.scale * LOG2_E   # exp(x) is 2^(x · log2(e))
 
-def split_kv(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, pos:Tensor, scale:float) -> tuple[Tensor, Tensor]:
+def split_kv(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, start:Tensor, scale:float) -> tuple[Tensor, Tensor]:
   """q_latent: float32 (H, L), or half (padded(H), L) in the order of query_place where uses_tensor_cores; q: float32 (H, nope+R), the last R
-  numbers rotated; cache: half (C, L+R), written up to position pos; pos: int32 (1,) -> sums: float32 (splits, H, L), weighted sums of a split;
-  stats: float32 (splits, H, 2), its row_max (in base 2) and weight_sum. Splits behind pos are not written."""
+  numbers rotated; cache: half (C, L+R), written up to position start; start: int32 (1,) -> sums: float32 (splits, H, L), weighted sums of a split;
+  stats: float32 (splits, H, 2), its row_max (in base 2) and weight_sum. Splits behind it are not written."""
   (heads, head_dim), latent, dim = q.shape, q_latent.shape[1], cache.shape[1]
   splits, step = plan_splits(target, heads, latent, cache)
   shape = SplitLaunch(target, heads, latent, dim, head_dim, splits, step, scale)
   kernel = split_kv_mma if uses_tensor_cores(target, latent, dim - latent) else split_kv_simt
   def body(buffers:dict[str, UOp]) -> list[UOp]: return kernel(shape, buffers)
   outs = {"sums": empty(cache, splits, heads, latent), "stats": empty(cache, splits, heads, 2)}
-  ins = {"q_latent": q_latent, "q": q, "cache": cache, "pos": pos}
+  ins = {"q_latent": q_latent, "q": q, "cache": cache, "start": start}
   sums, stats = launch(f"mla_{kernel.__name__}_{splits}_{heads}_{latent}_{dim - latent}", outs, ins, body, cache.nbytes())
   return sums, stats
-
-def last_position(buffers:dict[str, UOp]) -> UOp:
-  """The position of the step's token. It is loaded before the wait: `advance`, which moves it on, comes behind all other kernels of a step, and the
-  next step behind it."""
-  return buffers["pos"][0].load().cast(dtypes.weakint)
 
 class Split:
   """The positions that a block reads: a split's, of those up to `last`, the last one written. active: there are any."""
   def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp], index:UOp, wait_zero:UOp):
     self.shape, self.index, self.wait_zero = shape, index, wait_zero
-    self.last = last_position(buffers)
+    self.last = position_of(buffers)
     self.length = split_length(self.last, shape.splits, shape.step)
     self.first = index * self.length
     self.active = self.first <= self.last
@@ -429,12 +424,12 @@ class CombineLaunch:
   latent: int   # L
   step: int     # positions that a block of split_kv reads at once
 
-def mla_combine(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, pos:Tensor) -> Tensor:
-  """The context of all splits. sums, stats: what split_kv made of the cache; pos: int32 (1,) -> float32 (H, L)"""
+def mla_combine(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, start:Tensor) -> Tensor:
+  """The context of all splits. sums, stats: what split_kv made of the cache; start: int32 (1,) -> float32 (H, L)"""
   splits, heads, latent = sums.shape
   shape = CombineLaunch(target, splits, heads, latent, plan_splits(target, heads, latent, cache)[1])
   def body(buffers:dict[str, UOp]) -> list[UOp]: return combine_kernel(shape, buffers)
-  ins = {"sums": sums, "stats": stats, "pos": pos}
+  ins = {"sums": sums, "stats": stats, "start": start}
   return launch(f"mla_combine_{splits}_{heads}_{latent}", {"context": empty(sums, heads, latent)}, ins, body)[0]
 
 def combine_kernel(shape:CombineLaunch, buffers:dict[str, UOp]) -> list[UOp]:
@@ -455,7 +450,7 @@ class CombineThread:
     self.thread = UOp.special(COMBINE_WARPS * self.lanes, "lidx0")
     self.warp, self.lane = self.thread // self.lanes, self.thread % self.lanes
     self.wait_zero = pdl_wait(shape.target)
-    last = last_position(buffers)
+    last = position_of(buffers)
     self.written = last // split_length(last, shape.splits, shape.step) + 1   # splits
 
   def stat(self, split:UOp, i:int) -> UOp:
