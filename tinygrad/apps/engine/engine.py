@@ -195,7 +195,7 @@ class Engine:
     """A sequence that whoever drives computes from here on. Raises ValueError for what is no prompt, ContextFull for one that leaves no room for an
     answer."""
     ids = self._tokens(request.ids)
-    if request.limit is not None and _whole("limit", request.limit) < 0: raise ValueError(f"limit: expected 0 or more, found {request.limit}")
+    if request.limit is not None and _whole("count", request.limit) < 0: raise ValueError(f"count: expected 0 or more, found {request.limit}")
     if len(ids) >= self.capacity:
       limit = f"max_context is {self.capacity}" if self.capacity == self.max_context else f"the cache holds {self.capacity}"
       raise ContextFull(f"the prompt has {len(ids)} tokens, {limit}: nothing is left for an answer")

@@ -21,12 +21,14 @@ class Request:
   limit: int|None = None
 
 class BatchRow(NamedTuple):
-  """A sequence as the runner is given it. token: the one to feed; position: where it stands; ids: the context that penalties know, token included."""
+  """A sequence as the runner is given it. token: the one to feed; position: where it stands; ids: the context that penalties know, token included, of which the
+  first `prompt` are the prompt."""
   token: int
   position: int
   table: list[int]
   sampling: Sampling
   ids: list[int]
+  prompt: int
 
 class Sequence:
   """The handle of a request. Whoever adds it reads `produced`, `state`, `reason` and `error`; the engine alone writes.
@@ -57,4 +59,4 @@ class Sequence:
     if len(self.ids) > self.prompt and self.ids[-1] in self.stop: return "stop"
     return None if self.left else "length"
   @property
-  def batch_row(self) -> BatchRow: return BatchRow(self.ids[-1], len(self.ids) - 1, list(self.table.pages), self.sampling, self.ids)
+  def batch_row(self) -> BatchRow: return BatchRow(self.ids[-1], len(self.ids) - 1, list(self.table.pages), self.sampling, self.ids, self.prompt)
