@@ -40,7 +40,7 @@ def next_tokens(step:Step, logits:Tensor, draw:Draw, token:Tensor, log:Tensor) -
   """The end of a decode step: logits, float32 (S, vocab), become the next tokens, which are logged, and the positions move on"""
   counts = None if draw.counts is None else draw.counts.assign(counted(draw.counts, token))
   chosen = token.assign(sample(logits, draw.features, draw.values, draw.key, step.start, counts, draw.bias))
-  return chosen, advance(step.start, chosen, step.tables, log)
+  return chosen, *advance(step.start, chosen, step.tables, log)
 
 class Batch:
   """What decode steps of `size` rows read and write on the device. A row that is not there has a table of zeros: it stands still, and writes what is
