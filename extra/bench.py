@@ -19,6 +19,7 @@ from tinygrad.apps.mla import Config, Transformer
 from tinygrad.apps.quantized import QuantizedWeight, interleaved, split_planes
 from tinygrad.apps.engine.sampling import Features
 from tinygrad.nn.kernel import UNIT
+from tinygrad.nn.latent_cache import Pages
 from tinygrad.nn.split_kv import plan_splits, split_length
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import compile_linear
@@ -80,7 +81,7 @@ def bytes_moved(name:str, estimate:UOp|int, model:Transformer, position:int, var
   said, c = sym_infer(estimate, variables), model.config
   if name.startswith(("mla_attention", "mla_split_kv", "mla_prefill")): return said * (position + 1) // model.cache[0].shape[0]
   if name.startswith("mla_combine") and (t := intrinsics.target_of(Device.DEFAULT)):
-    splits, step = plan_splits(t, c.n_heads, c.kv_lora_rank, model.cache[0])
+    splits, step = plan_splits(t, c.n_heads, c.kv_lora_rank, Pages(model.pages, model.pages, 1, c.cache_dim))
     return said * (position // split_length(position, splits, step) + 1) // splits
   return said
 

@@ -11,7 +11,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_prefill, mla_prefill, split_kv
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT, Norm, Rope, Weight, empty, launch, load4
-from tinygrad.nn.latent_cache import CacheRow, cache_row, visible_rows, write_rows
+from tinygrad.nn.latent_cache import CacheRow, Pages, cache_row, visible_rows, write_rows
 from tinygrad.nn.matmul import matmul
 from tinygrad.nn.matvec import linear_part, matvec
 from tinygrad.nn.norm_linear import as_half, decode_target, mul_mat, prefill_target, single_segment
@@ -61,13 +61,13 @@ def latent_attention_decode(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Nor
     def out_index(row:UOp) -> UOp: return split_kv.query_place(head, row, L) if tiles else head * L + row
     part = linear_part(L, single_segment(k_b.matrix(buffers, "w"), head * L), buffers["q_latent"], k_b.integer, out_index)
     def store_row(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:  # one block writes it, the others load nothing for it
-      return cache_row(CacheRow(target, L, dim, norm.eps, threads, slot=4), buffers, block * 0, thread, wait_zero, block.eq(0) & head.eq(0))
+      return cache_row(CacheRow(target, Pages.of(cache, step.tables), L, norm.eps, threads, slot=4), buffers, block * 0, thread, wait_zero, block.eq(0) & head.eq(0))
     return matvec(target, [nope // UNIT], load4(buffers["q"], head * rope.head), [part], extra_stores=store_row, items=H)
   q_latent = empty(q, 1, split_kv.padded(H), L, dtype=dtypes.half) if tiles else empty(q, 1, H, L)
-  ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, **k_b.args("w")}
+  ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, "tables": step.tables, **k_b.args("w")}
   q_latent, cache = launch(f"latent_query_{k_b.label}", {"q_latent": q_latent, "cache": cache}, ins, body)
-  sums, stats = split_kv.split_kv(target, q_latent[0], q.reshape(H, -1), cache, step.start, scale)
-  return split_kv.mla_combine(target, sums, stats, cache, step.start).unsqueeze(0), cache
+  sums, stats = split_kv.split_kv(target, q_latent[0], q.reshape(H, -1), cache, step, scale)
+  return split_kv.mla_combine(target, sums, stats, cache, step).unsqueeze(0), cache
 
 @latent_attention.form("prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        (target := prefill_target(step, k_b, k_b.shape[2])) and mla_prefill.takes(target, k_b.shape[1], cache.shape[1]))
@@ -75,11 +75,10 @@ def latent_attention_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:No
   """Three launches: the cache's rows; queries; attention. float32 or half q -> half (T, H, L)"""
   (H, L, _), dim, target, threads = k_b.shape, cache.shape[1], target_of(k_b.device), 128
   assert target is not None
-  start = step.start
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, thread = UOp.special(step.tokens, "gidx0"), UOp.special(threads, "lidx0")
-    return cache_row(CacheRow(target, L, dim, norm.eps, threads, slot=0), buffers, token, thread, token * 0)
-  ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "start": start}
+    return cache_row(CacheRow(target, Pages.of(cache, step.tables), L, norm.eps, threads, slot=0), buffers, token, thread, token * 0)
+  ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, "tables": step.tables}
   cache = launch(f"cache_rows_{step.tokens}_{dim}", {"cache": cache}, ins, body)[0]
   q_latent = matmul(target, as_half(q).reshape(-1, H, q.shape[1] // H), k_b, dtype=dtypes.half)
-  return mla_prefill.mla_prefill(target, q_latent, q, cache, start, scale), cache
+  return mla_prefill.mla_prefill(target, q_latent, q, cache, step, scale), cache

@@ -16,8 +16,9 @@ from functools import reduce
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import MMA_CUDA, Target, group_reduce, group_sum, of_lane, pdl_wait
-from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local, position_of
-from tinygrad.nn.latent_cache import MASKED_SCORE, row_offset
+from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local
+from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages
+from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
 
 MULTIPROCESSORS = 132              # of a large GPU
@@ -59,14 +60,14 @@ def head_columns(heads:int) -> int:
   tiles = -(-heads // 8)
   return -(-tiles // -(-tiles // 3))
 
-def plan_splits(target:Target, heads:int, latent:int, cache:Tensor) -> tuple[int, int]:
-  """(splits, step): how many splits fill the machine once, and the positions that a block reads at once. A split is whole steps."""
-  positions, dim = cache.shape
-  if uses_tensor_cores(target, latent, dim - latent):
+def plan_splits(target:Target, heads:int, latent:int, pages:Pages) -> tuple[int, int]:
+  """(splits, step): how many splits fill the machine once, and the positions that a block reads at once. A split is whole steps, and a step lies
+  within a page."""
+  if uses_tensor_cores(target, latent, pages.dim - latent):
     step, blocks = MMA_STEP, MULTIPROCESSORS // -(-heads // (8 * head_columns(heads)))
   else:
     step, blocks = SIMT_WARPS * POSITIONS_AT_ONCE, SIMT_BLOCKS * MULTIPROCESSORS // (heads // group_heads(heads))
-  return max(min(blocks, -(-positions // step)), 1), step
+  return max(min(blocks, -(-pages.capacity // step)), 1), step
 
 def split_length(last:UOp, splits:int, step:int) -> UOp:
   """Positions of a split, when `last` is the last position written"""
@@ -78,47 +79,71 @@ def split_length(last:UOp, splits:int, step:int) -> UOp:
 class SplitLaunch:
   """What the code of split_kv depends on"""
   target: Target
+  pages: Pages
   heads: int      # H
   latent: int     # L
-  dim: int        # L+R, numbers of a row of the cache
   head_dim: int   # numbers of a head of q; the last R are rotated
   splits: int
   step: int       # positions that a block reads at once
   scale: float    # of the scores
   @property
+  def dim(self) -> int: return self.pages.dim
+  @property
   def scale_log2e(self) -> float: return self.scale * LOG2_E   # exp(x) is 2^(x · log2(e))
 
-def split_kv(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, start:Tensor, scale:float) -> tuple[Tensor, Tensor]:
+def split_kv(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, step:Step, scale:float) -> tuple[Tensor, Tensor]:
   """q_latent: float32 (H, L), or half (padded(H), L) in the order of query_place where uses_tensor_cores; q: float32 (H, nope+R), the last R
-  numbers rotated; cache: half (C, L+R), written up to position start; start: int32 (1,) -> sums: float32 (splits, H, L), weighted sums of a split;
+  numbers rotated; cache: half (C, L+R), written up to position start -> sums: float32 (splits, H, L), weighted sums of a split;
   stats: float32 (splits, H, 2), its row_max (in base 2) and weight_sum. Splits behind it are not written."""
-  (heads, head_dim), latent, dim = q.shape, q_latent.shape[1], cache.shape[1]
-  splits, step = plan_splits(target, heads, latent, cache)
-  shape = SplitLaunch(target, heads, latent, dim, head_dim, splits, step, scale)
+  (heads, head_dim), latent, pages = q.shape, q_latent.shape[1], Pages.of(cache, step.tables)
+  splits, at_once = plan_splits(target, heads, latent, pages)
+  shape, dim = SplitLaunch(target, pages, heads, latent, head_dim, splits, at_once, scale), pages.dim
   kernel = split_kv_mma if uses_tensor_cores(target, latent, dim - latent) else split_kv_simt
   def body(buffers:dict[str, UOp]) -> list[UOp]: return kernel(shape, buffers)
   outs = {"sums": empty(cache, splits, heads, latent), "stats": empty(cache, splits, heads, 2)}
-  ins = {"q_latent": q_latent, "q": q, "cache": cache, "start": start}
+  ins = {"q_latent": q_latent, "q": q, "cache": cache, "start": step.start, "tables": step.tables}
   sums, stats = launch(f"mla_{kernel.__name__}_{splits}_{heads}_{latent}_{dim - latent}", outs, ins, body, cache.nbytes())
   return sums, stats
 
 class Split:
   """The positions that a block reads: a split's, of those up to `last`, the last one written. active: there are any."""
-  def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp], index:UOp, wait_zero:UOp):
-    self.shape, self.index, self.wait_zero = shape, index, wait_zero
-    self.last = position_of(buffers)
+  def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp], index:UOp):
+    self.shape, self.buffers, self.index = shape, buffers, index
+    self.last = shape.pages.position(buffers)
     self.length = split_length(self.last, shape.splits, shape.step)
     self.first = index * self.length
     self.active = self.first <= self.last
+    first_page = self.page_of(self.first)
+    self.ahead = PageAhead(first_page, slot=3)
+    self.wait_zero = pdl_wait(shape.target, first_page)
+
+  def page_of(self, position:UOp) -> UOp:
+    """Of the last position's, where the position is not written"""
+    return self.shape.pages.page(self.buffers, position.minimum(self.last))
 
   def steps(self) -> UOp:
     """The loop over the split's steps"""
     written = (self.last - self.first) // self.shape.step + 1
     return UOp.range(self.active.where(written.minimum(self.length // self.shape.step), 0), 0)
 
+  def at(self, step:UOp) -> SplitStep:
+    """A step of the loop"""
+    start, page = self.first + step * self.shape.step, self.ahead.read(step)
+    following = self.page_of(start + self.shape.step)
+    return SplitStep(self, start, page, following, self.ahead.update(step, page, following))
+
+@dataclass(frozen=True)
+class SplitStep:
+  """A step of a split's loop. following: the next step's page; update: the store that keeps it till then"""
+  split: Split
+  start: UOp       # its first position
+  page: UOp
+  following: UOp
+  update: UOp
   def row(self, position:UOp) -> UOp:
-    """The offset of a position's row in the cache; of the last row, where the position is not written"""
-    return row_offset(position.minimum(self.last) + self.wait_zero, self.shape.dim)
+    """The index of the row of one of its positions; of the last row, where the position is not written"""
+    pages, split = self.split.shape.pages, self.split
+    return pages.row(self.page, position.minimum(split.last)) + split.wait_zero * pages.dim
 
 @dataclass(frozen=True)
 class SoftmaxState:
@@ -151,9 +176,10 @@ def split_kv_simt(shape:SplitLaunch, buffers:dict[str, UOp]) -> list[UOp]:
   queries = [thread.load_query(head) for head in range(thread.heads)]
   state = SoftmaxState.initial(thread.heads, thread.latent_share)
   step = thread.split.steps()
-  positions = thread.positions(step)
-  keys = [thread.load_key(position) for position in positions]
-  updates = []
+  at = thread.split.at(step)
+  positions = thread.positions(at)
+  keys = [thread.load_key(at, position) for position in positions]
+  updates = [at.update]
   for head, query in enumerate(queries):
     scores = thread.scores(query, keys, positions)
     updates += thread.update(state.after(step), head, scores, keys, positions)
@@ -170,8 +196,8 @@ class SimtThread:
     index, head_group = UOp.special(shape.splits, "gidx0"), UOp.special(shape.heads // self.heads, "gidx1")
     self.thread = UOp.special(SIMT_WARPS * lanes, "lidx0")
     self.warp, self.lane = self.thread // lanes, self.thread % lanes
-    self.wait_zero = pdl_wait(shape.target)
-    self.split = Split(shape, buffers, index, self.wait_zero)
+    self.split = Split(shape, buffers, index)
+    self.wait_zero = self.split.wait_zero
     self.first_head = head_group * self.heads
 
   def latent_number(self, i:int) -> UOp: return (i // 4 * self.shape.target.lanes + self.lane) * 4 + i % 4
@@ -186,13 +212,13 @@ class SimtThread:
     return [self.buffers["q_latent"][place + self.wait_zero].load() * shape.scale_log2e for place in latent_places] + \
            [self.buffers["q"][place + self.wait_zero].load() * shape.scale_log2e for place in rope_places]
 
-  def positions(self, step:UOp) -> list[UOp]:
+  def positions(self, at:SplitStep) -> list[UOp]:
     """The warp's positions of a step"""
-    return [self.split.first + (step * POSITIONS_AT_ONCE + i) * SIMT_WARPS + self.warp for i in range(POSITIONS_AT_ONCE)]
+    return [at.start + i * SIMT_WARPS + self.warp for i in range(POSITIONS_AT_ONCE)]
 
-  def load_key(self, position:UOp) -> list[UOp]:
+  def load_key(self, at:SplitStep, position:UOp) -> list[UOp]:
     """The lane's share of a position's row, as float32; the first latent_share are its share of the value"""
-    row = self.split.row(position)
+    row = at.row(position)
     places = [row + self.latent_number(i) for i in range(self.latent_share)] + \
              [row + self.shape.latent + self.rope_number(i) for i in range(self.rope_share)]
     return [self.buffers["cache"][place].load().cast(dtypes.float) for place in places]
@@ -261,12 +287,12 @@ def split_kv_mma(shape:SplitLaunch, buffers:dict[str, UOp]) -> list[UOp]:
   queries = [[thread.load_query(column, piece) for piece in range(thread.warp_pieces)] for column in range(thread.columns)]
   state = SoftmaxState.initial(thread.columns, LANE_SUMS)
   step = thread.split.steps()
-  start = thread.split.first + step * shape.step
-  values = thread.load_values(start)
-  scores = thread.share_scores(thread.partial_scores(queries, start), values)
-  updates = []
+  at = thread.split.at(step)
+  values = thread.load_values(at)
+  scores = thread.share_scores(thread.partial_scores(queries, at), values, at.following)
+  updates = [at.update]
   for column in range(thread.columns):
-    rescale, weights, stores = thread.softmax(state.after(step), column, thread.scores(scores, column, start))
+    rescale, weights, stores = thread.softmax(state.after(step), column, thread.scores(scores, column, at.start))
     updates += stores + thread.update_sums(state.after(step), column, rescale, weights, values)
   state = state.after(UOp.group(*updates).end(step))
   return [store for column in range(thread.columns) for store in thread.store_stats(state, column) + thread.store_sums(state, column)]
@@ -294,8 +320,8 @@ class MmaThread:
     self.warp, lane = thread // 32, thread % 32
     self.lane_group, self.in_group = lane // 4, lane % 4
     self.tile, self.share = self.warp // self.shares, self.warp % self.shares
-    self.wait_zero = pdl_wait(shape.target)
-    self.split = Split(shape, buffers, index, self.wait_zero)
+    self.split = Split(shape, buffers, index)
+    self.wait_zero = self.split.wait_zero
     self.first_head, self.first_latent = block * self.heads, self.warp * LATENT_PER_WARP
 
   # ---- where things are ----
@@ -337,23 +363,24 @@ class MmaThread:
     rotated = self.load4("q", place, is_rotated, inside)
     return [is_latent.where(own, other.cast(dtypes.half)) for own, other in zip(latent, rotated)]
 
-  def partial_scores(self, queries:list[list[list[UOp]]], start:UOp) -> list[list[UOp]]:
+  def partial_scores(self, queries:list[list[list[UOp]]], at:SplitStep) -> list[list[UOp]]:
     """A column's products of the warp's tile, over the warp's share of the numbers: (positions, heads)"""
     sums = [[UOp.const(0.0, dtypes.float)] * 4 for _ in queries]
-    positions = [start + self.tile * TILE_POSITIONS + self.lane_group + row * 8 for row in range(2)]
+    positions = [at.start + self.tile * TILE_POSITIONS + self.lane_group + row * 8 for row in range(2)]
     for piece in range(self.warp_pieces):
       number, inside = self.piece_number(piece)
-      keys = [self.load4("cache", self.split.row(position) + number, inside) for position in positions]
+      keys = [self.load4("cache", at.row(position) + number, inside) for position in positions]
       sums = [self.mma(fragment_a(keys), query[piece], total) for query, total in zip(queries, sums)]
     return sums
 
-  def load_values(self, start:UOp) -> Values:
+  def load_values(self, at:SplitStep) -> Values:
     """By tile, half of the warp's latent numbers and position of the lane: four neighbouring numbers"""
-    def load(half:int, position:UOp) -> list[UOp]: return self.load4("cache", self.latent_index(self.split.row(position) + self.first_latent, half))
-    return [[[load(half, position) for position in self.tile_positions(start, tile)] for half in range(2)] for tile in range(self.tiles)]
+    def load(half:int, position:UOp) -> list[UOp]: return self.load4("cache", self.latent_index(at.row(position) + self.first_latent, half))
+    return [[[load(half, position) for position in self.tile_positions(at.start, tile)] for half in range(2)] for tile in range(self.tiles)]
 
-  def share_scores(self, partial_scores:list[list[UOp]], values:Values) -> UOp:
-    """Scores in shared memory behind a barrier, (shares, heads, pitch). The values are loaded before it: they do not wait for the scores."""
+  def share_scores(self, partial_scores:list[list[UOp]], values:Values, following:UOp) -> UOp:
+    """Scores in shared memory behind a barrier, (shares, heads, pitch). The values and the next step's page are loaded before it: they do not wait
+    for the scores."""
     scores = local(self.shares * self.heads * self.pitch, dtypes.float, 0)
     stores = []
     for column, elements in enumerate(partial_scores):
@@ -361,7 +388,7 @@ class MmaThread:
         row = self.share * self.heads + column * self.mma.N + self.in_group * 2 + i % 2
         stores.append(scores[row * self.pitch + self.tile * TILE_POSITIONS + self.lane_group + i // 2 * 8].store(value))
     loads = [number for tile in values for half in tile for position in half for number in position]
-    return scores.after(UOp(Ops.BARRIER, src=(*stores, *loads)))
+    return scores.after(UOp(Ops.BARRIER, src=(*stores, *loads, following)))
 
   def scores(self, shared:UOp, column:int, start:UOp) -> list[UOp]:
     """The lane's head's scores of the lane's positions, tile by tile, in base 2"""
@@ -419,17 +446,18 @@ class MmaThread:
 class CombineLaunch:
   """What the code of mla_combine depends on"""
   target: Target
+  pages: Pages
   splits: int
   heads: int    # H
   latent: int   # L
   step: int     # positions that a block of split_kv reads at once
 
-def mla_combine(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, start:Tensor) -> Tensor:
-  """The context of all splits. sums, stats: what split_kv made of the cache; start: int32 (1,) -> float32 (H, L)"""
-  splits, heads, latent = sums.shape
-  shape = CombineLaunch(target, splits, heads, latent, plan_splits(target, heads, latent, cache)[1])
+def mla_combine(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Step) -> Tensor:
+  """The context of all splits. sums, stats: what split_kv made of the cache -> float32 (H, L)"""
+  (splits, heads, latent), pages = sums.shape, Pages.of(cache, step.tables)
+  shape = CombineLaunch(target, pages, splits, heads, latent, plan_splits(target, heads, latent, pages)[1])
   def body(buffers:dict[str, UOp]) -> list[UOp]: return combine_kernel(shape, buffers)
-  ins = {"sums": sums, "stats": stats, "start": start}
+  ins = {"sums": sums, "stats": stats, "start": step.start}
   return launch(f"mla_combine_{splits}_{heads}_{latent}", {"context": empty(sums, heads, latent)}, ins, body)[0]
 
 def combine_kernel(shape:CombineLaunch, buffers:dict[str, UOp]) -> list[UOp]:
@@ -450,7 +478,7 @@ class CombineThread:
     self.thread = UOp.special(COMBINE_WARPS * self.lanes, "lidx0")
     self.warp, self.lane = self.thread // self.lanes, self.thread % self.lanes
     self.wait_zero = pdl_wait(shape.target)
-    last = position_of(buffers)
+    last = shape.pages.position(buffers)
     self.written = last // split_length(last, shape.splits, shape.step) + 1   # splits
 
   def stat(self, split:UOp, i:int) -> UOp:
