@@ -59,6 +59,6 @@ def test_forward(arch: str, limit: float, tmp_path: Path):
     if arch == "sm_75": got = g.logits(ids.tolist())
     else:
       def ids_of(i: int) -> Tensor: return Tensor([i], dtype=dtypes.int32).realize()
-      def step(token: int, position: int) -> Tensor: return g.model.logits(Step.decode(ids_of(position)), ids_of(token))
+      def step(token: int, position: int) -> Tensor: return g.model.logits(Step.decode(ids_of(position), g.table), ids_of(token))
       got = np.concatenate([step(t, i).numpy() for i, t in enumerate(ids)])
   assert error(got, logits(path, ids)) < limit

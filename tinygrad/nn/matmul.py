@@ -13,7 +13,8 @@ from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.nn.intrinsics import Mma, Target
-from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Weight, block_sum, empty, launch, local, optional, position_of, rotated, silu, sum_in_order, total
+from tinygrad.nn.kernel import (UNIT, Matrix, Norm, Rope, Weight, block_sum, empty, launch, local, optional, position_of, rotated, silu,
+                                    sum_in_order, total)
 from tinygrad.uop.ops import Ops
 
 SLAB = 16   # numbers of a row that lie side by side in shared memory
