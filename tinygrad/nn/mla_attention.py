@@ -37,16 +37,15 @@ def latent_attention(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cach
 @latent_attention.form("cpu_decode", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        cpu.takes(k_b) and step.one_token and cpu.attention_takes(k_b.shape[1], cache.shape[1]))
 def latent_attention_cpu(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
-  q_latent, cache = cpu.latent_query_decode(q, kv, k_b, norm, cache, rope, step.start)
-  return cpu.mla_attention_decode(q_latent, q, cache, step.start, scale), cache
+  q_latent, cache = cpu.latent_query_decode(q, kv, k_b, norm, cache, rope, step.start, step.tables)
+  return cpu.mla_attention_decode(q_latent, q, cache, step.start, step.tables, scale), cache
 
 @latent_attention.form("cpu_prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        cpu.takes(k_b) and step.many_tokens and cpu_prefill.attention_takes(k_b.shape[1]))
 def latent_attention_cpu_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope,
                                  scale:float) -> tuple[Tensor, Tensor]:
-  start = step.start
-  q_latent, cache = cpu_prefill.latent_query_prefill(q, kv, k_b, norm, cache, rope, start)
-  return cpu_prefill.mla_attention_prefill(q_latent, q, cache, start, scale), cache
+  q_latent, cache = cpu_prefill.latent_query_prefill(q, kv, k_b, norm, cache, rope, step.start, step.tables)
+  return cpu_prefill.mla_attention_prefill(q_latent, q, cache, step.start, step.tables, scale), cache
 
 @latent_attention.form("decode", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        (target := decode_target(step, k_b, k_b.shape[2])) and
