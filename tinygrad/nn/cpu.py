@@ -18,6 +18,7 @@ from tinygrad.helpers import prod
 from tinygrad.nn.cpu_layout import ROWS, Layout, threads
 from tinygrad.nn.kernel import UNIT, Norm, Rope, Unit, Weight, empty, optional
 from tinygrad.nn.routing import LEAST_SUM, Gating, Routing
+from tinygrad.nn.step import PAGE
 from tinygrad.renderer import Estimates
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
@@ -277,14 +278,19 @@ def norm_linear_decode(vector:Tensor, norm:Norm|None, weights:Sequence[PackedWei
 
 # ---- attention of a token ----
 
-def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, start:Tensor) -> tuple[Tensor, Tensor]:
+def row_of(position:str) -> str:
+  """C: the cache's row of a position of a sequence, whose pages `tables` holds"""
+  return f"(tables[({position}) / {PAGE}] * {PAGE}L + ({position}) % {PAGE})"
+
+def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, start:Tensor,
+                        tables:Tensor) -> tuple[Tensor, Tensor]:
   """A token's queries in latent space, and its row of the cache, [RMSNorm(kv[:L]) | RoPE(kv[L:])], written at start. query: float32 (1, H·head); kv:
-  float32 (1, L+R); k_b: (H, L, nope); cache: (rows, L+R); start: int32 (1,) -> float32 (1, H, L), and the cache. The thread with the first job writes
-  the row."""
+  float32 (1, L+R); k_b: (H, L, nope); cache: (rows, L+R); start: int32 (1,); tables: int32 (1, P) -> float32 (1, H, L), and the cache. The thread
+  with the first job writes the row."""
   (H, L, nope), dim, groups, size = k_b.shape, cache.shape[1], row_groups(k_b), group_bytes(k_b)
   body = f"""if (job == 0) {{
     float f = rms(kv, {L}, {norm.eps!r}f);
-    {TYPES[cache.dtype]}* row = cache + start[0] * {dim}L; const float* turn = rope + start[0] * {rope.table.shape[1] * 2}L;
+    {TYPES[cache.dtype]}* row = cache + {row_of("start[0]")} * {dim}; const float* turn = rope + start[0] * {rope.table.shape[1] * 2}L;
     for (int i = 0; i < {L}; i++) row[i] = kv[i] * f * norm[i];
     for (int i = 0; i < {dim - L}; i += 2) {{
       float a = kv[{L} + i], b = kv[{L} + i + 1], c = turn[i], s = turn[i + 1];
@@ -301,19 +307,20 @@ def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, ca
     }}
   }}"""
   outs = {"q_latent": empty(query, 1, H, L), "cache": cache}
-  ins = {"q": query, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": start, "w": k_b.planes["stream"]}
+  ins = {"q": query, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": start, "tables": tables, "w": k_b.planes["stream"]}
   q_latent, written = launch(f"latent_query_{k_b.label}", outs, ins, dot("dot", k_b), body, H * groups, k_b.nbytes)
   return q_latent, written
 
-DECODE_KEYS = 16  # positions of the cache that a thread reads at a time
+DECODE_KEYS = 16  # positions of the cache, of one page, that a thread reads at a time
 
 def attention_takes(latent:int, dim:int) -> bool:
   """Whether mla_attention_decode takes such a latent and such rows of the cache: whole vectors"""
   return latent % ROWS == 0 and dim % ROWS == 0
 
-def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tensor, scale:float) -> Tensor:
+def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tensor, tables:Tensor, scale:float) -> Tensor:
   """softmax(query·key·scale)·value of one token. q_latent: float32 (1, H, L); query: float32 (1, H·head), each head's last numbers rotated; cache:
-  (rows, L+R); start: int32 (1,) -> float32 (1, H, L). A thread takes a share of the heads and reads the cache once for all of them:
+  (rows, L+R); start: int32 (1,); tables: int32 (1, P) -> float32 (1, H, L). A thread takes a share of the heads and reads the cache once for all of
+  them:
 
     for 16 keys of the cache:
       for each head of the thread:
@@ -324,7 +331,7 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tens
     context /= total, for each head"""
   (_, H, L), dim = q_latent.shape, cache.shape[1]
   head = query.shape[1] // H
-  key = f"p < some ? (float)cache[(from + p) * {dim}L + i] : 0"
+  key = f"p < some ? (float)rows[p * {dim} + i] : 0"
   product = f"*(v16f*)(query + h * {dim} + i) * *(v16f*)(keys + (p + k) * {dim} + i)"
   body = f"""int n = start[0] + 1;
   float query[{H * dim}], keys[{DECODE_KEYS * dim}], top[{H}], total[{H}];
@@ -335,6 +342,7 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tens
   }}
   for (int from = 0; from < n; from += {DECODE_KEYS}) {{
     int some = n - from < {DECODE_KEYS} ? n - from : {DECODE_KEYS};
+    const {TYPES[cache.dtype]}* rows = cache + {row_of("from")} * {dim};
     for (int p = 0; p < {DECODE_KEYS}; p++) for (int i = 0; i < {dim}; i++) keys[p * {dim} + i] = {key};
     for (int h = job; h < last; h++) {{
       v16f score = -1e30f; float* y = context + h * {L};
@@ -356,7 +364,7 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tens
     }}
   }}
   for (int h = job; h < last; h++) for (int i = 0; i < {L}; i++) context[h * {L} + i] /= total[h];"""
-  outs, ins = {"context": empty(q_latent, 1, H, L)}, {"q_latent": q_latent, "q": query, "cache": cache, "start": start}
+  outs, ins = {"context": empty(q_latent, 1, H, L)}, {"q_latent": q_latent, "q": query, "cache": cache, "start": start, "tables": tables}
   return launch(f"mla_attention_{H}_{L}_{dim - L}", outs, ins, "", body, H, cache.nbytes())[0]
 
 # ---- feed-forward of a token ----

@@ -13,7 +13,7 @@ from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT, Norm, Rope, Weight, empty, launch, load4
 from tinygrad.nn.latent_cache import CacheRow, Pages, cache_row, visible_rows, write_rows
 from tinygrad.nn.matmul import matmul
-from tinygrad.nn.matvec import linear_part, matvec
+from tinygrad.nn.matvec import Operand, linear_part, matvec
 from tinygrad.nn.norm_linear import as_half, decode_target, mul_mat, prefill_target, single_segment
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step
@@ -37,16 +37,15 @@ def latent_attention(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cach
 @latent_attention.form("cpu_decode", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        cpu.takes(k_b) and step.one_token and cpu.attention_takes(k_b.shape[1], cache.shape[1]))
 def latent_attention_cpu(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
-  q_latent, cache = cpu.latent_query_decode(q, kv, k_b, norm, cache, rope, step.start)
-  return cpu.mla_attention_decode(q_latent, q, cache, step.start, scale), cache
+  q_latent, cache = cpu.latent_query_decode(q, kv, k_b, norm, cache, rope, step.start, step.tables)
+  return cpu.mla_attention_decode(q_latent, q, cache, step.start, step.tables, scale), cache
 
 @latent_attention.form("cpu_prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        cpu.takes(k_b) and step.many_tokens and cpu_prefill.attention_takes(k_b.shape[1]))
 def latent_attention_cpu_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope,
                                  scale:float) -> tuple[Tensor, Tensor]:
-  start = step.start
-  q_latent, cache = cpu_prefill.latent_query_prefill(q, kv, k_b, norm, cache, rope, start)
-  return cpu_prefill.mla_attention_prefill(q_latent, q, cache, start, scale), cache
+  q_latent, cache = cpu_prefill.latent_query_prefill(q, kv, k_b, norm, cache, rope, step.start, step.tables)
+  return cpu_prefill.mla_attention_prefill(q_latent, q, cache, step.start, step.tables, scale), cache
 
 @latent_attention.form("decode", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        (target := decode_target(step, k_b, k_b.shape[2])) and
@@ -58,11 +57,12 @@ def latent_attention_decode(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Nor
   tiles = split_kv.uses_tensor_cores(target, L, dim - L)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     head = UOp.special(H, "gidx1")
-    def out_index(row:UOp) -> UOp: return split_kv.query_place(head, row, L) if tiles else head * L + row
+    def out_index(_:UOp, row:UOp) -> UOp: return split_kv.query_place(head, row, L) if tiles else head * L + row
     part = linear_part(L, single_segment(k_b.matrix(buffers, "w"), head * L), buffers["q_latent"], k_b.integer, out_index)
     def store_row(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:  # one block writes it, the others load nothing for it
-      return cache_row(CacheRow(target, Pages.of(cache, step.tables), L, norm.eps, threads, slot=4), buffers, block * 0, thread, wait_zero, block.eq(0) & head.eq(0))
-    return matvec(target, [nope // UNIT], load4(buffers["q"], head * rope.head), [part], extra_stores=store_row, items=H)
+      row = CacheRow(target, Pages.of(cache, step.tables), L, norm.eps, threads, slot=4)
+      return cache_row(row, buffers, block * 0, thread, wait_zero, block.eq(0) & head.eq(0))
+    return matvec(target, Operand([nope // UNIT], lambda _: load4(buffers["q"], head * rope.head)), [part], extra_stores=store_row, items=H)
   q_latent = empty(q, 1, split_kv.padded(H), L, dtype=dtypes.half) if tiles else empty(q, 1, H, L)
   ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, "tables": step.tables, **k_b.args("w")}
   q_latent, cache = launch(f"latent_query_{k_b.label}", {"q_latent": q_latent, "cache": cache}, ins, body)
