@@ -3,8 +3,8 @@
   table   the pages of one sequence, in their order
   tree    full pages by their tokens, below the page before them: what a later sequence that begins alike shares instead of computing it again
 
-A page is free, or it is held: by tables, by the tree, or by both. A sequence writes only pages that its table alone holds. A page enters the tree when
-its last row is written, and is never written again. The last page of a sequence that ended is not full as a rule: it is its parent's `tail`, and
+A page is free, or it is held: by tables, by the tree, or by both. A sequence writes only pages that its table alone holds. A page enters the tree
+when its last row is written, and is never written again. The last page of a sequence that ended is not full as a rule: it is its parent's `tail`, and
 whoever goes on with its tokens takes it out of the tree, to write on in it.
 
 Whoever holds a page of the tree holds the pages above it, and lets go of it first. So `idle`, the pages that the tree alone holds in the order in
@@ -151,7 +151,7 @@ class Pool:
     if {n.page: n for n in nodes} != self.nodes or len(nodes) != len(self.nodes): return "the tree's pages are not those that it is said to have"
     if any(n.parent.children.get(n.tokens) is not n and n.parent.tail is not n for n in nodes): return "a page of the tree is not found by its tokens"
     if any(len(n.tokens) != PAGE and (n.parent.tail is not n or n.children or n.tail) for n in nodes): return "a page that is not full is no tail"
-    holders = Counter(page for t in tables for page in [*t.pages, *t.twins.values()]) + Counter(self.nodes)
+    holders = Counter(page for t in tables for page in [*t.pages, *t.twins.values()]) + Counter(list(self.nodes))
     if wrong := [p for p in range(self.pages) if holders[p] != self.holders[p]]:
       return f"page {wrong[0]} has {holders[wrong[0]]} holders, {self.holders[wrong[0]]} are counted"
     if holders[0]: return "page 0 is held"

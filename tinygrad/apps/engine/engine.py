@@ -163,9 +163,9 @@ class Engine:
   What counts is on the host: a sequence's ids, its rows, its table. The device's batch follows from them and can be set anew at any time; what was in
   flight is computed again then. So an exception loses nothing, wherever it comes.
 
-  A step is launched before the one before it is read, so a sequence's end is seen one step late. The row that was written too much lies past those that
-  count, in a page whose next holder writes it before reading it, as the device works in order. Before the batch changes (a sequence joins, ends or
-  gives way), what is in flight is read.
+  A step is launched before the one before it is read, so a sequence's end is seen one step late. The row that was written too much lies past those
+  that count, in a page whose next holder writes it before reading it, as the device works in order. Before the batch changes (a sequence joins, ends
+  or gives way), what is in flight is read.
 
   Whoever waits for a token drives: it does pieces of work, for all sequences, until its own token is there. One thread drives at a time, the others
   wait for news. The driver alone touches the device, the scheduler and the pool; `add` and `abort` leave it word."""
@@ -175,10 +175,11 @@ class Engine:
     self.scheduler = Scheduler(self.pool, runner.sizes, runner.few, max_rows, max_stall)
     self.capacity = min(runner.max_context, self.pool.rows)  # tokens of one sequence
     self.newest: Sequence|None = None                        # that was added
-    self.news, self.driver = threading.Condition(), None     # guards: the thread that drives
-    self.dirty = True                                        # set during work: where it was left half done, what is below does not count
+    self.recorded: set[int] = set()                          # sizes of chunks that ran before: a first run tells no time
+    self.news = threading.Condition()                        # guards `driver`
+    self.driver: int|None = None                             # the thread that drives
+    self.dirty = True                                        # set during work; where that was left half done, _recover goes first
     _engines.add(self)
-  driver: int|None
 
   def _recover(self) -> None:
     self.batch: list[Sequence] = []      # what is set on the device
@@ -187,7 +188,6 @@ class Engine:
     self.concerned: list[Sequence] = []  # those whom an error of the device is about
     self.chunks: list[int] = []          # sizes of those that were not waited for
     self.chunk_seconds, self.decode_seconds, self.timed = 0.0, 0.0, False
-    self.recorded: set[int] = set()      # sizes of chunks that ran before: a first run tells no time
     self.scheduler.recover()
 
   # ---- use ----
@@ -221,15 +221,14 @@ class Engine:
       else: return
 
   def abort(self, s:Sequence) -> None:
-    """Ends it, unless it has ended. Where another thread drives, it sees to that before its next piece of work."""
+    """Ends it, unless it has ended. While a thread drives, that is left to the next piece of work: this never waits for it, as the garbage collector
+    may close an iterator anywhere."""
     s.aborted = True
-    with self.news:
-      if self.driver is None: self._whole_or_recovered(self._aborts)
-      self.news.notify_all()
+    self._drive(self._aborts, lambda: self.driver is not None)
 
   def generate(self, ids:Iterable[int], count:int|None=None, sampling:Sampling=Sampling(), stop:frozenset[int]=frozenset()) -> Iterator[int]:
-    """Continues ids: yields each new token, a stop token last. Ends after `count` tokens or when the context is full; closed before, the answer is
-    aborted. Raises as add and stream do."""
+    """Continues ids: yields each new token, a stop token last. Ends after `count` tokens or when the context is full; closing it aborts the answer.
+    Raises as add and stream do."""
     if count is not None and _whole("count", count) < 0: raise ValueError(f"count: expected 0 or more, found {count}")
     s = self.add(Request(ids, sampling, stop, count))
     try: yield from self.stream(s)

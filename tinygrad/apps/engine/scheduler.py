@@ -1,7 +1,7 @@
 """What is done next: who joins, how much of which prompt is read, who gives way. Policy alone: it knows pages and seconds, and no device.
 
-Arrival decides: the first to come is the first to be let in, and the last to come gives way when pages are short. It waits in its old place then, before
-all that came later, and is computed again: what it produced has become part of its ids.
+Arrival decides: the first to come is the first to be let in, and the last to come gives way when pages are short. It waits in its old place then,
+before all that came later, and is computed again: what it produced has become part of its ids.
 
 One prompt is read at a time, in chunks. While answers run, chunks fill what their target leaves between two decode steps."""
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Chunk(NamedTuple):
   size: int
 
 class Scheduler:
-  """sizes: of a prompt's chunks, ascending. few: the largest is not taken for so few tokens. max_stall: seconds that a running answer waits at most."""
+  """sizes: of chunks, ascending. few: tokens for which the largest is not taken. max_stall: seconds that a running answer waits, at most."""
   def __init__(self, pool:Pool, sizes:tuple[int, ...], few:int, max_rows:int, max_stall:float):
     self.pool, self.sizes, self.few, self.max_rows, self.max_stall = pool, sizes, few, max_rows, max_stall
     self.live: list[Sequence] = []                       # all that have not ended, as they came
@@ -73,7 +73,7 @@ class Scheduler:
 
   # ---- answers ----
   def provide(self, ahead:int) -> bool:
-    """Gives each running sequence the page of its next row, `ahead` launches after what it knows. False where pages are short, for the last to come."""
+    """Gives each running sequence the page of its next row, `ahead` launches after what it knows. False where pages do not do for all."""
     return all(self.pool.allocate(s.table, max(0, pages_for(len(s.ids) + ahead) - len(s.table.pages))) for s in self.running)
 
   def preempt(self) -> None:
