@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
-from tinygrad import Tensor, UOp, dtypes
+from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import Target
-from tinygrad.nn.kernel import block_sum, position_of, rotated
+from tinygrad.nn.kernel import block_sum, launch, position_of, rotated
 from tinygrad.nn.step import PAGE, Step
 
 MASKED_SCORE = -1e30   # of a position that a token does not attend to; finite, so that the difference of two scores is a number
@@ -111,15 +111,19 @@ def rows_of(step:Step) -> Tensor:
   return (step.tables.unsqueeze(2) * PAGE + Tensor.arange(PAGE, dtype=dtypes.int32)).reshape(step.tables.shape[0], -1)
 
 def write_rows(step:Step, cache:Tensor, rows:Tensor) -> Tensor:
-  """The cache, (C, dim), with the rows of the step's tokens, float32 (T, dim), written"""
-  rows, positions = rows.cast(cache.dtype), step.positions
-  pages = step.tables.gather(1, (positions // PAGE).reshape(step.tables.shape[0], -1)).reshape(-1)
-  index = pages * PAGE + positions % PAGE
-  # page 0 is nobody's, and several tokens may write there: the last one does
-  here = Tensor.arange(cache.shape[0], dtype=dtypes.int32).unsqueeze(1).eq(index)  # (C, T)
-  last = here & (Tensor.arange(step.tokens, dtype=dtypes.int32).eq((here * Tensor.arange(step.tokens, dtype=dtypes.int32)).max(1, keepdim=True)))
-  written = last.unsqueeze(2).where(rows, 0).sum(1, dtype=cache.dtype)
-  return cache.assign(here.any(1).unsqueeze(1).where(written, cache))
+  """The cache, (C, dim), with the rows of the step's tokens, float32 (T, dim), written, and no other row touched. Several tokens may write the same
+  row of page 0: one of them does."""
+  pages, spread = Pages.of(cache, step.tables), Device[cache.device].renderer.has_local
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    counts = (step.tokens, pages.dim)
+    token, number = (UOp.special(count, f"gidx{i}") if spread else UOp.range(count, i) for i, count in enumerate(counts))
+    position = pages.position(buffers, token)
+    page = pages.page(buffers, position, token if pages.sequences > 1 else 0)
+    value = buffers["rows"][token * pages.dim + number].load().cast(cache.dtype)
+    store = buffers["cache"][pages.row(page, position) + number].store(value)
+    return [store if spread else store.end(token, number)]
+  ins = {"rows": rows.cast(dtypes.float), "start": step.start, "tables": step.tables}
+  return launch(f"write_rows_{step.tokens}_{pages.dim}", {"cache": cache}, ins, body)[0]
 
 def visible_rows(step:Step, cache:Tensor) -> tuple[Tensor, Tensor]:
   """Keys by position, float32 (S, P · PAGE, dim); what is added to their scores, float32 (T, P · PAGE): 0 up to the token's own position, -inf behind
