@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple, Sequence
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import prod
-from tinygrad.nn.cpu import ROTATE, TYPES, PackedWeight, block_unit, choose_experts, group_bytes, launch, optional, row_of
+from tinygrad.nn.cpu import ROTATE, TYPES, PackedWeight, block_unit, choose_experts, group_bytes, launch, optional, row_of, write_rows
 from tinygrad.nn.cpu_layout import ROWS
 from tinygrad.nn.kernel import UNIT, Norm, Rope, Unit, empty
 from tinygrad.nn.routing import Routing
@@ -208,19 +208,9 @@ def mul_mat_prefill(tokens:Tensor, weight:PackedWeight) -> Tensor:
 def latent_query_prefill(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, start:Tensor,
                          tables:Tensor) -> tuple[Tensor, Tensor]:
   """As latent_query_decode, of T tokens; start is the first one's"""
-  (H, L, nope), T, dim = k_b.shape, query.shape[0], cache.shape[1]
-  body = f"""for (; job < last; job++) {{
-    const float* from = kv + job * {dim}; const float* turn = rope + (start[0] + job) * {rope.table.shape[1] * 2}L;
-    {TYPES[cache.dtype]}* row = cache + {row_of("start[0] + job")} * {dim}; float f = rms(from, {L}, {norm.eps!r}f);
-    for (int i = 0; i < {L}; i++) row[i] = from[i] * f * norm[i];
-    for (int i = 0; i < {dim - L}; i += 2) {{
-      float a = from[{L} + i], b = from[{L} + i + 1], c = turn[i], s = turn[i + 1];
-      row[{L} + i] = a * c - b * s; row[{L} + i + 1] = a * s + b * c;
-    }}
-  }}"""
-  ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "start": start, "tables": tables}
-  written = launch(f"cache_rows_{T}_{dim}_{L}", {"cache": cache}, ins, "", body, T, T * dim * 8)[0]
-  return linear(pack_tiles(query, heads=H, width=nope), k_b, T), written
+  H, _, nope = k_b.shape
+  written = write_rows(kv, norm, cache, rope, start, tables)
+  return linear(pack_tiles(query, heads=H, width=nope), k_b, query.shape[0]), written
 
 PREFILL_KEYS = 64                      # positions of the cache, of one page, that a thread reads at a time
 QUERY_TILES = 8                        # that share what is read of the cache

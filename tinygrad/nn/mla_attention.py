@@ -8,7 +8,7 @@ written is nn/latent_cache.py's; on the CPU, nn/cpu.py and nn/cpu_prefill.py.
 """
 from __future__ import annotations
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn import cpu, cpu_prefill, mla_prefill, split_kv
+from tinygrad.nn import cpu, cpu_few, cpu_prefill, mla_prefill, split_kv
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT, Norm, Rope, Weight, empty, launch, load4
 from tinygrad.nn.latent_cache import CacheRow, Pages, cache_row, visible_rows, write_rows
@@ -39,6 +39,11 @@ def latent_attention(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cach
 def latent_attention_cpu(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
   q_latent, cache = cpu.latent_query_decode(q, kv, k_b, norm, cache, rope, step.start, step.tables)
   return cpu.mla_attention_decode(q_latent, q, cache, step.start, step.tables, scale), cache
+
+@latent_attention.form("cpu_few", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
+                       cpu.takes(k_b) and step.few_tokens and cpu.attention_takes(k_b.shape[1], cache.shape[1]))
+def latent_attention_cpu_few(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
+  return cpu_few.latent_attention_few(q, kv, k_b, norm, cache, rope, step.start, step.tables, scale)
 
 @latent_attention.form("cpu_prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        cpu.takes(k_b) and step.many_tokens and cpu_prefill.attention_takes(k_b.shape[1]))

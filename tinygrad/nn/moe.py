@@ -11,7 +11,7 @@ first launch the blocks part into two branches, each with a vector and a layout 
 from __future__ import annotations
 from typing import NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn import cpu, cpu_prefill
+from tinygrad.nn import cpu, cpu_few, cpu_prefill
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, optional, silu
 from tinygrad.nn.matmul import expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
@@ -44,6 +44,10 @@ def gate_up(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weigh
 @gate_up.form("cpu_decode", takes=lambda step, x, norm, gate, up, router: cpu.takes(*present(gate, up, router)) and step.one_token)
 def gate_up_cpu(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
   return cpu.gate_up_decode(x, norm, gate, up, router)
+
+@gate_up.form("cpu_few", takes=lambda step, x, norm, gate, up, router: cpu.takes(*present(gate, up, router)) and step.few_tokens)
+def gate_up_cpu_few(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
+  return cpu_few.gate_up_few(x, norm, gate, up, router)
 
 @gate_up.form("cpu_prefill", takes=lambda step, x, norm, gate, up, router: cpu.takes(*present(gate, up, router)) and step.many_tokens)
 def gate_up_cpu_prefill(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
@@ -100,6 +104,10 @@ def expert_gate_up(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logit
 def expert_gate_up_cpu(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
   return cpu.expert_gate_up_decode(x, norm, gate, up, logits, routing)
 
+@expert_gate_up.form("cpu_few", takes=lambda step, x, norm, gate, up, logits, routing: cpu.takes(gate, up) and step.few_tokens)
+def expert_gate_up_cpu_few(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
+  return cpu_few.expert_gate_up_few(x, norm, gate, up, logits, routing)
+
 @expert_gate_up.form("cpu_prefill", takes=lambda step, x, norm, gate, up, logits, routing: cpu.takes(gate, up) and step.many_tokens)
 def expert_gate_up_cpu_prefill(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
   return cpu_prefill.expert_gate_up_prefill(x, norm, gate, up, logits, routing)
@@ -144,6 +152,10 @@ def shared_down(shared:Shared|None) -> list[Weight]: return [] if shared is None
 @expert_down.form("cpu_decode", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.one_token)
 def expert_down_cpu(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
   return cpu.expert_down_decode(hidden, down, sel, residual, shared)
+
+@expert_down.form("cpu_few", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.few_tokens)
+def expert_down_cpu_few(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
+  return cpu_few.expert_down_few(hidden, down, sel, residual, shared)
 
 @expert_down.form("cpu_prefill", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.many_tokens)
 def expert_down_cpu_prefill(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:

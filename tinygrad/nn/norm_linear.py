@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import prod
-from tinygrad.nn import cpu, cpu_prefill
+from tinygrad.nn import cpu, cpu_few, cpu_prefill
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import UNIT, Load4, Matrix, Norm, Rope, Weight, empty, launch, load4, optional, position_of, rotated
 from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
@@ -51,6 +51,9 @@ def mul_mat(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
 
 @mul_mat.form("cpu_decode", takes=lambda x, weight, ids: cpu.takes(weight) and one_row(x))
 def mul_mat_cpu(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: return cpu.mul_mat_decode(x, weight, ids)
+
+@mul_mat.form("cpu_few", takes=lambda x, weight, ids: ids is None and cpu_few.takes_rows(x, weight))
+def mul_mat_cpu_few(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: return cpu_few.mul_mat_few(x, weight)
 
 @mul_mat.form("cpu_prefill", takes=lambda x, weight, ids: cpu.takes(weight))
 def mul_mat_cpu_prefill(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
@@ -102,6 +105,10 @@ def norm_linear(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], r
                   cpu.takes(*weights) and step.one_token)
 def norm_linear_cpu(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   return cpu.norm_linear_decode(x, norm, weights, rope, step.start if rope else None, residual)
+
+@norm_linear.form("cpu_few", takes=lambda step, x, norm, weights, rope, residual: cpu.takes(*weights) and step.few_tokens)
+def norm_linear_cpu_few(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
+  return cpu_few.norm_linear_few(x, norm, weights, rope, step.start if rope else None, residual)
 
 @norm_linear.form("cpu_prefill", takes=lambda step, x, norm, weights, rope, residual: cpu.takes(*weights) and step.many_tokens)
 def norm_linear_cpu_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
