@@ -53,7 +53,7 @@ def latent_attention_cpu_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, nor
   return cpu_prefill.mla_attention_prefill(q_latent, q, cache, step.start, step.tables, scale), cache
 
 @latent_attention.form("decode", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
-                       (target := decode_target(step, k_b, k_b.shape[2])) and
+                       step.one_token and (target := decode_target(step, k_b, k_b.shape[2])) and
                        split_kv.takes(target, *k_b.shape[:2], cache.shape[1] - k_b.shape[1]))
 def latent_attention_decode(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
   """Three launches: queries and the cache's row; splits of the cache; their combination"""

@@ -1,12 +1,13 @@
 """The feed-forward, dense or mixture-of-experts.
 
-feed_forward and mixture are composites. A token runs them as gate_up, expert_gate_up, expert_down and norm_linear. Many tokens on a target with
+feed_forward and mixture are composites. A decode step runs them as gate_up, expert_gate_up, expert_down and norm_linear. Many tokens on a target with
 tensor cores run each as one piece: tokens sorted by expert (nn/routing.py), products by tiles (nn/matmul.py), scaled halves between them.
 
-One token on a target with kernels, with experts, is three launches: the router's logits beside the shared expert's gate and up; the choice of experts
-and their gate and up with SwiGLU and the routing weight in the epilogue; their down, the shared expert's and the residual in one sum. The choice is
-made by every block of the second launch for itself: 64 logits cost less to rank again than a launch costs. Expert ids are read in the kernels. In the
-first launch the blocks part into two branches, each with a vector and a layout of its own.
+A decode step on a target with kernels, with experts, is three launches: the router's logits beside the shared expert's gate and up; the choice of
+experts and their gate and up with SwiGLU and the routing weight in the epilogue; their down, the shared expert's and the residual in one sum. The
+choice is made by every block of the second launch for itself: 64 logits cost less to rank again than a launch costs. Expert ids are read in the
+kernels. In the first launch the blocks part into two branches, each with vectors and a layout of its own, and all tokens share a read of the weights;
+in the others a block has one token.
 """
 from __future__ import annotations
 from typing import NamedTuple, Sequence
@@ -54,7 +55,7 @@ def gate_up_cpu_prefill(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, 
   return cpu_prefill.gate_up_prefill(x, norm, gate, up, router)
 
 @gate_up.form("msl", takes=lambda step, x, norm, gate, up, router:
-              msl_takes(decode_target(step, gate, x.shape[1]), QL_SHEXP_MSL, [gate, up], present(router)))
+              step.one_token and msl_takes(decode_target(step, gate, x.shape[1]), QL_SHEXP_MSL, [gate, up], present(router)))
 def gate_up_metal(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
   return gate_up_msl(x, norm, (gate, up), router)
 
@@ -113,7 +114,7 @@ def expert_gate_up_cpu_prefill(step:Step, x:Tensor, norm:Norm, gate:Weight, up:W
   return cpu_prefill.expert_gate_up_prefill(x, norm, gate, up, logits, routing)
 
 @expert_gate_up.form("msl", takes=lambda step, x, norm, gate, up, logits, routing:
-                     msl_takes(decode_target(step, gate, x.shape[1]), QL_MOE_MSL, [gate, up]))
+                     step.one_token and msl_takes(decode_target(step, gate, x.shape[1]), QL_MOE_MSL, [gate, up]))
 def expert_gate_up_metal(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
   return expert_gate_up_msl(x, norm, (gate, up), logits, routing)
 
@@ -162,8 +163,9 @@ def expert_down_cpu_prefill(step:Step, hidden:Tensor, down:Weight, sel:Tensor, r
   return cpu_prefill.expert_down_prefill(hidden, down, sel, residual, shared)
 
 @expert_down.form("msl", takes=lambda step, hidden, down, sel, residual, shared:
+                  step.one_token and
                   msl_takes(decode_target(step, down, *(weight.shape[-1] for weight in (down, *shared_down(shared)))), QL_MOE_MSL, [down],
-                         *([weight] for weight in shared_down(shared))))
+                            *([weight] for weight in shared_down(shared))))
 def expert_down_metal(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
   return expert_down_msl(hidden, down, sel, residual, shared)
 

@@ -3,7 +3,8 @@ attention_output, composed of both. Each begins with its plain ops; its forms fo
 predicates ask decode_target or prefill_target. A form hands `launch` a body, which reads weights by
 `Weight.matrix` (nn/kernel.py): no block format is known here.
 
-One token on a target with kernels is one launch (nn/matvec.py); many tokens on one with a matrix product are a launch a matrix (nn/matmul.py).
+A token of each sequence on a target with kernels is one launch (nn/matvec.py); many tokens on one with a matrix product are a launch a matrix
+(nn/matmul.py).
 """
 from __future__ import annotations
 from typing import Callable, Sequence
@@ -115,7 +116,7 @@ def norm_linear_cpu_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequenc
   return cpu_prefill.norm_linear_prefill(x, norm, weights, rope, step.start if rope else None, residual)
 
 @norm_linear.form("msl", takes=lambda step, x, norm, weights, rope, residual:
-                  norm is None and rope is None and len(weights) == 1 and residual is not None and
+                  step.one_token and norm is None and rope is None and len(weights) == 1 and residual is not None and
                   msl_takes(decode_target(step, weights[0], x.shape[1]), QL_SHEXP_MSL, weights))
 def norm_linear_msl(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   return [mul_mat_msl(x, weights[0], residual=residual)]
