@@ -12,3 +12,4 @@ static inline half hsin(half x) { return (half)sin((float)x); }
 static inline half hsqrt(half x) { return (half)sqrt((float)x); }
 static inline half hrcp(half x) { return (half)(1.0f / (float)x); }
 static inline half htrunc(half x) { return (half)trunc((float)x); }
+static inline half2 __hfma2(half2 a, half2 b, half2 c) { return {(half)((float)a.x * (float)b.x + (float)c.x), (half)((float)a.y * (float)b.y + (float)c.y)}; }

@@ -54,11 +54,15 @@ class Target:
   dot4: str|None = None        # {2} + Σ of the four int8 products of {0} and {1}; int32
   wait: str|None = None        # statements: the next kernel may start; go on when the kernels before this one are done
   mma: Mma|None = None
+  byte_perm: str|None = None   # the four bytes of {0} and {1} that the digits of {2} number, the lowest first; uint32
+  fma_halves: str|None = None  # {0} · {1} + {2}, each two halves of a word, rounded once; uint32
   lanes: int = 32              # of a warp
   shared_bytes: int = 32768    # of a block
 
 TARGETS = {
   "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", "__shfl_sync(0xffffffffu, {0}, {1})", "__dp4a((int)({0}), {1}, {2})", mma=MMA_CUDA,
+                 byte_perm="__byte_perm({0}, {1}, {2})",
+                 fma_halves="tg_bitcast<uint>(__hfma2(tg_bitcast<half2>((uint)({0})), tg_bitcast<half2>((uint)({1})), tg_bitcast<half2>((uint)({2}))))",
                  shared_bytes=49152),
   "METAL": Target("simd_shuffle_xor({{0}}, (ushort){o})", "simd_shuffle({0}, (ushort){1})", mma=MMA_METAL),
 }
@@ -114,6 +118,18 @@ def dot4(target:Target, left:UOp, right:UOp, total:UOp) -> UOp:
   """total + Σ left[i]·right[i] over the four int8 of two words, int32"""
   assert target.dot4 is not None
   return UOp(Ops.CUSTOMI, dtypes.int, src=(left, right, total), arg=target.dot4)
+
+def word(value:int) -> UOp: return UOp.const(value, dtypes.uint32)
+
+def byte_perm(target:Target, low:UOp, high:UOp, digits:int) -> UOp:
+  """Four of the eight bytes of two words: `digits` numbers them, the lowest first"""
+  assert target.byte_perm is not None
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(low, high, word(digits)), arg=target.byte_perm)
+
+def fma_halves(target:Target, left:UOp, right:UOp, total:UOp) -> UOp:
+  """left · right + total, for each of the two halves of a word"""
+  assert target.fma_halves is not None
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(left, right, total), arg=target.fma_halves)
 
 def opaque_zero(text:str, *after:UOp) -> UOp:
   """A zero that tinygrad takes for an unknown 0 or 1. text: the zero in C; the target's compiler sees what it is. An index that it is added to
