@@ -1,7 +1,7 @@
 """The engine on a toy model whose next token tells of every row that it read: what a sequence says is what it says alone, whoever else is there."""
 from __future__ import annotations
-import contextlib, itertools, os, random, sys, threading
-from typing import Any, Callable, Iterator
+import itertools, random, sys, threading
+from typing import Any, Callable
 import numpy as np, pytest
 from helpers import in_child
 from tinygrad.apps.engine import cache, engine, scheduler, sequence
