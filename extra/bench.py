@@ -13,11 +13,10 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from extra.mkgguf import MODELS, Weights, add_keys, tensor_list
 from tinygrad import Device, Tensor, dtypes
-from tinygrad.apps.engine.engine import Generator
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.gguf import GGUFFile, GGUFTensor
 from tinygrad.apps.mla import Config, Transformer
 from tinygrad.apps.quantized import QuantizedWeight, interleaved, split_planes
-from tinygrad.apps.engine.sampling import Features
 from tinygrad.nn.kernel import UNIT
 from tinygrad.nn.latent_cache import Pages
 from tinygrad.nn.split_kv import plan_splits, split_length
@@ -130,7 +129,7 @@ def _token(f:GGUFFile, max_context:int) -> tuple[Transformer, list[list[UOp]], l
   c, kinds = Config.from_gguf(f), {}
   for i in range(c.n_blocks): kinds.setdefault(tuple((name, t.shape, t.type) for name, t in of_block(f, i).items()), []).append(i)
   model = Transformer.from_gguf(with_blocks(f, [blocks[0] for blocks in kinds.values()]), max_context)
-  return model, Generator(model).build_decode(Features(), compiled=False).parts, [1, *map(len, kinds.values()), 1, 1]
+  return model, Runner(model).batch.record(compiled=False).parts, [1, *map(len, kinds.values()), 1, 1]
 
 def count_kernels(f:GGUFFile, target:str, max_context:int=4096) -> tuple[int, Kinds]:
   """(kernels a token, [(blocks of a kind, kernels a block)]) of the greedy decode step for a target, with no device"""

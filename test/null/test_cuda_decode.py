@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Iterator
 import numpy as np, pytest
 from gguf import GGMLQuantizationType as T
-from helpers import WIDE, generator, write_mixed
+from helpers import WIDE, engine_of, write_mixed
 from mockcuda import on_cuda
 from mockmetal import on_metal
 from oracle import Judge
@@ -27,11 +27,12 @@ def test_decode(limit: float, family: str, types: str, sizes: dict[str, int], tm
   """A token at a time, over more positions than one split of the attention holds; mixed types (test_mul_mat has all)"""
   path = write_mixed(tmp_path / "m.gguf", family, [T[t] for t in types.split()], **WIDE | sizes, seed=1)
   ids = np.random.default_rng(1).integers(0, 320, 34 if GPUS["cuda"][1] == limit else 20)  # every access is checked on the mock of Metal: slow
-  g = generator(path, 64)
-  assert not g.model.plain_parts(g.decode_step)
+  g = engine_of(path, 64)
+  model, table = g.runner.model, to_device(np.int32([[1]]))
+  assert not model.plain_parts(g.runner.batch.step)
   position = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize()
   def step(token: Tensor) -> Tensor:
-    out = g.model.logits(Step.decode(position, g.table), token)
+    out = model.logits(Step.decode(position, table), token)
     out.realize(position.assign(position + 1))
     return out
   jit = TinyJit(step)

@@ -3,12 +3,12 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
-from helpers import HALVES, WIDE, generator, prefilling, random_weight, write_mixed
+from helpers import HALVES, WIDE, engine_of, prefilling, random_weight, write_mixed
 from mockcuda import on_cuda
 from oracle import Judge, nmse
 from extra.bench import no_device, stand_in, with_blocks
 from tinygrad import Device, Tensor, dtypes
-from tinygrad.apps.engine.engine import Generator
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.mla import PREFILL_STEPS, RMSNorm, Transformer
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear
 from tinygrad.apps.rope import Rope, rope_table
@@ -165,7 +165,7 @@ def test_the_last_tile_left_out(kernel: str, test: Callable, args: tuple, place:
 def test_model(family: str, types: str, sizes: dict[str, int], tmp_path: Path):
   """Two steps, the second one padded; what decoding continues with is what a cache written token by token gives"""
   path = write_mixed(tmp_path / "m.gguf", family, [T[name] for name in types.split()], **WIDE | sizes, seed=1)
-  ids, model = rng(1).integers(0, 320, CHUNK + 9).tolist(), generator(path, 64)
+  ids, model = rng(1).integers(0, 320, CHUNK + 9).tolist(), engine_of(path, 64)
   Judge(path, ids).check(model.logits(ids), LIMIT)
   model.forget()
   tokens = list(model.generate(ids, 4))
@@ -179,5 +179,5 @@ def test_launches():
   with no_device("CUDA"):
     def count(blocks: list[int]) -> int:
       model = Transformer.from_gguf(with_blocks(file, blocks), 1024)
-      return len(Generator(model).build_prefill(512, compiled=False).calls)
+      return len(Runner(model).record_chunk(512, compiled=False).calls)
     assert count([0, 1, 2]) - count([0, 1]) == 20

@@ -3,9 +3,8 @@ waited. The order of loads in the rendered source is what decides; a race would 
 import functools, re
 import pytest
 from extra.bench import no_device, stand_in
-from tinygrad.apps.engine.engine import Generator
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.mla import Transformer
-from tinygrad.apps.engine.sampling import Features
 from tinygrad.engine.realize import compile_linear
 from tinygrad.nn import embedding, mla_attention, moe, norm_linear, split_kv
 from tinygrad.uop.ops import Ops, UOp
@@ -34,7 +33,7 @@ def sources(model: str) -> dict[str, tuple[list[str], str]]:
     return wrapped
   with no_device("CUDA"), pytest.MonkeyPatch.context() as patch:
     for module in (embedding, mla_attention, moe, norm_linear, split_kv): patch.setattr(module, "launch", recording(module.launch))
-    calls = Generator(Transformer.from_gguf(stand_in(model), 256)).build_decode(Features(), compiled=False).calls
+    calls = Runner(Transformer.from_gguf(stand_in(model), 256)).batch.record(compiled=False).calls
     programs = [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   return {p.arg.name: (buffers[p.arg.name], p.src[2].arg) for p in programs if p.arg.name in buffers}
 

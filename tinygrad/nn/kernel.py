@@ -46,11 +46,13 @@ LOG2_E = 1.4426950408889634
 class Unit:
   """32 weights of a row in a lane's registers: weight = scale · value + minimum, float32.
   words: eight uint32 of four codes each, byte by byte; a value is code - zero. floats: 32 values, where words is empty.
+  nibbles: where codes have 4 bits, four uint32 as they lie in memory: words 2j and 2j+1 are the low and the high nibbles of the bytes of number j.
   scales: (scale, minimum or None) of the whole unit, or of each half."""
   words: list[UOp]
   scales: list[tuple[UOp, UOp|None]]
   zero: int = 0
   floats: list[UOp]|None = None
+  nibbles: list[UOp]|None = None
 
   def value(self, i:int) -> UOp:
     if self.floats is not None: return self.floats[i]
