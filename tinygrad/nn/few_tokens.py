@@ -24,7 +24,8 @@ from tinygrad.nn.matmul import HALF_SCALE, rounding_error
 from tinygrad.nn.matvec import global_loads
 from tinygrad.uop.ops import Ops
 
-MOST_TOKENS = 64
+# Up to eight tokens share a matrix times a vector's way (nn/matvec.py), which takes eight columns. Past 64 the sums leave a warp's registers.
+LEAST_TOKENS, MOST_TOKENS = 9, 64
 TILE_ROWS, TILE_TOKENS = 16, 8   # of a product
 CHUNK = 4 * UNIT                 # numbers of a row that a product's lanes have between them
 QUADS = UNIT // 4                # products of a chunk
@@ -33,7 +34,7 @@ PITCH = TILE_ROWS + 4            # of a token's sums in shared memory: a warp's 
 SHARED_BYTES = 40960             # of the sums in shared memory
 
 def takes(target:Target) -> bool:
-  """Whether the fragments are those known here, and words of two halves can be multiplied"""
+  """Whether the tensor cores take words of two halves, and a lane can multiply them: the fragments are then PTX's"""
   return target.mma is not None and target.mma.on_words is not None and target.fma_halves is not None
 
 # ---- tokens ----
@@ -79,7 +80,7 @@ def columns(target:Target, x:Tensor, norm:Norm|None=None, low:bool=False) -> lis
       quad = thread + start
       inside = None if start + threads <= D // 4 else quad < D // 4
       place = ((token * heads + head) * D + wait_zero * 4) + quad * 4
-      loaded.append((quad, inside, [buffers["x"][gated(place + i, inside)].load().cast(dtypes.float) for i in range(4)]))
+      loaded.append((quad, inside, [buffers["x"][gated(place + i, inside)].load() for i in range(4)]))
     if norm is not None:
       squares = sum_in_order(number * number for _, _, numbers in loaded for number in numbers)
       sum_of_squares = block_sum(target, squares, thread, threads, 0, lambda warp_sums: total(warp_sums, UOp.add))
@@ -92,9 +93,10 @@ def columns(target:Target, x:Tensor, norm:Norm|None=None, low:bool=False) -> lis
       errors = quad_pairs([rounding_error(number) for number in numbers])
       stores += [buffers["low"][gated(place + i, inside)].store(pair) for i, pair in enumerate(errors)]
     return stores
-  name = "_".join(["columns", *map(str, x.shape), *([] if norm is None else ["norm"]), *(["low"] if low else [])])
-  ins = {"x": x, **optional(norm=norm.weight if norm else None)}
-  return [Columns(out) for out in launch(name, {name: columns_like(x, heads, T, D) for name in ("out", "low")[:1 + low]}, ins, body)]
+  there = {"norm": norm is not None, "low": low}
+  name = "_".join(["columns", *map(str, x.shape), *(what for what, it in there.items() if it)])
+  outs = {out: columns_like(x, heads, T, D) for out in ("out", "low")[:1 + low]}
+  return [Columns(out) for out in launch(name, outs, {"x": x, **optional(norm=norm.weight if norm else None)}, body)]
 
 # ---- weights ----
 
