@@ -115,7 +115,7 @@ def test_limit_0_is_read_and_ends():
 
 def with_answers(**seconds: float) -> Scheduler:
   """An answer runs, and a prompt of 1000 tokens waits"""
-  s = made(pages=1000, max_stall=.05)
+  s = made(pages=2000, max_stall=.05)
   added(s, 1)
   read_prompts(s)
   s.seconds = {DECODE: seconds.pop("decode"), **{int(k[1:]): v for k, v in seconds.items()}}
