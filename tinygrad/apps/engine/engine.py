@@ -175,7 +175,7 @@ class Engine:
     me = threading.get_ident()
     try:
       with self.news:
-        while self.driver is not None and not enough(): self.news.wait()
+        while self.driver not in (None, me) and not enough(): self.news.wait()  # me: a second interrupt came while the first one left
         if enough(): return None
         self.driver = me
       with _one_at_a_time: return self._whole_or_recovered(work)
