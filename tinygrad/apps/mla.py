@@ -23,7 +23,7 @@ from tinygrad.apps.rope import Rope, Yarn, rope_table
 from tinygrad.dtype import DType
 from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.intrinsics import target_of
-from tinygrad.nn.mla_attention import latent_attention
+from tinygrad.nn.mla_attention import attention_plan, latent_attention, splits_take
 from tinygrad.nn.moe import FeedForward, feed_forward, mixture
 from tinygrad.nn.norm_linear import attention_output, norm_linear
 from tinygrad.nn.primitive import PLAIN, rehearsal
@@ -181,6 +181,7 @@ def _zeros(shape:tuple[int, ...], dtype:DType, device:str) -> Tensor: return Ten
 
 Run = Callable[..., Any]
 def apply(fxn:Callable, *args:Any) -> Any: return fxn(*args)
+def plan_attention(step:Step, k_b:QuantizedLinear, cache:Tensor) -> Tensor: return attention_plan(step, k_b, cache)
 def output_head(step:Step, x:Tensor, norm:RMSNorm, output:QuantizedLinear) -> Tensor: return norm_linear(step, x, norm, [output])[0]
 
 class Transformer:
@@ -208,9 +209,13 @@ class Transformer:
   # recorded (apps/capture.py).
   def _before(self, n:int, step:Step, ids:Tensor, run:Run) -> Tensor:
     """float32 (T, D) in front of block n"""
-    x = run(QuantizedEmbedding.__call__, self.token_embd, ids)
+    x, step = run(QuantizedEmbedding.__call__, self.token_embd, ids), self._planned(step, run)
     for block, cache in zip(self.blk[:n], self.cache): x, _ = run(Block.__call__, block, step, x, cache, self.rope)  # the cache is written in place
     return x
+  def _planned(self, step:Step, run:Run) -> Step:
+    """The step with what all blocks' attention shares"""
+    k_b, cache = self.blk[0].attn.attn_k_b, self.cache[0]
+    return replace(step, plan=run(plan_attention, step, k_b, cache)) if step.few_tokens and splits_take(step, k_b, cache) else step
   def hidden(self, step:Step, ids:Tensor, run:Run=apply) -> Tensor:
     """-> float32 (T, D) before the last norm; every block's rows are written"""
     return self._before(len(self.blk), step, ids, run)
@@ -229,7 +234,7 @@ class Transformer:
     kinds = {type(block.ffn): block for block in reversed(self.blk)}    # blocks of a kind have the same shapes
     ids = Tensor.empty(step.tokens, dtype=dtypes.int32, device=self.device)
     with rehearsal() as choices:
-      x = self.token_embd(ids)
+      x, step = self.token_embd(ids), self._planned(step, apply)
       for block in kinds.values(): block(step, x, self.cache[0], self.rope)
       self.head(step, x)
     return list(dict.fromkeys(choice.primitive.__name__ for choice in choices if choice.form == PLAIN))
