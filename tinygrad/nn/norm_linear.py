@@ -20,8 +20,8 @@ from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step, one_row
 
 def decode_target(step:Step, weight:Weight, *widths:int) -> Target|None:
-  """The target whose matrix times vector takes this step: a token of each sequence, vectors of whole units"""
-  target = target_of(weight.device) if step.one_token or step.few_tokens else None
+  """The target whose matrix times vector takes this step: a token of each sequence, vectors of whole units, where tensor cores do not take it"""
+  target = target_of(weight.device) if step.one_token or step.few_tokens and few_target(step, weight, *widths) is None else None
   return target if target is not None and all(width % UNIT == 0 for width in widths) else None
 
 def prefill_target(step:Step, weight:Weight, *widths:int) -> Target|None:
