@@ -23,11 +23,12 @@ from tinygrad.apps.rope import Rope, Yarn, rope_table
 from tinygrad.dtype import DType
 from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.intrinsics import target_of
-from tinygrad.nn.mla_attention import attention_plan, latent_attention, splits_take
+from tinygrad.nn.mla_attention import attention_plan, latent_attention, plan_shape
 from tinygrad.nn.moe import FeedForward, feed_forward, mixture
 from tinygrad.nn.norm_linear import attention_output, norm_linear
 from tinygrad.nn.primitive import PLAIN, rehearsal
 from tinygrad.nn.routing import Gating, Routing
+from tinygrad.nn.split_plan import PlanShape
 from tinygrad.nn.step import PAGE, Step
 
 PREFILL_SIZES = 32, 128, 256, 512   # tokens of a prompt's chunks; all but the least where there are kernels for many
@@ -181,7 +182,7 @@ def _zeros(shape:tuple[int, ...], dtype:DType, device:str) -> Tensor: return Ten
 
 Run = Callable[..., Any]
 def apply(fxn:Callable, *args:Any) -> Any: return fxn(*args)
-def plan_attention(step:Step, k_b:QuantizedLinear, cache:Tensor) -> Tensor: return attention_plan(step, k_b, cache)
+def plan_attention(step:Step, shape:PlanShape) -> Tensor: return attention_plan(step, shape)
 def output_head(step:Step, x:Tensor, norm:RMSNorm, output:QuantizedLinear) -> Tensor: return norm_linear(step, x, norm, [output])[0]
 
 class Transformer:
@@ -214,8 +215,8 @@ class Transformer:
     return x
   def _planned(self, step:Step, run:Run) -> Step:
     """The step with what all blocks' attention shares"""
-    k_b, cache = self.blk[0].attn.attn_k_b, self.cache[0]
-    return replace(step, plan=run(plan_attention, step, k_b, cache)) if step.few_tokens and splits_take(step, k_b, cache) else step
+    shape = plan_shape(step, self.blk[0].attn.attn_k_b, self.cache[0])
+    return step if shape is None else replace(step, plan=run(plan_attention, step, shape))
   def hidden(self, step:Step, ids:Tensor, run:Run=apply) -> Tensor:
     """-> float32 (T, D) before the last norm; every block's rows are written"""
     return self._before(len(self.blk), step, ids, run)
