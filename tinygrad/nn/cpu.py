@@ -193,7 +193,8 @@ def dot(name:str, weight:PackedWeight) -> str:
 
 # ---- launching ----
 
-TYPES = {dtypes.float: "float", dtypes.half: "__fp16", dtypes.int32: "int", dtypes.uint32: "unsigned"}
+TYPES = {dtypes.float: "float", dtypes.half: "__fp16", dtypes.int32: "int", dtypes.uint32: "unsigned",
+         dtypes.uint64: "unsigned long"}
 
 def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], functions:str, body:str, jobs:int=0, mem:int=0) -> list[Tensor]:
   """Runs a kernel in C on the first tensor's device; its buffers have the names given. Returns the outs, written.
@@ -457,17 +458,21 @@ def embedding(ids:Tensor, weight:PackedWeight) -> Tensor:
   return launch(name, {"y": empty(ids, T, D)}, {"ids": ids, "w": weight.planes["stream"]}, "", body, T, D * T * 8)[0]
 
 def argmax(values:Tensor) -> Tensor:
-  """As argmax of nn/embedding.py: by one thread, the largest value first and then its place"""
-  count = values.shape[0]
-  body = f"""v16f best = x[0]; float top = x[0]; int i = 0;
-  for (; i + 16 <= {count}; i += 16) best = __builtin_elementwise_max(best, *(const v16f*)(x + i));
-  for (int r = 0; r < 16; r++) top = best[r] > top ? best[r] : top;
-  for (; i < {count}; i++) top = x[i] > top ? x[i] : top;
-  for (i = 0; i < {count} - 1 && x[i] != top; i++);
-  y[0] = i;"""
-  return launch(f"argmax_{count}", {"y": empty(values, 1, dtype=dtypes.int32)}, {"x": values}, "", body)[0]
+  """As argmax of nn/embedding.py: a row by one thread, the largest value first and then its place"""
+  rows, count = values.shape
+  body = f"""for (x += job * {count}; job < last; job++, x += {count}) {{
+    v16f best = x[0]; float top = x[0]; int i = 0;
+    for (; i + 16 <= {count}; i += 16) best = __builtin_elementwise_max(best, *(const v16f*)(x + i));
+    for (int r = 0; r < 16; r++) top = best[r] > top ? best[r] : top;
+    for (; i < {count}; i++) top = x[i] > top ? x[i] : top;
+    for (i = 0; i < {count} - 1 && x[i] != top; i++);
+    y[job] = i;
+  }}"""
+  return launch(f"argmax_{count}_{rows}", {"y": empty(values, rows, dtype=dtypes.int32)}, {"x": values}, "", body, rows)[0]
 
-def advance(pos:Tensor, token:Tensor) -> Tensor:
+def advance(start:Tensor, token:Tensor, tables:Tensor|None) -> Tensor:
   """As advance of nn/embedding.py"""
-  outs, ins = {"moved": empty(pos, 1, dtype=dtypes.int32)}, {"pos": pos, "token": token}
-  return launch("advance", outs, ins, "", "moved[0] = pos[0] = pos[0] + (token[0] >= 0);")[0]
+  S, there = start.shape[0], "" if tables is None else f" && tables[i * {tables.shape[1]}L]"
+  outs, ins = {"moved": empty(start, S, dtype=dtypes.int32)}, {"start": start, "token": token, **optional(tables=tables)}
+  body = f"for (int i = 0; i < {S}; i++) moved[i] = start[i] = start[i] + (token[i] >= 0{there});"
+  return launch(f"advance_{S}", outs, ins, "", body)[0]

@@ -5,7 +5,7 @@ import functools, sys
 import numpy as np
 from tinygrad import Tensor, Variable, dtypes
 from tinygrad.apps.capture import Replay, to_device, write
-from tinygrad.apps.engine.sampling import Features, Sampling, sample
+from tinygrad.apps.engine.sampling import VALUES, Features, Sampling, counted, sample, token_counts
 from tinygrad.apps.mla import PREFILL_STEPS, Transformer
 from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.embedding import advance
@@ -15,14 +15,11 @@ from tinygrad.nn.step import Step
 @functools.cache
 def _say_once(line:str) -> None: print(line, file=sys.stderr)
 
-def next_token(step:Step, logits:Tensor, features:Features, values:Tensor, key:Tensor, seen:Tensor, token:Tensor) -> tuple[Tensor, ...]:
-  """The end of a decode step: logits, float32 (1, vocab), become the next token, and a position on the device moves on"""
-  counter, noted = key, None
-  if features.draw:  # a token's draw is numbered by its position
-    position = step.start if step.on_device else Tensor(step.start, device=logits.device)
-    counter = position.cast(dtypes.uint32).reshape(1).cat(Tensor.zeros(1, dtype=dtypes.uint32, device=logits.device))
-  if features.penalty: noted = seen.assign(Tensor.arange(seen.shape[0]).to(seen.device).eq(token).cast(dtypes.uint8).maximum(seen))
-  chosen = token.assign(sample(logits.reshape(-1), features, values, key, counter, noted))
+def next_token(step:Step, logits:Tensor, features:Features, values:Tensor, key:Tensor, counts:Tensor, bias:Tensor, token:Tensor) -> tuple[Tensor, ...]:
+  """The end of a decode step: logits, float32 (S, vocab), become the next tokens, and positions on the device move on"""
+  known = counts.assign(counted(counts, token)) if features.penalty else None
+  start = step.device_start(logits.device)
+  chosen = token.assign(sample(logits, features, values, key, start, known, bias))   # a token's draw is numbered by its position
   return chosen, *([advance(step.start, chosen)] if step.on_device else [])
 
 class Runner:
@@ -35,9 +32,11 @@ class Runner:
     self.few = self.many // (2 if is_cpu(device) else 4)  # tokens that smaller steps take sooner: on a CPU, padding costs what tokens do
     self.next_position: int|None = 0                      # what decode_start holds; None while a step is under way, or where one failed
     self.token = to_device(np.zeros(1, np.int32), device)
-    self.values = to_device(np.zeros(5, np.float32), device)
-    self.key = to_device(np.zeros(2, np.uint32), device)
-    self.seen = to_device(np.zeros(model.config.vocab_size, np.uint8), device)
+    vocab = model.config.vocab_size
+    self.values = to_device(np.zeros((1, VALUES), np.float32), device)
+    self.key = to_device(np.zeros((1, 2), np.uint32), device)
+    self.counts = to_device(np.zeros((1, vocab), np.int32), device)
+    self.bias = to_device(np.zeros((1, vocab), np.float32), device)
     self.ids = {size: to_device(np.zeros(size, np.int32), device) for size in {self.chunk, self.many}}  # what a step of a prompt reads
     # where kernels read the position from the device, a step moves it on itself, and nothing in its graph changes from token to token
     on_device = to_device(np.zeros(1, np.int32), device)
@@ -56,7 +55,7 @@ class Runner:
     """Reads the token and, where kernels read it there, its position on the device, and writes the next of both"""
     replay, step = Replay(compiled), Step.decode(self.position.bind(0) if self.decode_start is None else self.decode_start)
     logits = self.model.logits(step, self.token, replay.run)
-    replay.run(next_token, step, logits, features, self.values, self.key, self.seen, self.token)
+    replay.run(next_token, step, logits, features, self.values, self.key, self.counts, self.bias, self.token)
     return replay
   def build_prefill(self, size:int, compiled:bool=True) -> Replay:
     """Reads the first `size` of ids[size] and writes their rows"""
@@ -98,10 +97,11 @@ class Runner:
     """The token that the next decode step reads"""
     write(self.token, np.array([token], np.int32))
   def set_sampling(self, sampling:Sampling, ids:list[int]) -> None:
-    """What decode steps draw by; ids: the context, whose tokens a repeat penalty knows"""
+    """What decode steps draw by; ids: the prompt, whose tokens a repeat penalty knows"""
     write(self.values, np.array(sampling.values(), np.float32))
     write(self.key, np.array([sampling.seed, 0], np.uint32))
-    if sampling.features.penalty: write(self.seen, np.isin(np.arange(self.seen.shape[0]), ids).astype(np.uint8))
+    if sampling.features.penalty: write(self.counts, token_counts(self.counts.shape[1], ids, []))
+    if sampling.features.bias: write(self.bias, sampling.bias_row(self.bias.shape[1]))
 
   @property
   def kernels_a_token(self) -> int:
