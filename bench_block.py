@@ -25,7 +25,7 @@ import numpy as np
 from extra.bench import (LANGUAGES, batch_count, cache_row_bytes, count_kernels, head_bytes, random_weights, read_bytes,
                          render_kernels, stand_in, with_blocks)
 from extra.mkgguf import MIXES, MODELS
-from tinygrad import Device, Tensor, Variable
+from tinygrad import Device, Tensor
 from tinygrad.apps.capture import Replay, to_device
 from tinygrad.apps.engine.engine import Generator
 from tinygrad.apps.gguf import GGUFError, GGUFFile, read_gguf
@@ -81,11 +81,9 @@ def feed_forward(block:Block, step:Step, x:Tensor, cache:Tensor, rope:Rope) -> t
 def bank(model:Transformer, which:range, depth:int, part:Callable[..., tuple[Tensor, Tensor]], read:float) -> Timed:
   """Blocks `which` of the model, each doing `part` with what the one before it gave, at position `depth`"""
   x = to_device(np.random.default_rng(0).standard_normal((1, model.config.dim), np.float32))
-  # the position is where the decode step has it: on the device where the kernels can read it there, else a variable
-  replay, step = Replay(), Step.decode(to_device(np.array([depth], np.int32)))
-  if plain := model.plain_parts(step): step = Step.decode(Variable("pos", 0, model.max_context - 1).bind(depth))
+  replay, step = Replay(), Step.decode(to_device(np.array([depth], np.int32)), to_device(np.arange(model.pages, dtype=np.int32)[None]))
   for i in which: x, _ = replay.run(part, model.blk[i], step, x, model.cache[i], model.rope)
-  return Timed((lambda i: replay(pos=depth + i % TOKENS)) if plain else (lambda i: replay()), lambda: len(replay.calls), len(which), read)
+  return Timed(lambda i: replay(), lambda: len(replay.calls), len(which), read)
 
 def head(model:Transformer, read:float) -> Timed:
   bare = copy.copy(model)

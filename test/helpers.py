@@ -11,9 +11,12 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T, GGUFWriter
 from gguf.quants import dequantize
 from extra import mkgguf
-from tinygrad.apps.engine.engine import Generator
+from tinygrad.apps.capture import to_device
+from tinygrad.apps.engine.engine import Engine
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import Transformer
+from tinygrad.nn.step import Step
 
 # ---- weights ----
 
@@ -60,6 +63,16 @@ def random_weight(kind: T, shape: tuple[int, ...], extreme: bool = False) -> tup
   with np.errstate(over="ignore"): want = dequantize(blocks.reshape(-1), kind).reshape(shape)
   return blocks.reshape(-1), want
 
+# ---- steps ----
+
+def pages_of(sequences: int, pages: int) -> np.ndarray:
+  """Tables of so many pages each, one sequence's after another's"""
+  return np.arange(sequences * pages, dtype=np.int32).reshape(sequences, pages)
+def decoding(*positions: int, pages: int = 2, tables: np.ndarray | None = None) -> Step:
+  return Step.decode(to_device(np.int32(positions)), to_device(pages_of(len(positions), pages) if tables is None else np.int32(tables)))
+def prefilling(start: int, tokens: int, pages: int = 2, tables: np.ndarray | None = None) -> Step:
+  return Step.prefill(to_device(np.int32([start])), to_device(pages_of(1, pages) if tables is None else np.int32(tables)), tokens)
+
 # ---- models ----
 
 # models whose rows are all whole blocks of every type: a dense block and one with experts
@@ -87,7 +100,9 @@ def write_with_tokens(path: Path, tokens: int, model: str, *args: Any, **overrid
   with patch.object(mkgguf, "add_text", lambda w, spec: plain(w, replace(spec, vocab=tokens))):
     return mkgguf.write_model(path, model, *args, **overrides)[0]
 
-def generator(path: Path, max_context: int = 64) -> Generator: return Generator(Transformer.from_gguf(read_gguf(path), max_context))
+def engine_of(path: Path, max_context: int = 64) -> Engine:
+  model = Transformer.from_gguf(read_gguf(path), max_context)
+  return Engine(Runner(model), model.pool)
 
 # ---- processes ----
 

@@ -23,7 +23,7 @@ from tinygrad.nn.mla_attention import latent_attention
 from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up
 from tinygrad.nn.norm_linear import norm_linear
 from tinygrad.nn.routing import Gating, Routing
-from tinygrad.nn.step import Step
+from tinygrad.nn.step import PAGE, Step
 
 BANK = 256 << 20  # bytes of distinct weights a chain reads
 
@@ -46,7 +46,9 @@ def cases(model:str, depth:int) -> dict[str, tuple[Callable, Callable, Callable]
   def lin(kind:G, *shape:int): return random_weight(QuantizedLinear, kind, *shape)
   def numbers(*shape:int) -> Tensor: return Tensor.randn(1, *shape).contiguous().realize()
   def norm(n:int) -> RMSNorm: return RMSNorm(Tensor.ones(n).contiguous().realize(), 1e-5)
-  step, positions = Step.decode(Tensor([depth], dtype=dtypes.int32).realize()), max(depth + 64, 4096)
+  positions = -(-max(depth + 64, 4096) // PAGE) * PAGE
+  table = Tensor.arange(positions // PAGE, dtype=dtypes.int32).unsqueeze(0).contiguous().realize()
+  step = Step.decode(Tensor([depth], dtype=dtypes.int32).realize(), table)
   rope = Rope(Tensor.rand(positions, R // 2, 2).contiguous().realize(), nope + R, nope)
   x, x_q, q, heads, context, kv = numbers(D), numbers(q_lora or D), numbers(H * (nope + R)), numbers(H * v), numbers(H, L), numbers(L + R)
   norm_x, norm_q, norm_kv = norm(D), norm(q_lora or D), norm(L)

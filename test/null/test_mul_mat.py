@@ -3,7 +3,7 @@ import re
 from typing import Iterator
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
-from helpers import HALVES, random_weight
+from helpers import HALVES, decoding, random_weight
 from mockcuda import on_cuda
 from mockmetal import on_metal
 from oracle import nmse
@@ -11,7 +11,6 @@ from tinygrad import Device, Tensor
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear
 from tinygrad.engine.realize import lower_and_compile
 from tinygrad.nn.norm_linear import norm_linear
-from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
 
 FOUR_BITS = [T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q4_K, T.Q5_K, T.Q6_K, T.IQ4_NL, T.IQ4_XS, T.MXFP4]  # the low nibbles of 32 weights are 16 bytes
@@ -92,5 +91,5 @@ def test_a_residual_where_rows_are_no_whole_teams(rows: int):
   """The last team's idle lanes read nothing past the residual's end"""
   data, want = random_weight(T.Q4_0, (rows, 64))
   w, x, residual = QuantizedLinear.load(T.Q4_0, (rows, 64), data), normal(1, 64), normal(1, rows)
-  y, = norm_linear(Step.decode(0), Tensor(x).realize(), None, [w], residual=Tensor(residual).realize())
+  y, = norm_linear(decoding(0), Tensor(x).realize(), None, [w], residual=Tensor(residual).realize())
   check(y, residual + x @ want.astype(np.float64).T, True)

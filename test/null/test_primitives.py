@@ -7,7 +7,7 @@ import contextlib, itertools
 from typing import Any, Callable, NamedTuple
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
-from helpers import HALVES, random_weight
+from helpers import HALVES, decoding, prefilling, random_weight
 from mockcuda import on_cuda
 from mockmetal import on_metal
 from tinygrad import Device, Tensor, dtypes
@@ -30,7 +30,13 @@ def load(kind: T, *shape: int, cls: type[QuantizedWeight] = QuantizedLinear) -> 
   return cls.load(kind, shape, random_weight(kind, shape)[0])
 def experts(kind: T, *shape: int) -> QuantizedWeight: return load(kind, *shape, cls=QuantizedExpertWeights)
 def width(kind: T) -> int: return max(GGML_QUANT_SIZES[kind][0], 96)
-def step_of(tokens: int, start: int = 5) -> Step: return Step.decode(ids(start)) if tokens == 1 else Step.prefill(ids(start), tokens)
+
+class Sequences(int):
+  """A token of each of so many sequences. A plain number: neighbouring tokens of one"""
+
+def step_of(tokens: int, start: int = 5) -> Step:
+  if tokens == 1 or isinstance(tokens, Sequences): return decoding(*((start + 7 * i) % 100 for i in range(tokens)))
+  return prefilling(start, tokens)
 
 # ---- arguments, as a function of the number of tokens ----
 
@@ -50,7 +56,7 @@ def linear(rows: int, rotated: bool, inner: int = 96) -> Callable:
 def with_residual(tokens: int) -> tuple: return step_of(tokens), floats(tokens, 96), None, [load(T.Q5_1, 33, 96)], None, floats(tokens, 33)
 def attention(heads: int, latent: int, rotated: int, start: int) -> Callable:
   def of(tokens: int) -> tuple:
-    rows = tensor(normal(96, latent + rotated).astype(np.float16))
+    rows = tensor(normal(128, latent + rotated).astype(np.float16))
     cache = rows.cast(dtypes.float).contiguous().realize() if cpu.is_cpu(Device.DEFAULT) else rows
     return (step_of(tokens, start), floats(tokens, heads * (64 + rotated)), floats(tokens, latent + rotated), load(T.Q8_0, heads, latent, 64),
             norm(latent), cache, Rope(rope_table(rotated, 1e4, 128), 64 + rotated, 64), 0.002)
@@ -84,11 +90,9 @@ def mixed(shared: bool) -> Callable:
 def rows_of_embedding(kind: T) -> Callable:
   def of(tokens: int) -> tuple: return ids(*range(7, 7 + tokens)), load(kind, 37, width(kind), cls=QuantizedEmbedding)
   return of
-def positions(there: bool) -> Callable:
-  def of(tokens: int) -> tuple:
-    tables = tensor(np.tile(np.int32([[4, 0], [0, 5]]), (tokens, 1))[:tokens])
-    return ids(*range(41, 41 + tokens)), ids(*range(tokens)), tables if there else None
-  return of
+def positions(tokens: int) -> tuple:
+  tables = tensor(np.tile(np.int32([[4, 0], [0, 5]]), (tokens, 1))[:tokens])
+  return ids(*range(41, 41 + tokens)), ids(*range(tokens)), tables, tensor(np.full((tokens, 4), -1, np.int32))
 def to_cut(weighed: bool) -> Callable:
   def of(tokens: int) -> tuple:
     x, target = floats(tokens, 301), np.arange(3, 3 + tokens)
@@ -109,6 +113,9 @@ def gpus(few: tuple[int, ...] = (1,), many: tuple[int, ...] = (), metal: str = "
   """metal: the form of few tokens there"""
   short = {"CUDA": "decode", "METAL": metal}
   return [(device, form, n) for device, form in short.items() for n in few] + [(device, "prefill", n) for device in short for n in many]
+def few(*counts: int) -> list[tuple[str, str, int]]:
+  """Points of a few tokens on tensor cores"""
+  return [("CUDA", "few", Sequences(n)) for n in counts]
 
 CASES = [
   *(Case(norm_linear.mul_mat, kind.name, product(kind, rows), cpu_() + gpus())
@@ -134,9 +141,16 @@ CASES = [
   Case(moe.expert_down, "IQ4_NL", down(False, T.IQ4_NL), cpu_(many=(2,)) + gpus()),
   Case(moe.mixture, "two tokens", mixed(False), gpus((), (2,))),
   Case(moe.mixture, "shared", mixed(True), gpus((), (19,))),
+  Case(norm_linear.norm_linear, "few: 33 rows", linear(33, False), few(9)),
+  Case(norm_linear.norm_linear, "few: 96 rows rotated", linear(96, True), few(20)),
+  Case(norm_linear.norm_linear, "few: residual", with_residual, few(16)),
+  Case(norm_linear.attention_output, "few: heads", output, few(33)),
+  Case(moe.feed_forward, "few: dense", dense, few(16, 64)),
+  Case(moe.mixture, "few: no shared expert", mixed(False), few(16)),
+  Case(moe.mixture, "few: shared", mixed(True), few(9, 33)),
   *(Case(embedding.embedding, kind.name, rows_of_embedding(kind), cpu_((1, 19)) + gpus((1, 19))) for kind in (T.Q4_0, T.Q6_K)),
   *(Case(embedding.argmax, str(n), lambda tokens, n=n: (floats(tokens, n),), cpu_((1, 7)) + gpus((1, 7))) for n in (5, 20001)),
-  *(Case(embedding.advance, name, positions(there), cpu_((1, 7)) + gpus((1, 7))) for name, there in (("advance", False), ("those there", True))),
+  Case(embedding.advance, "some are there", positions, cpu_((1, 7)) + gpus((1, 7))),
   *(Case(cutoff.cutoff, name, to_cut(weighed), cpu_((1, 7)) + gpus((1, 7))) for name, weighed in (("of a number", False), ("of a share", True))),
 ]
 POINTS = [(case, *point) for case in CASES for point in case.points]
@@ -152,7 +166,7 @@ def numbers(out: Any) -> list[np.ndarray]:
   return [t.cast(dtypes.float).numpy() if dtypes.is_float(t.dtype) else t.numpy() for t in outs]
 
 # what a form's arithmetic costs a product: activations of 8 bits; of halves; the order of float32 sums (a cache of halves: its rounding)
-LIMITS = {("CUDA", "decode"): 2e-3, ("CUDA", "prefill"): 5e-5, ("METAL", "prefill"): 5e-5}
+LIMITS = {("CUDA", "decode"): 2e-3, ("CUDA", "few"): 5e-5, ("CUDA", "prefill"): 5e-5, ("METAL", "prefill"): 5e-5}
 
 def run(case: Case, device: str, form: str, tokens: int) -> None:
   def bound() -> tuple:

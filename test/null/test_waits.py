@@ -3,16 +3,15 @@ waited. The order of loads in the rendered source is what decides; a race would 
 import functools, re
 import pytest
 from extra.bench import no_device, stand_in
-from tinygrad.apps.engine.engine import Generator
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.mla import Transformer
-from tinygrad.apps.engine.sampling import Features
 from tinygrad.engine.realize import compile_linear
 from tinygrad.nn import embedding, mla_attention, moe, norm_linear, split_kv
 from tinygrad.uop.ops import Ops, UOp
 
 WAIT = "griddepcontrol.wait;"
 CONSTANT = re.compile(r"norm|rope|bias|.*\..*")  # weights' planes are named with a dot
-STEADY = {"pos"}                                 # moved on after all kernels of a token, by one that waits for them in full
+STEADY = {"start", "tables"}                    # changed after all kernels of a token, by what waits for them in full
 FULL_EDGES = re.compile(r"embedding_|argmax_|advance")   # kernels without the instruction: the graph keeps them behind whatever they need
 
 def body(source: str) -> str: return source.split("__global__", 1)[1].split(") {", 1)[1]  # behind the head, which names every buffer
@@ -34,7 +33,7 @@ def sources(model: str) -> dict[str, tuple[list[str], str]]:
     return wrapped
   with no_device("CUDA"), pytest.MonkeyPatch.context() as patch:
     for module in (embedding, mla_attention, moe, norm_linear, split_kv): patch.setattr(module, "launch", recording(module.launch))
-    calls = Generator(Transformer.from_gguf(stand_in(model), 256)).build_decode(Features(), compiled=False).calls
+    calls = Runner(Transformer.from_gguf(stand_in(model), 256)).batch.record(compiled=False).calls
     programs = [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   return {p.arg.name: (buffers[p.arg.name], p.src[2].arg) for p in programs if p.arg.name in buffers}
 

@@ -2,10 +2,10 @@
 import math
 import numpy as np, pytest
 from extra.mkgguf import DS2LITE, GLM, YOUTU, Spec
-from tinygrad import Tensor, Variable
+from helpers import prefilling
+from tinygrad import Tensor
 from tinygrad.apps.mla import Config
 from tinygrad.apps.rope import Rope, Yarn, inverse_frequencies, rope_table
-from tinygrad.nn.step import Step
 
 DEEPSEEK = Yarn(factor=40.0, original_context=4096, log_multiplier=.0707)
 
@@ -22,17 +22,12 @@ def test_pairs_are_neighbours(shape: tuple[int, ...]):
   x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
   table = rope_table(shape[-1], 1e4, 300)
   for start in (0, 290):
-    assert np.allclose(Rope(table, 0, 0).rotate(Tensor(x), Step.prefill(start, len(x))).numpy(), rotated(x, 1e4, start), atol=1e-6, rtol=0)
-
-def test_position_as_a_variable():
-  x, table, pos = np.random.default_rng(1).standard_normal((2, 3, 64)).astype(np.float32), rope_table(64, 1e6, 64), Variable("pos", 0, 62)
-  for start in (0, 17, 62):
-    assert np.allclose(Rope(table, 0, 0).rotate(Tensor(x), Step.prefill(pos.bind(start), 2)).numpy(), rotated(x, 1e6, start), atol=1e-6, rtol=0)
+    assert np.allclose(Rope(table, 0, 0).rotate(Tensor(x), prefilling(start, len(x))).numpy(), rotated(x, 1e4, start), atol=1e-6, rtol=0)
 
 def test_heads():
   """Of each head's numbers only the last ones turn"""
   x = np.random.default_rng(3).standard_normal((4, 3, 48)).astype(np.float32)
-  got = Rope(rope_table(16, 1e4, 40), 48, 32).rotate_heads(Tensor(x.reshape(4, -1)), Step.prefill(30, 4)).numpy().reshape(x.shape)
+  got = Rope(rope_table(16, 1e4, 40), 48, 32).rotate_heads(Tensor(x.reshape(4, -1)), prefilling(30, 4)).numpy().reshape(x.shape)
   assert np.array_equal(got[..., :32], x[..., :32]) and np.allclose(got[..., 32:], rotated(x[..., 32:], 1e4, 30), atol=1e-6, rtol=0)
 
 def test_far_positions_are_exact():
@@ -51,7 +46,7 @@ def test_yarn_of_deepseek_v2_lite():
   assert np.allclose(ratio[11:23], 1 - ramp + ramp / 40, rtol=1e-12)
   assert DEEPSEEK.mscale == pytest.approx(1.2608, abs=5e-5)
   x = np.random.default_rng(2).standard_normal((6, 64)).astype(np.float32)
-  got = Rope(rope_table(64, 1e4, 9000, DEEPSEEK), 0, 0).rotate(Tensor(x), Step.prefill(8990, 6)).numpy()
+  got = Rope(rope_table(64, 1e4, 9000, DEEPSEEK), 0, 0).rotate(Tensor(x), prefilling(8990, 6)).numpy()
   assert np.allclose(got, rotated(x, 1e4, 8990, plain * ratio), atol=1e-6, rtol=0)   # lengths stay: its multiplier leaves cos and sin alone
 
 def test_yarn_that_changes_nothing():

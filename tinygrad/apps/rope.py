@@ -51,7 +51,7 @@ class Rope:
   def rotate(self, x:Tensor, step:Step) -> Tensor:
     """x: (T, …, R) of the step's tokens -> the same shape, each pair (2i, 2i+1) rotated"""
     T, *mid, dim = x.shape
-    turn = step.entries_of(self.table).reshape(T, *(1 for _ in mid), dim // 2, 2)
+    turn = self.table[step.positions].reshape(T, *(1 for _ in mid), dim // 2, 2)
     cos, sin = turn[..., 0], turn[..., 1]
     pair = x.reshape(T, *mid, dim // 2, 2)
     first, second = pair[..., 0], pair[..., 1]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple, Sequence
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import prod
-from tinygrad.nn.cpu import ROTATE, TYPES, PackedWeight, block_unit, choose_experts, group_bytes, launch, optional
+from tinygrad.nn.cpu import ROTATE, TYPES, PackedWeight, block_unit, choose_experts, group_bytes, launch, optional, row_of, write_rows
 from tinygrad.nn.cpu_layout import ROWS
 from tinygrad.nn.kernel import UNIT, Norm, Rope, Unit, empty
 from tinygrad.nn.routing import Routing
@@ -181,23 +181,23 @@ def each_group(rows:int, line:str) -> str:
 
 # ---- linear layers ----
 
-def linear(tiles:Tensor, weight:PackedWeight, T:int, rope:Rope|None=None, pos:Tensor|None=None, residual:Tensor|None=None) -> Tensor:
+def linear(tiles:Tensor, weight:PackedWeight, T:int, rope:Rope|None=None, start:Tensor|None=None, residual:Tensor|None=None) -> Tensor:
   """The product of T tokens, tiles as pack_tiles makes them: float32 (T, out), or (T, H, out) of a stack with a matrix a head"""
   *stack, rows, _ = weight.shape
   matrices, code = prod(stack), ""
-  if rope is not None: code += f"s[h] = rotate(s[h], row, {rope.head}, {rope.nope}, rope + (pos[0] + n) * {rope.table.shape[1] * 2}L);"
+  if rope is not None: code += f"s[h] = rotate(s[h], row, {rope.head}, {rope.nope}, rope + (start[0] + n) * {rope.table.shape[1] * 2}L);"
   if residual is not None: code += f"for (int r = 0; r < 16 && row + r < {rows}; r++) s[h][r] += residual[n * {rows}L + row + r];"
   code += f"put(y + (n * {matrices} + m) * {rows}L + row, s[h], {rows} - (int)row);"
-  ins = optional(rope=rope.table if rope else None, pos=pos, residual=residual)
+  ins = optional(rope=rope.table if rope else None, start=start, residual=residual)
   name = "_".join(["linear", *([] if rope is None else ["rope"]), *([] if residual is None else ["residual"]), weight.label, str(T)])
   epilogue = Epilogue(each_group(rows, code), ins, "" if rope is None else ROTATE)
   return tile_products(name, empty(tiles, T, *stack, rows), tiles, {"w": weight}, T, epilogue)
 
-def norm_linear_prefill(tokens:Tensor, norm:Norm|None, weights:Sequence[PackedWeight], rope:Rope|None=None, pos:Tensor|None=None,
+def norm_linear_prefill(tokens:Tensor, norm:Norm|None, weights:Sequence[PackedWeight], rope:Rope|None=None, start:Tensor|None=None,
                         residual:Tensor|None=None) -> list[Tensor]:
-  """As norm_linear of nn/norm_linear.py. pos: int32 (1,) on the device, the first token's, with rope"""
+  """As norm_linear of nn/norm_linear.py. start: int32 (1,) on the device, the first token's, with rope"""
   tiles, (first, *rest), T = pack_tiles(tokens, norm), weights, tokens.shape[0]
-  return [linear(tiles, first, T, rope, pos, residual), *(linear(tiles, weight, T) for weight in rest)]
+  return [linear(tiles, first, T, rope, start, residual), *(linear(tiles, weight, T) for weight in rest)]
 
 def mul_mat_prefill(tokens:Tensor, weight:PackedWeight) -> Tensor:
   """As mul_mat of nn/norm_linear.py, without ids"""
@@ -205,23 +205,14 @@ def mul_mat_prefill(tokens:Tensor, weight:PackedWeight) -> Tensor:
 
 # ---- attention ----
 
-def latent_query_prefill(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, pos:Tensor) -> tuple[Tensor, Tensor]:
-  """As latent_query_decode, of T tokens; pos is the first one's"""
-  (H, L, nope), T, dim = k_b.shape, query.shape[0], cache.shape[1]
-  body = f"""for (; job < last; job++) {{
-    const float* from = kv + job * {dim}; const float* turn = rope + (pos[0] + job) * {rope.table.shape[1] * 2}L;
-    {TYPES[cache.dtype]}* row = cache + (pos[0] + job) * {dim}L; float f = rms(from, {L}, {norm.eps!r}f);
-    for (int i = 0; i < {L}; i++) row[i] = from[i] * f * norm[i];
-    for (int i = 0; i < {dim - L}; i += 2) {{
-      float a = from[{L} + i], b = from[{L} + i + 1], c = turn[i], s = turn[i + 1];
-      row[{L} + i] = a * c - b * s; row[{L} + i + 1] = a * s + b * c;
-    }}
-  }}"""
-  ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "pos": pos}
-  written = launch(f"cache_rows_{T}_{dim}_{L}", {"cache": cache}, ins, "", body, T, T * dim * 8)[0]
-  return linear(pack_tiles(query, heads=H, width=nope), k_b, T), written
+def latent_query_prefill(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, start:Tensor,
+                         tables:Tensor) -> tuple[Tensor, Tensor]:
+  """As latent_query_decode, of T tokens; start is the first one's"""
+  H, _, nope = k_b.shape
+  written = write_rows(kv, norm, cache, rope, start, tables)
+  return linear(pack_tiles(query, heads=H, width=nope), k_b, query.shape[0]), written
 
-PREFILL_KEYS = 64                      # positions of the cache that a thread reads at a time
+PREFILL_KEYS = 64                      # positions of the cache, of one page, that a thread reads at a time
 QUERY_TILES = 8                        # that share what is read of the cache
 QUERY_COLUMNS = QUERY_TILES * COLUMNS
 
@@ -240,8 +231,9 @@ def load_queries(latent:int, dim:int, head:int, scale:float) -> str:
 
 def load_keys(latent:int, dim:int, kind:str) -> str:
   """C: the cache's rows from position `from` on, of the C type `kind`: keys[group of 16][number][position], values[position][number]"""
-  return f"""for (int p = 0; p < {PREFILL_KEYS}; p++) {{
-        const {kind}* row = cache + (from + p < length ? from + p : 0) * {dim}L;
+  return f"""const {kind}* rows = cache + {row_of("from")} * {dim};
+      for (int p = 0; p < {PREFILL_KEYS}; p++) {{
+        const {kind}* row = rows + (from + p < length ? p : 0) * {dim};
         float* to = keys + p / 16 * {dim * 16} + p % 16;
         for (int i = 0; i < {dim}; i++) to[i * 16] = row[i];
         for (int i = 0; i < {latent}; i++) values[p * {latent} + i] = row[i];
@@ -250,7 +242,7 @@ def load_keys(latent:int, dim:int, kind:str) -> str:
 def online_softmax(heads:int, latent:int) -> str:
   """C: each column's scores become weights in P; its maximum `top`, its `total` and its sums so far are brought to the new maximum"""
   return f"""for (int c = 0; c < 12; c++) {{
-          long visible = start + (begin + t * 12 + c) / {heads} - from + 1; float old = top[t * 12 + c], now = old;
+          long visible = first + (begin + t * 12 + c) / {heads} - from + 1; float old = top[t * 12 + c], now = old;
           v16f most = -1e30f;
           for (int g = 0; g < {PREFILL_KEYS // 16}; g++) {{
             v16f* s = scores + g / 2 * 24 + g % 2 * 12 + c;
@@ -270,8 +262,8 @@ def online_softmax(heads:int, latent:int) -> str:
           if (now > old) for (int i = 0; i < {latent // 32}; i++) {{ y[i * 24 + c] *= shrink; y[i * 24 + 12 + c] *= shrink; }}
         }}"""
 
-def mla_attention_prefill(q_latent:Tensor, query:Tensor, cache:Tensor, pos:Tensor, scale:float) -> Tensor:
-  """As mla_attention_decode, of T tokens from pos on, each seeing the cache up to its own row. A column is a head's query of a token, in order; a
+def mla_attention_prefill(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tensor, tables:Tensor, scale:float) -> Tensor:
+  """As mla_attention_decode, of T tokens from start on, each seeing the cache up to its own row. A column is a head's query of a token, in order; a
   thread takes every n-th of the jobs, as later tokens see more of the cache. A job, 8 tiles of queries:
 
     for 64 keys of the cache, up to the last that the job's last token sees:
@@ -283,7 +275,7 @@ def mla_attention_prefill(q_latent:Tensor, query:Tensor, cache:Tensor, pos:Tenso
   (T, H, L), dim = q_latent.shape, cache.shape[1]
   columns, sums = T * H, L // 32 * 24  # of all jobs; vectors of a tile's context
   jobs = -(-columns // QUERY_COLUMNS)
-  body = f"""long start = pos[0], length = start + {T};
+  body = f"""long first = start[0], length = first + {T};
   float keys[{PREFILL_KEYS * dim}], values[{PREFILL_KEYS * L}], Q[{QUERY_COLUMNS * dim}], P[{PREFILL_KEYS * COLUMNS}], \
 top[{QUERY_COLUMNS}], total[{QUERY_COLUMNS}];
   v16f sums[{QUERY_TILES * sums}];
@@ -291,10 +283,10 @@ top[{QUERY_COLUMNS}], total[{QUERY_COLUMNS}];
     long begin = j * {QUERY_COLUMNS}L, end = begin + {QUERY_COLUMNS} < {columns} ? begin + {QUERY_COLUMNS} : {columns};
     for (int i = 0; i < {QUERY_TILES * sums}; i++) sums[i] = 0;
     {load_queries(L, dim, query.shape[1] // H, scale)}
-    for (long from = 0; from <= start + (end - 1) / {H}; from += {PREFILL_KEYS}) {{
+    for (long from = 0; from <= first + (end - 1) / {H}; from += {PREFILL_KEYS}) {{
       {load_keys(L, dim, TYPES[cache.dtype])}
       for (int t = 0; t < {QUERY_TILES} && begin + t * 12 < end; t++) {{
-        long seen = start + (begin + t * 12 + 11) / {H} - from + 1;  /* of these positions, by the tile's last column */
+        long seen = first + (begin + t * 12 + 11) / {H} - from + 1;  /* of these positions, by the tile's last column */
         if (seen <= 0) continue;
         v16f scores[{PREFILL_KEYS // 32 * 24}];
         for (int i = 0; i < {PREFILL_KEYS // 32 * 24}; i++) scores[i] = 0;
@@ -309,7 +301,7 @@ top[{QUERY_COLUMNS}], total[{QUERY_COLUMNS}];
     for (long n = begin; n < end; n++) for (int i = 0; i < {L // 16}; i++)
       *(v16f*)(context + n * {L}L + i * 16) = sums[(n - begin) / 12 * {sums} + i / 2 * 24 + i % 2 * 12 + (n - begin) % 12] / total[n - begin];
   }}"""
-  outs, ins = {"context": empty(q_latent, T, H, L)}, {"q_latent": q_latent, "q": query, "cache": cache, "pos": pos}
+  outs, ins = {"context": empty(q_latent, T, H, L)}, {"q_latent": q_latent, "q": query, "cache": cache, "start": start, "tables": tables}
   return launch(f"mla_attention_{T}_{H}_{L}_{dim - L}", outs, ins, TIMES, body, jobs, cache.nbytes())[0]
 
 # ---- feed-forward ----

@@ -4,7 +4,7 @@ import functools
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import Target, shuffle, target_of
-from tinygrad.nn.kernel import UNIT, Weight, empty, launch, local, optional
+from tinygrad.nn.kernel import UNIT, Weight, empty, launch, local
 from tinygrad.nn.primitive import primitive
 from tinygrad.uop.ops import Ops
 
@@ -27,29 +27,33 @@ def embedding_decode(ids:Tensor, weight:Weight) -> Tensor:
     return [buffers["y"][token * D + unit * UNIT + i].store(value) for i, value in enumerate(weights)]
   return launch(f"embedding_{weight.label}_{T}", {"y": empty(ids, T, D)}, {"ids": ids, **weight.args("w")}, body, T * D * 8)[0]
 
-@primitive(outputs=lambda start, token, tables: empty(start, start.shape[0], dtype=dtypes.int32))
-def advance(start:Tensor, token:Tensor, tables:Tensor|None=None) -> Tensor:
-  """start, int32 (S,) on the device, moves on by one when the tokens, int32 (S,), are chosen. Rows that are not there, whose first page in the
-  tables is nobody's, stay where they are. tables: int32 (S, P); None: all rows are there. Returns where they then are, int32 (S,)."""
-  there = token >= 0 if tables is None else (token >= 0) & (tables[:, 0] > 0)
-  return start.assign(start + there.cast(dtypes.int32))
+@primitive(outputs=lambda start, token, tables, log: (empty(start, start.shape[0], dtype=dtypes.int32), log))
+def advance(start:Tensor, token:Tensor, tables:Tensor, log:Tensor) -> tuple[Tensor, Tensor]:
+  """The end of a decode step of S rows, when its tokens, int32 (S,), are chosen: they are logged, and start, int32 (S,), moves on by one. A row that
+  is not there, whose first page in the tables, int32 (S, P), is nobody's, stays where it is. log: int32 (S, N); a token's column is its position
+  modulo N. Returns where the rows then stand, int32 (S,), and the log."""
+  column = Tensor.arange(log.shape[1], dtype=dtypes.int32).to(log.device).eq((start % log.shape[1]).unsqueeze(1))
+  logged = log.assign(column.where(token.unsqueeze(1), log))
+  return start.assign(start + (tables[:, 0] > 0).cast(dtypes.int32)), logged
 
-@advance.form("cpu_decode", takes=lambda start, token, tables: cpu.is_cpu(start.device))
-def advance_cpu(start:Tensor, token:Tensor, tables:Tensor|None) -> Tensor: return cpu.advance(start, token, tables)
+@advance.form("cpu_decode", takes=lambda start, token, tables, log: cpu.is_cpu(start.device))
+def advance_cpu(start:Tensor, token:Tensor, tables:Tensor, log:Tensor) -> tuple[Tensor, Tensor]: return cpu.advance(start, token, tables, log)
 
-@advance.form("decode", takes=lambda start, token, tables: target_of(start.device) is not None)
-def advance_decode(start:Tensor, token:Tensor, tables:Tensor|None) -> Tensor:
+@advance.form("decode", takes=lambda start, token, tables, log: target_of(start.device) is not None)
+def advance_decode(start:Tensor, token:Tensor, tables:Tensor, log:Tensor) -> tuple[Tensor, Tensor]:
   """tinygrad is told that start is read, not that it is written: all kernels of a step read it, and for each it would look anew whether that comes
   before this one. It does, as the tokens depend on all of them; graphs see what a kernel stores."""
-  S = start.shape[0]
+  (S, P), N = tables.shape, log.shape[1]
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     row = UOp.special(S, "lidx0")
-    there = buffers["token"][row].load() >= 0   # a token is: the kernel only has to read it
-    if tables is not None: there = there & (buffers["tables"][row * tables.shape[1]].load() > 0)
-    moved = buffers["start"][row].load() + there.where(1, 0)
-    return [buffers["moved"][row].store(moved), buffers["start"][row].store(moved)]
-  ins = {"start": start, "token": token, **optional(tables=tables)}
-  return launch(f"advance_{S}", {"moved": empty(start, S, dtype=dtypes.int32)}, ins, body)[0]
+    position = buffers["start"][row].load()
+    moved = position + (buffers["tables"][row * P].load() > 0).where(1, 0)
+    column = (position % N).cast(dtypes.weakint)
+    return [buffers["log"][row * N + column].store(buffers["token"][row].load()), buffers["moved"][row].store(moved),
+            buffers["start"][row].store(moved)]
+  outs, ins = {"moved": empty(start, S, dtype=dtypes.int32), "log": log}, {"start": start, "token": token, "tables": tables}
+  moved, log = launch(f"advance_{S}", outs, ins, body)
+  return moved, log
 
 @primitive(outputs=lambda x: empty(x, x.shape[0], dtype=dtypes.int32))
 def argmax(x:Tensor) -> Tensor:

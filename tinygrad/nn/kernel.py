@@ -46,11 +46,13 @@ LOG2_E = 1.4426950408889634
 class Unit:
   """32 weights of a row in a lane's registers: weight = scale · value + minimum, float32.
   words: eight uint32 of four codes each, byte by byte; a value is code - zero. floats: 32 values, where words is empty.
+  nibbles: where codes have 4 bits, four uint32 as they lie in memory: words 2j and 2j+1 are the low and the high nibbles of the bytes of number j.
   scales: (scale, minimum or None) of the whole unit, or of each half."""
   words: list[UOp]
   scales: list[tuple[UOp, UOp|None]]
   zero: int = 0
   floats: list[UOp]|None = None
+  nibbles: list[UOp]|None = None
 
   def value(self, i:int) -> UOp:
     if self.floats is not None: return self.floats[i]
@@ -167,10 +169,15 @@ def branch(number:int, condition:UOp) -> tuple[UOp, UOp]:
   loop = UOp.range(turns.cast(dtypes.weakint), number)
   return loop, opaque_zero("0", loop.cast(dtypes.int))
 
-def rotated(buffers:dict[str, UOp], pairs:int, number:UOp, pair:Sequence[UOp], inside:UOp, token:UOp|int=0) -> list[UOp]:
+def position_of(buffers:dict[str, UOp], sequence:UOp|int=0) -> UOp:
+  """The position of a sequence's first token in the step, of the buffer start. It is loaded before the wait: `advance`, which moves it on, comes
+  behind all other kernels of a step, and the next step behind it."""
+  return buffers["start"][sequence].load().cast(dtypes.weakint)
+
+def rotated(buffers:dict[str, UOp], pairs:int, number:UOp, pair:Sequence[UOp], inside:UOp, position:UOp) -> list[UOp]:
   """RoPE of the numbers `number` and `number + 1` of a head's rotated part, which is so many pairs. Where `inside` is false the pair stays as it
-  is. The position is that of the buffer pos, plus token; it needs no wait_zero, see split_kv.last_position."""
-  index = ((buffers["pos"][0].load().cast(dtypes.weakint) + token) * pairs + number // 2) * 2
+  is. position: the token's."""
+  index = (position * pairs + number // 2) * 2
   cos, sin = (buffers["rope"][(index + i).valid(inside)].load() for i in range(2))
   first, second = pair
   return [inside.where(first * cos - second * sin, first), inside.where(first * sin + second * cos, second)]

@@ -13,7 +13,8 @@ from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.nn.intrinsics import Mma, Target
-from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Weight, block_sum, empty, launch, local, optional, rotated, silu, sum_in_order, total
+from tinygrad.nn.kernel import (UNIT, Matrix, Norm, Rope, Weight, block_sum, empty, launch, local, optional, position_of, rotated, silu,
+                                    sum_in_order, total)
 from tinygrad.uop.ops import Ops
 
 SLAB = 16   # numbers of a row that lie side by side in shared memory
@@ -216,9 +217,9 @@ def tile_products(target:Target, block:BlockTile, width:int, matrices:Sequence[L
 # ---- one matrix, or one a head ----
 
 def matmul(target:Target, tokens:Tensor|Scaled, weight:Weight, residual:Tensor|None=None, factor:float=1.0, rope:Rope|None=None,
-           pos:Tensor|None=None, dtype:DType=dtypes.float) -> Tensor:
+           start:Tensor|None=None, dtype:DType=dtypes.float) -> Tensor:
   """factor · W·x + residual for each token's x. tokens: half (T, in), or (T, H, in or more) for a stack of matrices, one a head -> dtype
-  (T, out) or (T, H, out). rope rotates the heads of the product; pos: int32 (1,), the first token's position. In the kernel:
+  (T, out) or (T, H, out). rope rotates the heads of the product; start: int32 (1,), the first token's position. In the kernel:
 
   sums = tile of W·x                                # a block a tile of tokens × rows of a head
   for each pair of neighbouring rows of a token:
@@ -239,13 +240,13 @@ def matmul(target:Target, tokens:Tensor|Scaled, weight:Weight, residual:Tensor|N
       pair = [value if factor == 1.0 else value * factor for value in (*first.sums, *second.sums)]
       if rope is not None:
         index = row % rope.head - rope.nope
-        pair = rotated(buffers, rope.table.shape[1], index, pair, index >= 0, block.clamped_token(token))
+        pair = rotated(buffers, rope.table.shape[1], index, pair, index >= 0, position_of(buffers) + block.clamped_token(token))
       for i, value in enumerate(pair):
         out_index = ((token * heads + head) * rows + row + i).valid(block.inside(token, row + i))
         if residual is not None: value = value + buffers["residual"][out_index].load()
         stores.append(buffers["out"][out_index].store(value.cast(dtype)))
     return stores
-  ins = {"tokens": halves, **optional(residual=residual, rope=rope.table if rope else None, pos=pos), **weight.args("weight")}
+  ins = {"tokens": halves, **optional(residual=residual, rope=rope.table if rope else None, start=start), **weight.args("weight")}
   name = "_".join(["matmul", weight.label, str(T), *([] if residual is None else ["residual"]), *([] if rope is None else ["rope"])])
   return launch(name, {"out": empty(halves, *halves.shape[:-1], rows, dtype=dtype)}, ins, body)[0]
 
