@@ -14,7 +14,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope, rope_table
-from tinygrad.nn import cpu, embedding, mla_attention, moe, norm_linear
+from tinygrad.nn import cpu, cutoff, embedding, mla_attention, moe, norm_linear
 from tinygrad.nn.primitive import PRIMITIVES, Primitive, plain_ops
 from tinygrad.nn.routing import Routing
 from tinygrad.nn.step import Step
@@ -90,6 +90,14 @@ def mixed(shared: bool) -> Callable:
 def rows_of_embedding(kind: T) -> Callable:
   def of(tokens: int) -> tuple: return ids(*range(7, 7 + tokens)), load(kind, 37, width(kind), cls=QuantizedEmbedding)
   return of
+def positions(tokens: int) -> tuple:
+  tables = tensor(np.tile(np.int32([[4, 0], [0, 5]]), (tokens, 1))[:tokens])
+  return ids(*range(41, 41 + tokens)), ids(*range(tokens)), tables, tensor(np.full((tokens, 4), -1, np.int32))
+def to_cut(weighed: bool) -> Callable:
+  def of(tokens: int) -> tuple:
+    x, target = floats(tokens, 301), np.arange(3, 3 + tokens)
+    return x, (x.exp() * 2 ** 30).cast(dtypes.uint64).realize() if weighed else None, tensor(target.astype(np.uint64) << 31 if weighed else np.uint32(target))
+  return of
 
 # ---- the table ----
 
@@ -140,9 +148,10 @@ CASES = [
   Case(moe.feed_forward, "few: dense", dense, few(16, 64)),
   Case(moe.mixture, "few: no shared expert", mixed(False), few(16)),
   Case(moe.mixture, "few: shared", mixed(True), few(9, 33)),
-  *(Case(embedding.embedding, kind.name, rows_of_embedding(kind), cpu_((1, 19)) + gpus(many=(19,))) for kind in (T.Q4_0, T.Q6_K)),
-  *(Case(embedding.argmax, str(n), lambda tokens, n=n: (floats(n),), cpu_() + gpus()) for n in (5, 20001)),
-  Case(embedding.advance, "advance", lambda tokens: (ids(41), ids(3)), cpu_() + gpus()),
+  *(Case(embedding.embedding, kind.name, rows_of_embedding(kind), cpu_((1, 19)) + gpus((1, 19))) for kind in (T.Q4_0, T.Q6_K)),
+  *(Case(embedding.argmax, str(n), lambda tokens, n=n: (floats(tokens, n),), cpu_((1, 7)) + gpus((1, 7))) for n in (5, 20001)),
+  Case(embedding.advance, "some are there", positions, cpu_((1, 7)) + gpus((1, 7))),
+  *(Case(cutoff.cutoff, name, to_cut(weighed), cpu_((1, 7)) + gpus((1, 7))) for name, weighed in (("of a number", False), ("of a share", True))),
 ]
 POINTS = [(case, *point) for case in CASES for point in case.points]
 
@@ -169,7 +178,7 @@ def run(case: Case, device: str, form: str, tokens: int) -> None:
     got = numbers(case.of(*args))
   with plain_ops(): want = numbers(case.of(*bound()))
   for a, b in zip(got, want, strict=True):
-    if a.dtype == np.int32: assert np.array_equal(a, b)
+    if np.issubdtype(a.dtype, np.integer): assert np.array_equal(a, b)
     else: assert worst_row(a, b) < LIMITS.get((device, form), 1e-6)
 
 @pytest.mark.parametrize("case,device,form,tokens", POINTS, ids=lambda v: f"{v.of.__name__} {v.name}" if isinstance(v, Case) else str(v))
