@@ -8,6 +8,7 @@ from mockcuda import on_cuda
 from mockmetal import on_metal
 from oracle import Judge
 from tinygrad import Tensor, TinyJit, dtypes
+from tinygrad.apps.capture import to_device
 from tinygrad.nn import intrinsics, split_kv
 from tinygrad.nn.step import Step
 

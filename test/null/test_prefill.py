@@ -9,7 +9,7 @@ from oracle import Judge, nmse
 from extra.bench import no_device, stand_in, with_blocks
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.engine.runner import Runner
-from tinygrad.apps.mla import PREFILL_STEPS, RMSNorm, Transformer
+from tinygrad.apps.mla import PREFILL_SIZES, RMSNorm, Transformer
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear
 from tinygrad.apps.rope import Rope, rope_table
 from tinygrad.nn.intrinsics import Target, target_of
@@ -19,7 +19,7 @@ from tinygrad.nn.mla_prefill import mla_prefill
 from tinygrad.nn.step import PAGE
 from tinygrad.nn.routing import Gating, Routing, choose_experts, choose_experts_prefill, sort_by_expert
 
-CHUNK = PREFILL_STEPS[0]
+CHUNK = PREFILL_SIZES[0]
 
 HALF, LIMIT = 1e-6, 1e-5   # NMSE that rounding weights and activations to halves costs a product; a model's logits, cache of halves included
 

@@ -17,9 +17,10 @@ from goldens.make import HERE
 from helpers import SMALL, WIDE, engine_of, write_mixed, write_with, write_with_tokens
 from oracle import Judge, errors, logits, nmse, route
 from tinygrad import Device, Tensor, TinyJit, dtypes
+from tinygrad.apps.capture import to_device
 from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.gguf import GGUFError, read_gguf
-from tinygrad.apps.mla import PREFILL_STEPS, Config
+from tinygrad.apps.mla import PREFILL_SIZES, Config
 from tinygrad.apps.models import load
 from tinygrad.apps.quantized import FLOATS, FORMATS
 from tinygrad.apps.engine.sampling import Sampling
@@ -27,7 +28,7 @@ from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.routing import Gating, Routing, choose_experts
 from tinygrad.nn.step import Step
 
-CHUNK = PREFILL_STEPS[0]
+CHUNK = PREFILL_SIZES[0]
 
 LIMIT, HALVES = (1e-10, 1e-7) if target_of(Device.DEFAULT) is None else (1e-3, 1e-3)
 TYPES = [*FORMATS, *FLOATS]

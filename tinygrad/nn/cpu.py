@@ -198,6 +198,8 @@ def dot(name:str, weight:PackedWeight) -> str:
   units, body = layout.units, "\n    ".join(lines)
   return f"""FN void {name}(const int columns, const byte* B, const float* X, const float* P, const float* S, v16f* y) {{
   for (int b = 0; b < {width // (units * UNIT)}; b++) {{
+    /* the next group, into the second cache: several columns take longer than the processor looks ahead */
+    if (columns > 1) for (int i = 0; i < {layout.nbytes}; i += 64) __builtin_prefetch(B + {group_bytes(weight)} + i, 0, 2);
     {body}
     B += {layout.nbytes}; X += columns * {units * UNIT}; P += columns * {units * UNIT}; S += columns * {units * 2};
   }}

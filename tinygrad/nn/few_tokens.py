@@ -24,19 +24,28 @@ from tinygrad.nn.matmul import HALF_SCALE, rounding_error
 from tinygrad.nn.matvec import global_loads
 from tinygrad.uop.ops import Ops
 
-MOST_TOKENS = 64
+# Up to eight tokens share a matrix times a vector's way (nn/matvec.py), which takes eight columns. Past 64 the sums leave a warp's registers.
+LEAST_TOKENS, MOST_TOKENS = 9, 64
 TILE_ROWS, TILE_TOKENS = 16, 8   # of a product
 CHUNK = 4 * UNIT                 # numbers of a row that a product's lanes have between them
 QUADS = UNIT // 4                # products of a chunk
 MOST_WARPS = 8                   # of a block
 PITCH = TILE_ROWS + 4            # of a token's sums in shared memory: a warp's lanes hit different banks
 SHARED_BYTES = 40960             # of the sums in shared memory
+WAITED = 99                      # the number of a register
 
 def takes(target:Target) -> bool:
-  """Whether the fragments are those known here, and words of two halves can be multiplied"""
+  """Whether the tensor cores take words of two halves, and a lane can multiply them: the fragments are then PTX's"""
   return target.mma is not None and target.mma.on_words is not None and target.fma_halves is not None
 
 # ---- tokens ----
+
+def behind_wait(target:Target, buffers:dict[str, UOp], *loads:UOp) -> dict[str, UOp]:
+  """The buffers, whose loads come behind the wait for the kernels before, which comes behind `loads`. An index with wait_zero would have all of these
+  for sources, and tinygrad simplifies each index again and again."""
+  if target.wait is None: return buffers
+  waited = UOp.placeholder((1,), dtypes.int, slot=WAITED, addrspace=AddrSpace.REG)[0].store(pdl_wait(target, *loads).cast(dtypes.int))
+  return {name: buffer.after(waited) for name, buffer in buffers.items()}
 
 @dataclass(frozen=True)
 class Columns:
@@ -74,12 +83,12 @@ def columns(target:Target, x:Tensor, norm:Norm|None=None, low:bool=False) -> lis
   heads = stack[0] if stack else 1
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, head, thread, loaded, stores = UOp.special(T, "gidx0"), UOp.special(heads, "gidx1"), UOp.special(threads, "lidx0"), [], []
-    wait_zero = pdl_wait(target)
+    x_behind = behind_wait(target, buffers)["x"]
     for start in range(0, D // 4, threads):
       quad = thread + start
       inside = None if start + threads <= D // 4 else quad < D // 4
-      place = ((token * heads + head) * D + wait_zero * 4) + quad * 4
-      loaded.append((quad, inside, [buffers["x"][gated(place + i, inside)].load().cast(dtypes.float) for i in range(4)]))
+      place = (token * heads + head) * D + quad * 4
+      loaded.append((quad, inside, [x_behind[gated(place + i, inside)].load() for i in range(4)]))
     if norm is not None:
       squares = sum_in_order(number * number for _, _, numbers in loaded for number in numbers)
       sum_of_squares = block_sum(target, squares, thread, threads, 0, lambda warp_sums: total(warp_sums, UOp.add))
@@ -92,9 +101,10 @@ def columns(target:Target, x:Tensor, norm:Norm|None=None, low:bool=False) -> lis
       errors = quad_pairs([rounding_error(number) for number in numbers])
       stores += [buffers["low"][gated(place + i, inside)].store(pair) for i, pair in enumerate(errors)]
     return stores
-  name = "_".join(["columns", *map(str, x.shape), *([] if norm is None else ["norm"]), *(["low"] if low else [])])
-  ins = {"x": x, **optional(norm=norm.weight if norm else None)}
-  return [Columns(out) for out in launch(name, {name: columns_like(x, heads, T, D) for name in ("out", "low")[:1 + low]}, ins, body)]
+  there = {"norm": norm is not None, "low": low}
+  name = "_".join(["columns", *map(str, x.shape), *(what for what, it in there.items() if it)])
+  outs = {out: columns_like(x, heads, T, D) for out in ("out", "low")[:1 + low]}
+  return [Columns(out) for out in launch(name, outs, {"x": x, **optional(norm=norm.weight if norm else None)}, body)]
 
 # ---- weights ----
 
@@ -261,12 +271,12 @@ def store_columns(out:UOp, number:UOp, token:UOp, tokens:int, inside:UOp, values
   place = quad_place(number // 4, token, tokens)
   return [out[(place + i).valid(inside)].store(pair) for i, pair in enumerate(quad_pairs(values))]
 
-def loader(buffer:UOp, block:BlockProduct, x:Columns, wait_zero:UOp, head:UOp|int=0, token_of:Callable[[UOp], UOp]|None=None) -> LoadPairs:
+def loader(buffer:UOp, block:BlockProduct, x:Columns, head:UOp|int=0, token_of:Callable[[UOp], UOp]|None=None) -> LoadPairs:
   """What reads the words of x for a block. token_of(token) -> the token of x that the block's is; without it, the same, or the last"""
   _, pieces, tokens, _ = x.words.shape
   def load(token:UOp, piece:UOp, inside:UOp|None) -> list[UOp]:
     column = token.minimum(tokens - 1) if token_of is None else token_of(token)
-    place = ((head * pieces + piece) * tokens + column + wait_zero) * 16 + block.in_group * 4
+    place = ((head * pieces + piece) * tokens + column) * 16 + block.in_group * 4
     return [buffer[gated(place + i, inside)].load() for i in range(4)]
   return load
 
@@ -276,15 +286,17 @@ MANY_TILES = 1024   # of rows; a launch of more makes two at once of them, which
 
 def row_tiles_of(rows:int) -> int: return 2 if -(-rows // TILE_ROWS) >= MANY_TILES else 1
 
+Finish = Callable[[BlockProduct, Quad, dict[str, UOp]], list[UOp]]
+
 @dataclass(frozen=True)
 class Part:
   """Some blocks of a launch.
   rows: of each of its matrices, which are multiplied with the same tokens.
-  finish(block, quad, wait_zero) -> stores: the epilogue. Loads of other kernels' results add wait_zero to the index.
+  finish(block, quad, buffers) -> stores: the epilogue. buffers: those of the launch, whose loads come behind the wait.
   precise: products as good as float32, by the rounding errors of tokens and weights."""
   rows: int
   matrices: Sequence[Matrix]
-  finish: Callable[[BlockProduct, Quad, UOp], list[UOp]]
+  finish: Finish
   precise: bool = False
 
 def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], parts:Sequence[Part], head:UOp|int=0) -> list[UOp]:
@@ -304,10 +316,10 @@ def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], pa
     first_row = (number - start + zero) * (TILE_ROWS * row_tiles)
     block = BlockProduct(target, share, x.tokens, first_row, part.rows, row_tiles, i * SLOTS, SHARED_BYTES // len(parts))
     weights = block.load(part.matrices)
-    wait_zero = pdl_wait(target, *global_loads([units for of_chunk in weights for tiles in of_chunk for units in tiles]))
-    low = loader(buffers["low"], block, x, wait_zero, head) if part.precise else None
-    places = block.products(weights, loader(buffers["x"], block, x, wait_zero, head), loop, low)
-    finished = [store for quad in block.quads(len(part.matrices), places) for store in part.finish(block, quad, wait_zero)]
+    behind = behind_wait(target, buffers, *global_loads([units for of_chunk in weights for tiles in of_chunk for units in tiles]))
+    low = loader(behind["low"], block, x, head) if part.precise else None
+    places = block.products(weights, loader(behind["x"], block, x, head), loop, low)
+    finished = [store for quad in block.quads(len(part.matrices), places) for store in part.finish(block, quad, behind)]
     stores += finished if loop is None else [UOp.group(*finished).end(loop)]
     start += count
   return stores
@@ -326,7 +338,7 @@ def few_matmul(target:Target, x:Columns, weights:Sequence[Weight], residual:Tens
   T, width = x.tokens, weights[0].shape[1]
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def part(i:int, weight:Weight) -> Part:
-      def finish(block:BlockProduct, quad:Quad, wait_zero:UOp) -> list[UOp]:
+      def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
         values = [value * x.factor for value in quad.sums[0]] if x.factor != 1.0 else quad.sums[0]
         if i == 0 and rope is not None:
           position = buffers["start"][quad.token].load().cast(dtypes.weakint)
@@ -335,7 +347,7 @@ def few_matmul(target:Target, x:Columns, weights:Sequence[Weight], residual:Tens
             values[pair] = rotated(buffers, rope.table.shape[1], number, values[pair], number >= 0, position)
         place = quad.token * weight.shape[0] + quad.row
         if i == 0 and residual is not None:
-          values = [value + buffers["residual"][(place + j + wait_zero * 4).valid(block.writes(quad, j))].load() for j, value in enumerate(values)]
+          values = [value + behind["residual"][(place + j).valid(block.writes(quad, j))].load() for j, value in enumerate(values)]
         return block.store(buffers[f"y{i}"], place, quad, values)
       return Part(weight.shape[0], [weight.matrix(buffers, f"w{i}")], finish)
     return few_products(target, width, x, buffers, [part(i, weight) for i, weight in enumerate(weights)])
@@ -355,7 +367,7 @@ def few_heads(target:Target, x:Columns, weight:Weight) -> Columns:
   (heads, rows, width), T = weight.shape, x.tokens
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     head, matrix = UOp.special(heads, "gidx1"), weight.matrix(buffers, "w")
-    def finish(block:BlockProduct, quad:Quad, wait_zero:UOp) -> list[UOp]:
+    def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
       values = [value * (x.factor * HALF_SCALE) for value in quad.sums[0]]
       return store_columns(buffers["y"], head * rows + quad.row, quad.token, T, quad.inside, values)
     return few_products(target, width, x, buffers, [Part(rows, [lambda row, unit, gate: matrix(head * rows + row, unit, gate)], finish)], head)
@@ -371,7 +383,7 @@ def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|
   """
   (F, width), T = gate.shape, x.tokens
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    def swiglu(block:BlockProduct, quad:Quad, wait_zero:UOp) -> list[UOp]:
+    def swiglu(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
       values = [silu(gate) * up * HALF_SCALE for gate, up in zip(*quad.sums)]
       return store_columns(buffers["y"], quad.row, quad.token, T, quad.inside, values)
     parts = [Part(F, [gate.matrix(buffers, "gate"), up.matrix(buffers, "up")], swiglu)]
@@ -386,7 +398,7 @@ def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|
 
 def router_part(router:Weight, buffers:dict[str, UOp]) -> Part:
   """logits = router·(x + low)"""
-  def finish(block:BlockProduct, quad:Quad, wait_zero:UOp) -> list[UOp]:
+  def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
     return block.store(buffers["logits"], quad.token * router.shape[0] + quad.row, quad, quad.sums[0])
   return Part(router.shape[0], [router.matrix(buffers, "router")], finish, precise=True)
 
@@ -400,7 +412,7 @@ def few_router(target:Target, x:Columns, low:Columns, router:Weight) -> Tensor:
 # ---- experts ----
 
 def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weight], x:Columns, T:int, K:int,
-                    finish:Callable[[BlockProduct, Quad, UOp], list[UOp]]) -> list[UOp]:
+                    finish:Finish) -> list[UOp]:
   """The stores of a launch on stacks of matrices, (E, out, in), and the tokens that chose each. x: of T tokens or T · K choices. buffers: x; order and
   counts, as sort_by_expert gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token.
   In the kernel:
@@ -412,22 +424,22 @@ def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weig
   """
   E, rows, width = weights[0].shape
   row_tile, expert = UOp.special(-(-rows // TILE_ROWS), "gidx0"), UOp.special(E, "gidx1")
-  wait_zero = pdl_wait(target)
-  count = buffers["counts"][expert + wait_zero].load().maximum(0).minimum(T)   # garbage in, no hang
+  behind = behind_wait(target, buffers)
+  count = behind["counts"][expert].load().maximum(0).minimum(T)   # garbage in, no hang
   loop = UOp.range(((count + (TILE_TOKENS - 1)) // TILE_TOKENS).cast(dtypes.weakint), 0)
   zero = opaque_zero("0", loop.cast(dtypes.int))
   block = BlockProduct(target, share_of(width), TILE_TOKENS, row_tile * TILE_ROWS, rows, 1)
   def choice_of(token:UOp) -> UOp:
     place = expert * T + (loop * TILE_TOKENS + token).minimum(count.cast(dtypes.weakint) - 1) + zero
-    return buffers["order"][place].load().maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
+    return behind["order"][place].load().maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
   def token_of(token:UOp) -> UOp: return choice_of(token) // (T * K // x.tokens)
   matrices = [lambda row, unit, gate, matrix=weight.matrix(buffers, f"weight{i}"): matrix(expert * rows + row + zero, unit, gate)
               for i, weight in enumerate(weights)]
-  places = block.products(block.load(matrices), loader(buffers["x"], block, x, zero, token_of=token_of), loop)
+  places = block.products(block.load(matrices), loader(behind["x"], block, x, token_of=token_of), loop)
   stores = []
   for quad in block.quads(len(matrices), places):
     exists = loop * TILE_TOKENS + quad.token < count.cast(dtypes.weakint)
-    stores += finish(block, quad._replace(token=choice_of(quad.token), inside=quad.inside & exists), zero)
+    stores += finish(block, quad._replace(token=choice_of(quad.token), inside=quad.inside & exists), behind)
   return [UOp.group(*stores).end(loop)]
 
 def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], chosen:tuple[Tensor, Tensor], scale:Tensor) -> Columns:
@@ -435,8 +447,8 @@ def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], 
   scale: float32 (T, K) -> F numbers of each of the T·K choices"""
   (_, rows, _), (T, K), (order, counts) = weights[0].shape, scale.shape, chosen
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    def finish(block:BlockProduct, quad:Quad, wait_zero:UOp) -> list[UOp]:
-      factor = buffers["scale"][quad.token + wait_zero].load() * HALF_SCALE
+    def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
+      factor = behind["scale"][quad.token].load() * HALF_SCALE
       values = [silu(gate) * up * factor for gate, up in zip(*quad.sums)]
       return store_columns(buffers["y"], quad.row, quad.token, T * K, quad.inside, values)
     return expert_products(target, buffers, weights, x, T, K, finish)
@@ -448,7 +460,7 @@ def few_expert_down(target:Target, x:Columns, weight:Weight, chosen:tuple[Tensor
   """W[expert]·x for each choice's x. weight: (E, out, in); chosen: what sort_by_expert returns -> float32 (T·K, out)"""
   (_, rows, _), (order, counts) = weight.shape, chosen
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    def finish(block:BlockProduct, quad:Quad, wait_zero:UOp) -> list[UOp]:
+    def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
       return block.store(buffers["y"], quad.token * rows + quad.row, quad, [value * x.factor for value in quad.sums[0]])
     return expert_products(target, buffers, [weight], x, x.tokens // K, K, finish)
   ins = {"x": x.words, "order": order, "counts": counts, **weight.args("weight0")}
@@ -460,10 +472,9 @@ def few_sum(target:Target, residual:Tensor, each:Tensor, K:int) -> Tensor:
   (T, D), threads = residual.shape, 4 * target.lanes
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, part, thread = UOp.special(T, "gidx0"), UOp.special(-(-D // (4 * threads)), "gidx1"), UOp.special(threads, "lidx0")
-    wait_zero = pdl_wait(target)
-    quad = part * threads + thread
+    behind, quad = behind_wait(target, buffers), part * threads + thread
     inside = None if D % (4 * threads) == 0 else quad < D // 4
-    def load(name:str, row:UOp) -> list[UOp]: return [buffers[name][gated(row * D + quad * 4 + i, inside)].load() for i in range(4)]
-    terms = [load("residual", token + wait_zero), *(load("each", token * K + k + wait_zero) for k in range(K))]
+    def load(name:str, row:UOp) -> list[UOp]: return [behind[name][gated(row * D + quad * 4 + i, inside)].load() for i in range(4)]
+    terms = [load("residual", token), *(load("each", token * K + k) for k in range(K))]
     return [buffers["y"][gated(token * D + quad * 4 + i, inside)].store(sum_in_order(of_number)) for i, of_number in enumerate(zip(*terms))]
   return launch(f"few_sum_{T}_{D}_{K}", {"y": empty(residual, T, D)}, {"residual": residual, "each": each}, body)[0]

@@ -60,7 +60,7 @@ class Scheduler:
     for size in reversed(sizes):
       if size not in self.seconds and not self.spent: return size  # tried, to be known
       if self.seconds.get(size, self.max_stall) <= time: return size
-      if size in self.seconds: self.seconds[size] *= .998  # one that was slow far on in a long prompt is tried again some time
+      if size in self.seconds and not self.spent: self.seconds[size] *= .998  # one that was slow far on in a long prompt is tried again some time
     return 0 if self.spent else sizes[0]
 
   def chunk_done(self, s:Sequence, tokens:int) -> None:
