@@ -243,7 +243,7 @@ def mixture_few(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, 
   else:
     beside, (logits,) = few_tokens.few_gate_up(target, normed, shared.gate, shared.up, router, low)
     x, = few_tokens.few_matmul(target, beside, [shared.down], x)
-  sel, scale = choose_experts_prefill(target, logits, routing)
-  order = sort_by_expert(target, sel, router.shape[0])
+  sel, scale = choose_experts_prefill(target, logits, routing, overlaps=True)
+  order = sort_by_expert(target, sel, router.shape[0], overlaps=True)
   hidden = few_tokens.few_expert_gate_up(target, normed, experts[:2], order, scale)
   return few_tokens.few_sum(target, x, few_tokens.few_expert_down(target, hidden, experts.down, order, routing.count), routing.count)
