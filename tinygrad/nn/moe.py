@@ -127,7 +127,7 @@ def expert_gate_up_metal(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight,
 
 @expert_gate_up.form("decode", takes=lambda step, x, norm, gate, up, logits, routing: decode_target(step, gate, x.shape[1]))
 def expert_gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
-  """Job k · F + i is row i of the k-th chosen expert. gidx1 is the token, as few have an expert in common. Every block makes the choice for itself."""
+  """Job k · F + i is row i of the k-th chosen expert. gidx1 is the token: few have an expert in common. Every block makes the choice for itself."""
   (E, F, _), K, T, target = gate.shape, routing.count, x.shape[0], target_of(gate.device)
   assert target is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
