@@ -18,7 +18,7 @@ from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import Target, and_or, byte_perm, fma_halves, opaque_zero, pdl_wait, word
-from tinygrad.nn.kernel import (SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, block_sum, branch, empty, gated, launch, local, optional, rotated,
+from tinygrad.nn.kernel import (SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum, branch, empty, gated, launch, local, optional, rotated,
                                 safe_index, silu, sum_in_order, total)
 from tinygrad.nn.matmul import HALF_SCALE, rounding_error
 from tinygrad.nn.matvec import global_loads
@@ -32,20 +32,12 @@ QUADS = UNIT // 4                # products of a chunk
 MOST_WARPS = 8                   # of a block
 PITCH = TILE_ROWS + 4            # of a token's sums in shared memory: a warp's lanes hit different banks
 SHARED_BYTES = 40960             # of the sums in shared memory
-WAITED = 99                      # the number of a register
 
 def takes(target:Target) -> bool:
   """Whether the tensor cores take words of two halves, and a lane can multiply them: the fragments are then PTX's"""
   return target.mma is not None and target.mma.on_words is not None and target.fma_halves is not None
 
 # ---- tokens ----
-
-def behind_wait(target:Target, buffers:dict[str, UOp], *loads:UOp) -> dict[str, UOp]:
-  """The buffers, whose loads come behind the wait for the kernels before, which comes behind `loads`. An index with wait_zero would have all of these
-  for sources, and tinygrad simplifies each index again and again."""
-  if target.wait is None: return buffers
-  waited = UOp.placeholder((1,), dtypes.int, slot=WAITED, addrspace=AddrSpace.REG)[0].store(pdl_wait(target, *loads).cast(dtypes.int))
-  return {name: buffer.after(waited) for name, buffer in buffers.items()}
 
 @dataclass(frozen=True)
 class Columns:
