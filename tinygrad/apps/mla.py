@@ -62,6 +62,9 @@ class Config:
   def score_scale(self) -> float: return (self.yarn.mscale if self.yarn else 1.0) ** 2 / math.sqrt(self.nope_dim + self.rope_dim)
   @property
   def cache_dim(self) -> int: return self.kv_lora_rank + self.rope_dim
+  def distinct_experts(self, tokens:int) -> float:
+    """How many of a block's experts so many tokens choose between them, on average, where each is as likely as any other"""
+    return self.n_experts * (1 - (1 - self.n_chosen / self.n_experts) ** tokens)
 
   @staticmethod
   def from_gguf(f:GGUFFile) -> Config:
@@ -240,12 +243,11 @@ class Transformer:
       self.head(step, x)
     return list(dict.fromkeys(choice.primitive.__name__ for choice in choices if choice.form == PLAIN))
 
-  @property
-  def weight_bytes_a_token(self) -> int:
-    """Bytes of weights that decoding one token reads: the chosen experts' share, one row of the embedding"""
-    c, total = self.config, self.token_embd.nbytes // self.config.vocab_size + self.output.nbytes
+  def weight_bytes_a_step(self, tokens:int=1) -> int:
+    """Bytes of weights that decoding a token of each of so many sequences reads: the chosen experts, a row of the embedding each, all else once"""
+    c, total = self.config, self.token_embd.nbytes * tokens // self.config.vocab_size + self.output.nbytes
     def visit(part:object) -> int:
-      if isinstance(part, QuantizedExpertWeights): return part.nbytes * c.n_chosen // c.n_experts
+      if isinstance(part, QuantizedExpertWeights): return round(part.nbytes * c.distinct_experts(tokens) / c.n_experts)
       if isinstance(part, QuantizedLinear): return part.nbytes
       return sum(visit(p) for p in vars(part).values()) if isinstance(part, (Block, Attention, MLP, MoE)) else 0
     return total + sum(visit(b) for b in self.blk)
