@@ -213,12 +213,12 @@ class Transformer:
   # recorded (apps/capture.py).
   def _before(self, n:int, step:Step, ids:Tensor, run:Run) -> Tensor:
     """float32 (T, D) in front of block n"""
-    x, step = run(QuantizedEmbedding.__call__, self.token_embd, ids), self._planned(step, run)
+    x, step = run(QuantizedEmbedding.__call__, self.token_embd, ids), self.planned(step, run)
     for block, cache in zip(self.blk[:n], self.cache): x, _ = run(Block.__call__, block, step, x, cache, self.rope)  # the cache is written in place
     return x
-  def _planned(self, step:Step, run:Run) -> Step:
+  def planned(self, step:Step, run:Run) -> Step:
     """The step with what all blocks' attention shares"""
-    shape = plan_shape(step, self.blk[0].attn.attn_k_b, self.cache[0])
+    shape = plan_shape(step, self.blk[0].attn.attn_k_b, self.cache[0]) if self.blk else None
     return step if shape is None else replace(step, plan=run(plan_attention, step, shape))
   def hidden(self, step:Step, ids:Tensor, run:Run=apply) -> Tensor:
     """-> float32 (T, D) before the last norm; every block's rows are written"""
@@ -238,7 +238,7 @@ class Transformer:
     kinds = {type(block.ffn): block for block in reversed(self.blk)}    # blocks of a kind have the same shapes
     ids = Tensor.empty(step.tokens, dtype=dtypes.int32, device=self.device)
     with rehearsal() as choices:
-      x, step = self.token_embd(ids), self._planned(step, apply)
+      x, step = self.token_embd(ids), self.planned(step, apply)
       for block in kinds.values(): block(step, x, self.cache[0], self.rope)
       self.head(step, x)
     return list(dict.fromkeys(choice.primitive.__name__ for choice in choices if choice.form == PLAIN))
