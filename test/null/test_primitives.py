@@ -96,7 +96,8 @@ def positions(tokens: int) -> tuple:
 def to_cut(weighed: bool) -> Callable:
   def of(tokens: int) -> tuple:
     x, target = floats(tokens, 301), np.arange(3, 3 + tokens)
-    return x, (x.exp() * 2 ** 30).cast(dtypes.uint64).realize() if weighed else None, tensor(target.astype(np.uint64) << 31 if weighed else np.uint32(target))
+    if not weighed: return x, None, tensor(np.uint32(target))
+    return x, (x.exp() * 2 ** 30).cast(dtypes.uint64).realize(), tensor(target.astype(np.uint64) << 31)
   return of
 
 # ---- the table ----
