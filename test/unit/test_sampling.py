@@ -323,7 +323,7 @@ def sorted_cut(x: np.ndarray, mass: np.ndarray, target: int) -> int:
   order = np.argsort(-keys, kind="stable")
   return int(keys[order][np.searchsorted(np.cumsum(mass[order].astype(np.uint64)), target)])
 
-@pytest.mark.parametrize("device,S,vocab", [("CPU", 1, 1), ("CPU", 3, 20001), ("CUDA", 3, 20001), ("METAL", 2, 1000), ("plain ops", 2, 37)])
+@pytest.mark.parametrize("device,S,vocab", [("CPU", 1, 2), ("CPU", 3, 20001), ("CUDA", 1, 20001), ("plain ops", 2, 37)])
 def test_cutoff(device: str, S: int, vocab: int):
   rng = np.random.default_rng(vocab)
   x = -np.abs(rng.standard_normal((S, vocab)) * 4).astype(np.float32)
