@@ -12,15 +12,17 @@ from tinygrad.apps.mla import RMSNorm, Transformer
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope
 from tinygrad.engine.realize import compile_linear
-from tinygrad.nn import embedding, few_tokens, mla_attention, moe, norm_linear, routing, split_kv
+from tinygrad.nn import embedding, few_tokens, mla_attention, moe, norm_linear, routing, split_kv, split_plan
 from tinygrad.nn.routing import Gating, Routing
 from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops, UOp
 
 WAIT = "griddepcontrol.wait;"
 CONSTANT = re.compile(r"norm|rope|bias|.*\..*")  # weights' planes are named with a dot
-STEADY = {"start", "tables"}                    # changed after all kernels of a token, by what waits for them in full
-FULL_EDGES = re.compile(r"embedding_|argmax_|advance")   # kernels without the instruction: the graph keeps them behind whatever they need
+# the first two are changed after all kernels of a token, by what waits for them in full; a plan is written before any kernel that reads it starts
+STEADY = {"start", "tables", "plan"}
+# kernels without the instruction: the graph keeps them behind whatever they need, and what needs them behind them
+FULL_EDGES = re.compile(r"embedding_|argmax_|advance|split_plan_")
 
 def body(source: str) -> str: return source.split("__global__", 1)[1].split(") {", 1)[1]  # behind the head, which names every buffer
 
@@ -31,8 +33,8 @@ def branches(source: str) -> list[str]:
   return [first + loop for loop in loops] if loops and WAIT not in first else [source]
 
 @functools.cache
-def sources(model: str) -> dict[str, tuple[list[str], str]]:
-  """{kernel: (its buffers' names, its source)} of a decode step on Hopper"""
+def sources(model: str, rows: int = 1) -> dict[str, tuple[list[str], str]]:
+  """{kernel: (its buffers' names, its source)} of a decode step of so many rows on Hopper"""
   buffers = {}
   def recording(launch):
     def wrapped(name, outs, ins, body, mem=None):
@@ -40,14 +42,14 @@ def sources(model: str) -> dict[str, tuple[list[str], str]]:
       return launch(name, outs, ins, body, mem)
     return wrapped
   with no_device("CUDA"), pytest.MonkeyPatch.context() as patch:
-    for module in (embedding, mla_attention, moe, norm_linear, split_kv): patch.setattr(module, "launch", recording(module.launch))
-    calls = Runner(Transformer.from_gguf(stand_in(model), 256)).batch.record(compiled=False).calls
+    for module in (embedding, mla_attention, moe, norm_linear, split_kv, split_plan): patch.setattr(module, "launch", recording(module.launch))
+    calls = Runner(Transformer.from_gguf(stand_in(model), 256)).batch_of(rows).record(compiled=False).calls
     programs = [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   return {p.arg.name: (buffers[p.arg.name], p.src[2].arg) for p in programs if p.arg.name in buffers}
 
-@pytest.mark.parametrize("model", ["small-glm", "small-ds", "small-youtu"])
-def test_nothing_of_others_before_the_wait(model: str):
-  kernels = sources(model)
+@pytest.mark.parametrize("model,rows", [("small-glm", 1), ("small-ds", 1), ("small-youtu", 1), ("small-youtu", 4)])
+def test_nothing_of_others_before_the_wait(model: str, rows: int):
+  kernels = sources(model, rows)
   assert len(kernels) > 10
   for name, (names, source) in kernels.items():
     if FULL_EDGES.match(name):
