@@ -1,10 +1,10 @@
 """Products of a few tokens by tensor cores without a GPU: every kernel against float64, the worst row and the worst token deciding, on mockcuda."""
-from typing import Any, Callable, Iterator
+from typing import Any, Iterator
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
 from helpers import HALVES, random_weight
 from mockcuda import on_cuda
-from tinygrad import Device, Tensor, dtypes
+from tinygrad import Device, Tensor
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope, rope_table

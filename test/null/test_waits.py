@@ -5,13 +5,12 @@ from typing import Any, Callable
 import numpy as np, pytest
 from gguf import GGMLQuantizationType
 from extra.bench import no_device, stand_in
-from tinygrad.apps.engine.engine import Generator
 from tinygrad import Tensor, dtypes
 from tinygrad.apps.capture import collected_calls
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.mla import RMSNorm, Transformer
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope
-from tinygrad.apps.engine.sampling import Features
 from tinygrad.engine.realize import compile_linear
 from tinygrad.nn import embedding, few_tokens, mla_attention, moe, norm_linear, routing, split_kv
 from tinygrad.nn.routing import Gating, Routing
@@ -42,7 +41,7 @@ def sources(model: str) -> dict[str, tuple[list[str], str]]:
     return wrapped
   with no_device("CUDA"), pytest.MonkeyPatch.context() as patch:
     for module in (embedding, mla_attention, moe, norm_linear, split_kv): patch.setattr(module, "launch", recording(module.launch))
-    calls = Generator(Transformer.from_gguf(stand_in(model), 256)).build_decode(Features(), compiled=False).calls
+    calls = Runner(Transformer.from_gguf(stand_in(model), 256)).batch.record(compiled=False).calls
     programs = [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   return {p.arg.name: (buffers[p.arg.name], p.src[2].arg) for p in programs if p.arg.name in buffers}
 

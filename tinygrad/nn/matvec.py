@@ -1,24 +1,28 @@
 """Matrix times vector on quantized weights (planes, see nn/kernel.py): what most decode kernels are made of.
 
 A launch's body calls `matvec` (nn/kernel.py has `launch` and the words used here). A launch is one or more parts (MatvecPart; linear_part makes the
-usual one): each has blocks of its own, and all read the same vector. A part's rows may be segments of several matrices (RowSegments), or be known to
+usual one): each has blocks of its own, and all read the same vectors. A part's rows may be segments of several matrices (RowSegments), or be known to
 the kernel alone (DeferredMatrix).
 
 A block's lanes form teams, each of which does a job: the product of a few rows with the vector, so that a read of the vector serves all of them.
-A team is a part of a warp where rows are short, several warps where they are very long. What a block does for one token:
+A team is a part of a warp where rows are short, several warps where they are very long. Several tokens are columns: a block loads its weights once
+and multiplies them with the vectors of up to COLUMNS tokens. What it does:
 
-  weights = the lane's units of the job's rows      # loads are issued; none waits for the vector
+  weights = the lane's units of the job's rows      # loads are issued; none waits for a vector
   wait until the kernels before are done            # intrinsics.pdl_wait
-  shared = x · norm.weight, as int8 or float32      # every thread stages a few float4
+  for each column:
+    shared = x · norm.weight, as int8 or float32    # every thread stages a few float4
   barrier
-  sums = Σ weights · shared over the team           # lanes by shuffles, then warps by shared memory
-  finish(sums / rms(x), job)                        # the epilogue stores
+  for each column:
+    sums = Σ weights · shared over the team         # lanes by shuffles, then warps by shared memory
+  finish(sums / rms(x), token, job)                 # the epilogue stores; the team's lanes have a column each
 
 Where a kernel chooses experts, the rows are known only behind the barrier, and the weights are loaded there.
 
 Arithmetic. Where the target has an int8 dot product and the format has integer codes, x becomes int8 with one scale for 32 values (as
 llama.cpp does it; a product's NMSE is about 4e-5) and minimums and zeros are folded in through sums of x. Elsewhere x stays float32 and a code
-becomes a float by setting it into the mantissa of 2^23. Sums are float32, in a fixed order: same input, same bytes.
+becomes a float by setting it into the mantissa of 2^23. Sums are float32, in a fixed order that does not depend on the other columns: same input,
+same bytes, and a token among others has the bytes that it has alone.
 
 RMSNorm costs nothing here: x is multiplied by the norm's weight while it is staged, and the finished sums by 1/rms.
 """
@@ -28,8 +32,8 @@ from dataclasses import dataclass
 from typing import Callable, NamedTuple, Protocol, Sequence
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, pdl_wait, round_to_int
-from tinygrad.nn.kernel import SLOTS, UNIT, BlockSum, Load4, Matrix, Unit, branch, local, safe_index, sum_in_order
+from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, pdl_wait, round_to_int, shuffle
+from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Matrix, Unit, branch, local, safe_index, sum_in_order
 from tinygrad.uop.ops import Ops
 
 FLOAT4_OF_UNIT = UNIT // 4
@@ -37,6 +41,8 @@ STEPS = 6                          # units of a row that a lane takes before the
 WARPS, MANY_WARPS = 8, 16          # of a block; of a block of a launch of MANY_JOBS warps' work
 MANY_JOBS = 2048
 FEW_BLOCKS = 64                    # a launch of fewer blocks is cut finer
+COLUMNS = (8, 4, 2, 1)             # tokens of a block: eight have their sums in registers, beside the weights
+ROWS = 2                           # of a job
 
 # ---- what a launch computes ----
 
@@ -51,60 +57,78 @@ RowSegments = Sequence[tuple[Matrix|DeferredMatrix, UOp]]   # (matrix, row) for 
 class MatvecPart:
   """A part of a launch.
   jobs: how many.
-  rows_of(job) -> the job's rows.
-  finish(sums, job, is_writer, wait_zero) -> stores: the epilogue. sums are the rows' products. Only the lane with is_writer stores. Loads of other
-  kernels' results add wait_zero to the index.
+  rows_of(job) -> the job's rows, at most ROWS.
+  finish(sums, token, job, is_writer, wait_zero) -> stores: the epilogue. sums are the rows' products with the token's vector. Only the lane with
+  is_writer stores. Loads of other kernels' results add wait_zero to the index.
   integer: whether every matrix has integer codes."""
   jobs: int
   rows_of: Callable[[UOp], Sequence[RowSegments]]
-  finish: Callable[[list[UOp], UOp, UOp, UOp], list[UOp]]
+  finish: Callable[[list[UOp], UOp, UOp, UOp, UOp], list[UOp]]
   integer: bool
 
-def linear_part(rows:int, of:Callable[[UOp], RowSegments], y:UOp, integer:bool, out_index:Callable[[UOp], UOp]=lambda row: row,
-                epilogue:Callable[[list[UOp], UOp], list[UOp]]|None=None, residual:UOp|None=None) -> MatvecPart:
-  """y[out_index(row)] = the row times x, for row < rows; of(row) names it. A job is two rows.
-  epilogue(sums, row) -> the sums of rows `row` and `row + 1`, changed. residual[row] is added."""
+def linear_part(rows:int, of:Callable[[UOp], RowSegments], y:UOp, integer:bool, out_index:Callable[[UOp, UOp], UOp]|None=None,
+                epilogue:Callable[[list[UOp], UOp, UOp], list[UOp]]|None=None, residual:UOp|None=None) -> MatvecPart:
+  """y[out_index(token, row)] = the row times x, for row < rows; of(row) names it. A job is two rows. Without out_index y is (tokens, rows).
+  epilogue(sums, token, row) -> the sums of rows `row` and `row + 1`, changed. residual, indexed as y, is added."""
   odd = rows % 2 == 1
+  index = out_index or (lambda token, row: token * rows + row)
   def rows_of(job:UOp) -> list[RowSegments]:
     pair = [job * 2 + i for i in range(2)]
     return [of(row.minimum(rows - 1) if odd else row) for row in pair]
-  def finish(sums:list[UOp], job:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
+  def finish(sums:list[UOp], token:UOp, job:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
     first, stores = job * 2, []
-    for i, value in enumerate(sums if epilogue is None else epilogue(sums, first)):
+    for i, value in enumerate(sums if epilogue is None else epilogue(sums, token, first)):
       row = first + i
       writes = is_writer & (row < rows) if odd else is_writer
-      if residual is not None: value = value + residual[(row + wait_zero).valid(writes)].load()
-      stores.append(y[out_index(row).valid(writes)].store(value.cast(y.dtype)))
+      if residual is not None: value = value + residual[(index(token, row) + wait_zero).valid(writes)].load()
+      stores.append(y[index(token, row).valid(writes)].store(value.cast(y.dtype)))
     return stores
   return MatvecPart(-(-rows // 2), rows_of, finish, integer)
 
 @dataclass(frozen=True)
 class Operand:
-  """The vector of a launch, which other kernels have written. segments: units of each. norm: the weight of an RMSNorm of it, and its epsilon."""
+  """The vectors of a launch, one a token, which other kernels have written. segments: units of each. vector(token) loads it. norm: the weight of
+  an RMSNorm of it, and its epsilon."""
   segments: Sequence[int]
-  load4: Load4
-  norm: tuple[Load4, float]|None
+  vector: Callable[[UOp], Load4]
+  norm: tuple[Load4, float]|None = None
+  tokens: int = 1
 
   @property
   def units(self) -> int: return sum(self.segments)
-  def values(self, number:UOp, wait_zero:UOp) -> list[UOp]:
+  def values(self, token:UOp, number:UOp, wait_zero:UOp) -> list[UOp]:
     """A float4"""
-    return self.load4(number + wait_zero)
-  def weighted(self, number:UOp, wait_zero:UOp) -> list[UOp]:
+    return self.vector(token)(number + wait_zero)
+  def weighted(self, token:UOp, number:UOp, wait_zero:UOp) -> list[UOp]:
     """A float4 times the norm's weight"""
-    values = self.values(number, wait_zero)
+    values = self.values(token, number, wait_zero)
     return values if self.norm is None else [value * weight for value, weight in zip(values, self.norm[0](number))]
 
-# ---- the vector in shared memory ----
+def group_count(tokens:int, columns:int) -> int: return -(-tokens // columns)
 
-class SharedVector(Protocol):
-  """A vector between the threads that stage it and the lanes that read it"""
-  def stage(self, number:UOp, values:list[UOp]) -> list[UOp]:
+class TokenGroup(NamedTuple):
+  """The tokens that are a block's columns: `columns` of them from number · columns on. What is behind the last of `tokens` is that one again, and
+  nothing of it is stored."""
+  tokens: int
+  columns: int
+  number: UOp
+  def token(self, column:UOp|int) -> UOp:
+    token = self.number * self.columns + column
+    return token if self.tokens % self.columns == 0 else token.minimum(self.tokens - 1)
+  def inside(self, column:UOp) -> UOp|None:
+    """Whether there is such a token; None: always"""
+    return None if self.tokens % self.columns == 0 else self.number * self.columns + column < self.tokens
+
+# ---- the vectors in shared memory ----
+
+class SharedVectors(Protocol):
+  """A block's vectors, one a column, between the threads that stage them and the lanes that read them"""
+  def stage(self, column:int, number:UOp, values:list[UOp]) -> list[UOp]:
     """The stores of a float4"""
   def after(self, barrier:UOp) -> None:
     """Reads come behind the barrier"""
-  def read(self, unit:UOp) -> Callable[[Unit], UOp]:
-    """(unit of weights) -> its product with a unit of the vector, float32"""
+  def read(self, column:int, unit:UOp) -> Callable[[Unit], UOp]:
+    """(unit of weights) -> its product with a unit of the column's vector, float32"""
 
 def float_dot(x:list[UOp]) -> Callable[[Unit], UOp]:
   """(unit of weights) -> its product with 32 float32 values"""
@@ -117,42 +141,47 @@ def float_dot(x:list[UOp]) -> Callable[[Unit], UOp]:
     return sum_in_order(sums)
   return dot
 
-class FloatVector:
-  """The vector as float32. Float4 j of unit u lies at (j·pitch + u)·4: neighbouring lanes read neighbouring 16 bytes."""
-  def __init__(self, units:int, slot:int):
+class FloatVectors:
+  """Vectors as float32. Float4 j of unit u lies at (j·pitch + u)·4 of a vector: neighbouring lanes read neighbouring 16 bytes."""
+  def __init__(self, units:int, columns:int, slot:int):
     self.pitch = units + 1
-    self.shared = local(FLOAT4_OF_UNIT * self.pitch * 4, dtypes.float, slot)
-  def index(self, j:UOp|int, unit:UOp) -> UOp: return (j * self.pitch + unit) * 4
-  def stage(self, number:UOp, values:list[UOp]) -> list[UOp]:
-    index = self.index(number % FLOAT4_OF_UNIT, number // FLOAT4_OF_UNIT)
+    self.shared = local(columns * self.nbytes(units) // 4, dtypes.float, slot)
+  @staticmethod
+  def nbytes(units:int) -> int:
+    """Of a vector"""
+    return FLOAT4_OF_UNIT * (units + 1) * 16
+  def index(self, column:int, j:UOp|int, unit:UOp) -> UOp: return ((column * FLOAT4_OF_UNIT + j) * self.pitch + unit) * 4
+  def stage(self, column:int, number:UOp, values:list[UOp]) -> list[UOp]:
+    index = self.index(column, number % FLOAT4_OF_UNIT, number // FLOAT4_OF_UNIT)
     return [self.shared[index + i].store(value) for i, value in enumerate(values)]
   def after(self, barrier:UOp) -> None: self.shared = self.shared.after(barrier)
-  def read(self, unit:UOp) -> Callable[[Unit], UOp]:
-    return float_dot([self.shared[self.index(j, unit) + i].load() for j in range(FLOAT4_OF_UNIT) for i in range(4)])
-  @staticmethod
-  def takes(target:Target, units:int) -> bool:
-    """Whether the vector leaves 2 KiB of shared memory for the rest"""
-    return FLOAT4_OF_UNIT * (units + 1) * 16 + 2048 <= target.shared_bytes
+  def read(self, column:int, unit:UOp) -> Callable[[Unit], UOp]:
+    return float_dot([self.shared[self.index(column, j, unit) + i].load() for j in range(FLOAT4_OF_UNIT) for i in range(4)])
 
-class DeviceVector:
-  """A vector too wide for shared memory stays where it is: lanes read it with a stride, and leave the rest to the caches."""
-  def __init__(self, operand:Operand, wait_zero:UOp):
-    self.operand, self.wait_zero = operand, wait_zero
-  def stage(self, number:UOp, values:list[UOp]) -> list[UOp]: return []
+class DeviceVectors:
+  """Vectors too wide for shared memory stay where they are: lanes read them with a stride, and leave the rest to the caches."""
+  def __init__(self, operand:Operand, group:TokenGroup, wait_zero:UOp):
+    self.operand, self.group, self.wait_zero = operand, group, wait_zero
+  def stage(self, column:int, number:UOp, values:list[UOp]) -> list[UOp]: return []
   def after(self, barrier:UOp) -> None: pass
-  def read(self, unit:UOp) -> Callable[[Unit], UOp]:
+  def read(self, column:int, unit:UOp) -> Callable[[Unit], UOp]:
     numbers = [unit * FLOAT4_OF_UNIT + j for j in range(FLOAT4_OF_UNIT)]
-    return float_dot([value for number in numbers for value in self.operand.weighted(number, self.wait_zero)])
+    return float_dot([value for number in numbers for value in self.operand.weighted(self.group.token(column), number, self.wait_zero)])
 
-class Int8Vector:
-  """The vector as int8, four to a word: words 0–3 of unit u at u·4, words 4–7 at (pitch + u)·4. Beside them as float32, at u·4: the unit's scale,
-  and scale · Σ x of each of its halves."""
-  def __init__(self, target:Target, units:int, slot:int):
-    self.target = target
-    self.pitch = -(-units // 8) * 8 + 4                    # the halves of a unit fall into other banks
-    self.words = local(2 * self.pitch * 4, dtypes.int, slot)
-    self.meta = local(units * 4, dtypes.float, slot + 1)
-  def stage(self, number:UOp, values:list[UOp]) -> list[UOp]:
+class Int8Vectors:
+  """Vectors as int8, four to a word: words 0–3 of unit u at u·4 of a vector, words 4–7 at (pitch + u)·4. Beside them as float32, at u·4: the unit's
+  scale, and scale · Σ x of each of its halves."""
+  def __init__(self, target:Target, units:int, columns:int, slot:int):
+    self.target, self.units, self.pitch = target, units, self.pitch_of(units)
+    self.words = local(columns * 2 * self.pitch * 4, dtypes.int, slot)
+    self.meta = local(columns * units * 4, dtypes.float, slot + 1)
+  @staticmethod
+  def pitch_of(units:int) -> int: return -(-units // 8) * 8 + 4   # the halves of a unit fall into other banks
+  @staticmethod
+  def nbytes(units:int) -> int:
+    """Of a vector"""
+    return (2 * Int8Vectors.pitch_of(units) + units) * 16
+  def stage(self, column:int, number:UOp, values:list[UOp]) -> list[UOp]:
     target, j, unit = self.target, number % FLOAT4_OF_UNIT, number // FLOAT4_OF_UNIT   # eight neighbouring lanes hold a unit
     largest = group_reduce(target, functools.reduce(UOp.maximum, [value.maximum(-value) for value in values]), FLOAT4_OF_UNIT, UOp.maximum)
     inverse = (largest > 0).where(127.0 / largest, 0.0)
@@ -160,15 +189,15 @@ class Int8Vector:
     half_sum = group_sum(target, sum_in_order(codes), FLOAT4_OF_UNIT // 2)
     scale = largest * (1 / 127)
     word = (codes[0] & 255) | ((codes[1] & 255) << 8) | ((codes[2] & 255) << 16) | (codes[3] << 24)
-    half, of_half = j // 4, j % 4
-    return [self.words[(half * self.pitch + unit) * 4 + of_half].store(word), self.meta[(unit * 4).valid(j.eq(0))].store(scale),
-            self.meta[(unit * 4 + 1 + half).valid(of_half.eq(0))].store(scale * half_sum.cast(dtypes.float))]
+    half, of_half, meta = j // 4, j % 4, (column * self.units + unit) * 4
+    return [self.words[((column * 2 + half) * self.pitch + unit) * 4 + of_half].store(word), self.meta[meta.valid(j.eq(0))].store(scale),
+            self.meta[(meta + 1 + half).valid(of_half.eq(0))].store(scale * half_sum.cast(dtypes.float))]
   def after(self, barrier:UOp) -> None:
     self.words = self.words.after(barrier)
     self.meta = self.meta.after(barrier)
-  def read(self, unit:UOp) -> Callable[[Unit], UOp]:
-    words = [self.words[(half * self.pitch + unit) * 4 + i].load() for half in range(2) for i in range(4)]
-    scale, *half_sums = (self.meta[unit * 4 + i].load() for i in range(3))
+  def read(self, column:int, unit:UOp) -> Callable[[Unit], UOp]:
+    words = [self.words[((column * 2 + half) * self.pitch + unit) * 4 + i].load() for half in range(2) for i in range(4)]
+    scale, *half_sums = (self.meta[(column * self.units + unit) * 4 + i].load() for i in range(3))
     def dot(weights:Unit) -> UOp:
       groups, sums = len(weights.scales), []
       for group, (weight_scale, minimum) in enumerate(weights.scales):
@@ -182,6 +211,19 @@ class Int8Vector:
         sums.append(weight_scale * product if minimum is None else weight_scale * product + minimum * x_sum)
       return sum_in_order(sums)
     return dot
+
+def vectors_of(target:Target, integer:bool, units:int) -> type:
+  """What a launch keeps its vectors in"""
+  if integer and target.dot4 is not None: return Int8Vectors
+  return FloatVectors if FloatVectors.nbytes(units) + 2048 <= target.shared_bytes else DeviceVectors   # the rest of the launch needs some too
+
+def columns_of(target:Target, operand:Operand, parts:Sequence[MatvecPart], warps:int) -> int:
+  """How many tokens a block takes: all whose vectors and sums find room in shared memory, so that a read of the weights serves as many as can be"""
+  needed = len(parts) * warps * (1 + ROWS) * 4
+  for part in parts:
+    vectors = vectors_of(target, part.integer, operand.units)
+    if vectors is not DeviceVectors: needed += vectors.nbytes(operand.units)
+  return next(columns for columns in COLUMNS if columns == 1 or columns <= operand.tokens and columns * needed <= target.shared_bytes)
 
 # ---- threads ----
 
@@ -232,37 +274,65 @@ def both(first:UOp|None, second:UOp|None) -> UOp|None:
 
 class Threads(NamedTuple):
   """Where a part runs"""
-  block: UOp                   # of the part's
+  block: UOp                   # of the part's, all groups of tokens together
   thread: UOp                  # of the block
   threads: int                 # of the block; those that the part's layout leaves over do no job
-  slot: int                    # the part's first: two for the vector, one for the sum of its squares, one for a team's warps
+  slot: int                    # the part's first: two for the vectors, one for the sums of their squares, one for a team's warps
 
 # ---- a launch ----
 
-# extra_stores(block, thread, threads, wait_zero) -> stores: a small job beside
+# extra_stores(block, thread, threads, wait_zero) -> stores: a small job beside. block: of all groups of tokens
 ExtraStores = Callable[[UOp, UOp, int, UOp], list[UOp]]
 # barrier_of(thread, threads, wait_zero, stores) -> a barrier behind the stores, after which the part's rows are known
 BarrierOf = Callable[[UOp, int, UOp, list[UOp]], UOp]
 
-def matvec(target:Target, segments:Sequence[int], x:Load4, parts:Sequence[MatvecPart], norm:tuple[Load4, float]|None=None,
-           extra_stores:ExtraStores|None=None, barrier_of:BarrierOf|None=None, items:int=1) -> list[UOp]:
-  """The stores of a launch over gidx0, each part in blocks of its own.
-  segments, x, norm: see Operand. items: how many times all this runs, by gidx1, which is the caller's, in x and parts.
+def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_stores:ExtraStores|None=None, barrier_of:BarrierOf|None=None,
+           items:int=1) -> list[UOp]:
+  """The stores of a launch over gidx0, each part in blocks of its own, those of all groups of tokens side by side: they share what they read.
+  items: how many times a token runs all this, by gidx1, which is the caller's, in operand and parts. Where the caller's gidx1 numbers tokens too,
+  the layout, and with it the order of sums, is still that of one token alone.
   extra_stores and barrier_of are for a launch of one part."""
-  operand = Operand(segments, x, norm)
-  layouts = [thread_layout(segments, target.lanes, items * part.jobs) for part in parts]
-  blocks = [-(-part.jobs // layout.teams) for part, layout in zip(parts, layouts)]
+  layouts = [thread_layout(operand.segments, target.lanes, items * part.jobs) for part in parts]
   threads = max(layout.threads for layout in layouts)
+  columns = columns_of(target, operand, parts, threads // target.lanes)
+  blocks = [-(-part.jobs // layout.teams) * group_count(operand.tokens, columns) for part, layout in zip(parts, layouts)]
   block, thread = UOp.special(sum(blocks), "gidx0"), UOp.special(threads, "lidx0")
-  if len(parts) == 1: return _Part(target, operand, parts[0], layouts[0], Threads(block, thread, threads, 0)).stores(extra_stores, barrier_of)
+  if len(parts) == 1:
+    return _Part(target, operand, parts[0], layouts[0], columns, Threads(block, thread, threads, 0)).stores(extra_stores, barrier_of)
   assert extra_stores is None and barrier_of is None
   stores, start = [], 0
   for number, (part, layout, count) in enumerate(zip(parts, layouts, blocks)):
     loop, zero = branch(number, (block >= start) & (block < start + count))
     own = Threads(block - start + zero, thread, threads, number * SLOTS)
-    stores.append(UOp.group(*_Part(target, operand, part, layout, own).stores()).end(loop))
+    stores.append(UOp.group(*_Part(target, operand, part, layout, columns, own).stores()).end(loop))
     start += count
   return stores
+
+def spread_sums(target:Target, columns:list[list[UOp]], lane:UOp, lanes:int) -> tuple[list[list[UOp]], UOp, UOp]:
+  """The sums of each column's values over `lanes` neighbouring lanes, a power of two, spread over those lanes: (the columns whose sums a lane has,
+  the number of the first, whether the lane is the first that has them). Half of the columns go to half of the lanes as long as there are several:
+  fewer shuffles than group_sum of each, and the same additions."""
+  count = len(columns)
+  while len(columns) > 1 and lanes > 1:
+    lanes, half = lanes // 2, len(columns) // 2
+    upper = (lane // lanes % 2).eq(1)
+    columns = [[upper.where(b, a) + shuffle(target, upper.where(a, b), lanes) for a, b in zip(low, high)]
+               for low, high in zip(columns[:half], columns[half:])]
+  columns = [[group_sum(target, value, lanes) for value in values] for values in columns]
+  return columns, lane // lanes * len(columns) % count, (lane % lanes).eq(0)
+
+class SquareSums:
+  """The sums of the squares of a block's vectors. `store` writes each warp's to shared memory, behind a barrier that follows they are to be read."""
+  def __init__(self, target:Target, columns:list[UOp], thread:UOp, threads:int, slot:int):
+    self.warps, self.count = threads // target.lanes, len(columns)
+    self.shared = local(self.warps * self.count, dtypes.float, slot)
+    lane = thread % target.lanes
+    own, first, is_first = spread_sums(target, [[column] for column in columns], lane, target.lanes)
+    assert len(own) == 1
+    self.store = self.shared[(thread // target.lanes * self.count + first).valid(is_first)].store(own[0][0])
+  def of_column(self, column:UOp, barrier:UOp) -> UOp:
+    shared = self.shared.after(barrier)
+    return sum_in_order(shared[warp * self.count + column].load() for warp in range(self.warps))
 
 Weights = list[list[Unit]]   # of each row, each of the lane's units
 
@@ -271,11 +341,20 @@ def global_loads(weights:Weights) -> list[UOp]:
   nodes = UOp.sink(*(register for row in weights for unit in row for register in unit.registers())).toposort()
   return [node for node in nodes if node.op is Ops.LOAD and node.src[0].src[0].addrspace is AddrSpace.GLOBAL]
 
+class TeamSums(NamedTuple):
+  """What a thread has when a job is done"""
+  sums: list[UOp]              # of each row
+  column: UOp
+  team: UOp
+  is_first: UOp                # of the threads that have them
+
 class _Part:
   """A part of a launch, put together: the phases at the head of the file, a method each"""
-  def __init__(self, target:Target, operand:Operand, part:MatvecPart, layout:ThreadLayout, at:Threads):
+  def __init__(self, target:Target, operand:Operand, part:MatvecPart, layout:ThreadLayout, columns:int, at:Threads):
     self.target, self.operand, self.part, self.layout = target, operand, part, layout
-    self.block, self.thread, self.threads, self.slot = at
+    self.block_of_all, self.thread, self.threads, self.slot = at
+    groups = group_count(operand.tokens, columns)
+    self.block, self.group = self.block_of_all // groups, TokenGroup(operand.tokens, columns, self.block_of_all % groups)
     self.team, self.lane = self.thread // layout.span, self.thread % layout.span
     self.lane_units = lane_units(operand.segments, layout.span, self.lane)
 
@@ -283,20 +362,22 @@ class _Part:
     """All phases in order"""
     if barrier_of is None:
       weights, wait_zero = self.prefetch()
-      vector, squares, staged = self.stage(wait_zero)
+      vectors, squares, staged = self.stage(wait_zero)
       # the loads are sources too: they are issued before it, not where they are used
       barrier = UOp(Ops.BARRIER, src=(*staged, *global_loads(weights)))
     else:
       wait_zero = pdl_wait(self.target)
-      vector, squares, staged = self.stage(wait_zero)
+      vectors, squares, staged = self.stage(wait_zero)
       barrier = barrier_of(self.thread, self.threads, wait_zero, staged)
       weights = self.load(wait_zero)
-    vector.after(barrier)
-    sums, team, is_first = self.reduce_warps(self.products(weights, vector))
-    if squares is not None: sums = self.normalize(sums, squares.warp_sums(barrier))
-    job, inside = self.job(team)
-    stores = self.part.finish(sums, job, both(is_first, inside), wait_zero)
-    return stores + (extra_stores(self.block, self.thread, self.threads, wait_zero) if extra_stores else [])
+    vectors.after(barrier)
+    stores = []
+    for sums, column, team, is_first in self.reduce(self.products(weights, vectors)):
+      if squares is not None: sums = self.normalize(sums, squares.of_column(column, barrier))
+      job, inside = self.job(team)
+      writes = both(both(is_first, inside), self.group.inside(column))
+      stores += self.part.finish(sums, self.group.token(column), job, writes, wait_zero)
+    return stores + (extra_stores(self.block_of_all, self.thread, self.threads, wait_zero) if extra_stores else [])
 
   def job(self, team:UOp) -> tuple[UOp, UOp|None]:
     """A team's job, and whether there is one"""
@@ -327,53 +408,64 @@ class _Part:
     complete = all(len(units) == len(self.lane_units) for units in known)
     return known if complete else self.load(wait_zero), wait_zero
 
-  # ---- the vector ----
+  # ---- the vectors ----
 
-  def shared_vector(self, wait_zero:UOp) -> SharedVector:
-    if self.part.integer and self.target.dot4 is not None: return Int8Vector(self.target, self.operand.units, self.slot)
-    if FloatVector.takes(self.target, self.operand.units): return FloatVector(self.operand.units, self.slot)
-    return DeviceVector(self.operand, wait_zero)
+  def shared_vectors(self, wait_zero:UOp) -> SharedVectors:
+    kind, units = vectors_of(self.target, self.part.integer, self.operand.units), self.operand.units
+    if kind is Int8Vectors: return Int8Vectors(self.target, units, self.group.columns, self.slot)
+    return FloatVectors(units, self.group.columns, self.slot) if kind is FloatVectors else DeviceVectors(self.operand, self.group, wait_zero)
 
-  def stage(self, wait_zero:UOp) -> tuple[SharedVector, BlockSum|None, list[UOp]]:
-    """The vector, the sum of its squares where it has a norm, and the stores that make both"""
-    vector, n_float4, stores, squares = self.shared_vector(wait_zero), self.operand.units * FLOAT4_OF_UNIT, [], []
+  def stage(self, wait_zero:UOp) -> tuple[SharedVectors, SquareSums|None, list[UOp]]:
+    """The vectors, the sums of their squares where there is a norm, and the stores that make both"""
+    vectors, stores, squares = self.shared_vectors(wait_zero), [], []
+    for column in range(self.group.columns):
+      own, of_column = self.stage_column(vectors, column, wait_zero)
+      stores += of_column
+      squares.append(own)
+    if self.operand.norm is None: return vectors, None, stores
+    sums = SquareSums(self.target, [sum_in_order(own) for own in squares], self.thread, self.threads, self.slot + 2)
+    return vectors, sums, [*stores, sums.store]
+
+  def stage_column(self, vectors:SharedVectors, column:int, wait_zero:UOp) -> tuple[list[UOp], list[UOp]]:
+    """The squares of the numbers of a vector that the thread stages, and the stores"""
+    operand, token, n_float4 = self.operand, self.group.token(column), self.operand.units * FLOAT4_OF_UNIT
+    squares, stores = [], []
     for first in range(0, n_float4, self.threads):
       number, inside = self.thread + first, None
       if first + self.threads > n_float4:
         inside = number < n_float4
         number = inside.where(number, n_float4 - FLOAT4_OF_UNIT + self.thread % FLOAT4_OF_UNIT)   # the rest stage the last unit again
-      if self.operand.norm is not None:
-        own = [value * value for value in self.operand.values(number, wait_zero)]
+      if operand.norm is not None:
+        own = [value * value for value in operand.values(token, number, wait_zero)]
         squares += own if inside is None else [inside.where(square, 0.0) for square in own]
-      stores += vector.stage(number, self.operand.weighted(number, wait_zero))
-    if not squares: return vector, None, stores
-    block_squares = BlockSum(self.target, sum_in_order(squares), self.thread, self.threads, self.slot + 2)
-    return vector, block_squares, [*stores, block_squares.store]
+      stores += vectors.stage(column, number, operand.weighted(token, number, wait_zero))
+    return squares, stores
 
-  def normalize(self, sums:list[UOp], squares:list[UOp]) -> list[UOp]:
+  def normalize(self, sums:list[UOp], squares:UOp) -> list[UOp]:
     """The rows' products with RMSNorm(x): 1/rms is a factor of each"""
     assert self.operand.norm is not None
-    factor = (sum_in_order(squares) * (1.0 / (self.operand.units * UNIT)) + self.operand.norm[1]).rsqrt()
+    factor = (squares * (1.0 / (self.operand.units * UNIT)) + self.operand.norm[1]).rsqrt()
     return [value * factor for value in sums]
 
   # ---- products ----
 
-  def products(self, weights:Weights, vector:SharedVector) -> list[UOp]:
-    """Of each row, its product with the vector, as far as the lanes of one warp have it"""
-    dots, sums = [vector.read(place.start + place.unit) for place in self.lane_units], []
-    for row in weights:
-      own = sum_in_order(dot(unit) for dot, unit in zip(dots, row))
-      sums.append(group_sum(self.target, own, self.layout.lanes))
-    return sums
+  def products(self, weights:Weights, vectors:SharedVectors) -> list[list[UOp]]:
+    """Of each column, each row's product with its vector, as far as the lane has it"""
+    def of_column(column:int) -> list[UOp]:
+      dots = [vectors.read(column, place.start + place.unit) for place in self.lane_units]
+      return [sum_in_order(dot(unit) for dot, unit in zip(dots, row)) for row in weights]
+    return [of_column(column) for column in range(self.group.columns)]
 
-  def reduce_warps(self, sums:list[UOp]) -> tuple[list[UOp], UOp, UOp]:
-    """The sums over a team's warps, the team whose sums a thread then has, and whether it is the first of that team's threads.
-    Warps meet in shared memory; a thread a team goes on."""
-    if self.layout.warps == 1: return sums, self.team, self.lane.eq(0)
-    lanes, warps, teams, count = self.layout.lanes, self.layout.warps, self.layout.teams, len(sums)
-    shared, warp = local(self.threads // lanes * count, dtypes.float, self.slot + 3), self.lane // lanes
-    def index(team:UOp, warp:UOp|int, i:int) -> UOp: return (team * warps + warp) * count + i
-    first_lane = (self.lane % lanes).eq(0)
-    stores = [shared[index(self.team, warp, i).valid(first_lane)].store(value) for i, value in enumerate(sums)]
-    shared, team = shared.after(UOp(Ops.BARRIER, src=tuple(stores))), self.thread.minimum(teams - 1)
-    return [sum_in_order(shared[index(team, warp, i)].load() for warp in range(warps)) for i in range(count)], team, self.thread < teams
+  def reduce(self, columns:list[list[UOp]]) -> list[TeamSums]:
+    """The sums over a team. Where it spans several warps, they meet in shared memory, and a thread a column goes on."""
+    lanes, warps, teams = self.layout.lanes, self.layout.warps, self.layout.teams
+    count, rows = len(columns), len(columns[0])
+    own, first, is_first = spread_sums(self.target, columns, self.lane % lanes, lanes)
+    if warps == 1: return [TeamSums(sums, first + i, self.team, is_first) for i, sums in enumerate(own)]
+    shared, warp = local(self.threads // lanes * count * rows, dtypes.float, self.slot + 3), self.lane // lanes
+    def index(team:UOp, warp:UOp|int, column:UOp, row:int) -> UOp: return ((team * warps + warp) * count + column) * rows + row
+    stores = [shared[index(self.team, warp, first + i, row).valid(is_first)].store(value)
+              for i, sums in enumerate(own) for row, value in enumerate(sums)]
+    shared, team, column = shared.after(UOp(Ops.BARRIER, src=tuple(stores))), (self.thread // count).minimum(teams - 1), self.thread % count
+    sums = [sum_in_order(shared[index(team, warp, column, row)].load() for warp in range(warps)) for row in range(rows)]
+    return [TeamSums(sums, column, team, self.thread < teams * count)]

@@ -1,23 +1,24 @@
 """The feed-forward, dense or mixture-of-experts.
 
-feed_forward and mixture are composites. A token runs them as gate_up, expert_gate_up, expert_down and norm_linear. Many tokens on a target with
+feed_forward and mixture are composites. A decode step runs them as gate_up, expert_gate_up, expert_down and norm_linear. Many tokens on a target with
 tensor cores run each as one piece: tokens sorted by expert (nn/routing.py), products by tiles (nn/matmul.py), scaled halves between them.
 
-One token on a target with kernels, with experts, is three launches: the router's logits beside the shared expert's gate and up; the choice of experts
-and their gate and up with SwiGLU and the routing weight in the epilogue; their down, the shared expert's and the residual in one sum. The choice is
-made by every block of the second launch for itself: 64 logits cost less to rank again than a launch costs. Expert ids are read in the kernels. In the
-first launch the blocks part into two branches, each with a vector and a layout of its own.
+A decode step on a target with kernels, with experts, is three launches: the router's logits beside the shared expert's gate and up; the choice of
+experts and their gate and up with SwiGLU and the routing weight in the epilogue; their down, the shared expert's and the residual in one sum. The
+choice is made by every block of the second launch for itself: 64 logits cost less to rank again than a launch costs. Expert ids are read in the
+kernels. In the first launch the blocks part into two branches, each with vectors and a layout of its own, and all tokens share a read of the weights;
+in the others a block has one token.
 """
 from __future__ import annotations
 from typing import NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn import cpu, cpu_prefill, few_tokens
+from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, optional, silu
 from tinygrad.nn.matmul import expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
-from tinygrad.nn.matvec import DeferredMatrix, MatvecPart, RowSegments, linear_part, matvec
+from tinygrad.nn.matvec import DeferredMatrix, MatvecPart, Operand, RowSegments, linear_part, matvec
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
-from tinygrad.nn.norm_linear import decode_target, few_target, mul_mat, norm_linear, prefill_target, single_segment
+from tinygrad.nn.norm_linear import decode_target, few_target, mul_mat, norm_linear, operand_of, prefill_target, single_segment
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.routing import Routing, TopKInKernel, choose_experts, choose_experts_prefill, sort_by_expert
 from tinygrad.nn.step import Step
@@ -45,12 +46,16 @@ def gate_up(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weigh
 def gate_up_cpu(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
   return cpu.gate_up_decode(x, norm, gate, up, router)
 
+@gate_up.form("cpu_few", takes=lambda step, x, norm, gate, up, router: cpu.takes(*present(gate, up, router)) and step.few_tokens)
+def gate_up_cpu_few(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
+  return cpu_few.gate_up_few(x, norm, gate, up, router)
+
 @gate_up.form("cpu_prefill", takes=lambda step, x, norm, gate, up, router: cpu.takes(*present(gate, up, router)) and step.many_tokens)
 def gate_up_cpu_prefill(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
   return cpu_prefill.gate_up_prefill(x, norm, gate, up, router)
 
 @gate_up.form("msl", takes=lambda step, x, norm, gate, up, router:
-              msl_takes(decode_target(step, gate, x.shape[1]), QL_SHEXP_MSL, [gate, up], present(router)))
+              step.one_token and msl_takes(decode_target(step, gate, x.shape[1]), QL_SHEXP_MSL, [gate, up], present(router)))
 def gate_up_metal(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
   return gate_up_msl(x, norm, (gate, up), router)
 
@@ -60,13 +65,13 @@ def gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
   assert target is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     gate_rows, up_rows, out = gate.matrix(buffers, "gate"), up.matrix(buffers, "up"), buffers["y"]
-    def swiglu(sums:list[UOp], row:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
-      return [out[row.valid(is_writer)].store(silu(sums[0]) * sums[1])]
+    def swiglu(sums:list[UOp], token:UOp, row:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
+      return [out[(token * gate.shape[0] + row).valid(is_writer)].store(silu(sums[0]) * sums[1])]
     parts = [MatvecPart(gate.shape[0], lambda row: [[(gate_rows, row)], [(up_rows, row)]], swiglu, gate.integer and up.integer)]
     if router is not None:
       parts.append(linear_part(router.shape[0], single_segment(router.matrix(buffers, "router")), buffers["logits"], router.integer))
-    return matvec(target, [x.shape[1] // UNIT], load4(buffers["x"]), parts, (load4(buffers["norm"]), norm.eps))
-  outs = {"y": empty(x, 1, gate.shape[0]), **({"logits": empty(x, 1, router.shape[0])} if router is not None else {})}
+    return matvec(target, operand_of(buffers, x, norm), parts)
+  outs = {"y": empty(x, x.shape[0], gate.shape[0]), **({"logits": empty(x, x.shape[0], router.shape[0])} if router is not None else {})}
   ins = {"x": x, "norm": norm.weight, **gate.args("gate"), **up.args("up"), **(router.args("router") if router is not None else {})}
   name = "_".join(["gate_up", gate.label, *(["router", router.label] if router is not None else [])])
   return launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))
@@ -107,34 +112,38 @@ def expert_gate_up(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logit
 def expert_gate_up_cpu(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
   return cpu.expert_gate_up_decode(x, norm, gate, up, logits, routing)
 
+@expert_gate_up.form("cpu_few", takes=lambda step, x, norm, gate, up, logits, routing: cpu.takes(gate, up) and step.few_tokens)
+def expert_gate_up_cpu_few(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
+  return cpu_few.expert_gate_up_few(x, norm, gate, up, logits, routing)
+
 @expert_gate_up.form("cpu_prefill", takes=lambda step, x, norm, gate, up, logits, routing: cpu.takes(gate, up) and step.many_tokens)
 def expert_gate_up_cpu_prefill(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
   return cpu_prefill.expert_gate_up_prefill(x, norm, gate, up, logits, routing)
 
 @expert_gate_up.form("msl", takes=lambda step, x, norm, gate, up, logits, routing:
-                     msl_takes(decode_target(step, gate, x.shape[1]), QL_MOE_MSL, [gate, up]))
+                     step.one_token and msl_takes(decode_target(step, gate, x.shape[1]), QL_MOE_MSL, [gate, up]))
 def expert_gate_up_metal(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
   return expert_gate_up_msl(x, norm, (gate, up), logits, routing)
 
 @expert_gate_up.form("decode", takes=lambda step, x, norm, gate, up, logits, routing: decode_target(step, gate, x.shape[1]))
 def expert_gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
-  """Job k · F + i is row i of the k-th chosen expert. Every block makes the choice for itself."""
-  (E, F, _), K, target = gate.shape, routing.count, target_of(gate.device)
+  """Job k · F + i is row i of the k-th chosen expert. gidx1 is the token: few have an expert in common. Every block makes the choice for itself."""
+  (E, F, _), K, T, target = gate.shape, routing.count, x.shape[0], target_of(gate.device)
   assert target is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    gate_rows, up_rows = gate.matrix(buffers, "gate"), up.matrix(buffers, "up")
-    chosen = TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"))
+    token, gate_rows, up_rows = UOp.special(T, "gidx1"), gate.matrix(buffers, "gate"), up.matrix(buffers, "up")
+    chosen = TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token)
     def rows_of_job(job:UOp) -> Sequence[RowSegments]:
       row = chosen.expert(job // F).cast(dtypes.weakint) * F + job % F
       return [[(gate_rows, row)], [(up_rows, row)]]
-    def swiglu(sums:list[UOp], job:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
-      return [buffers["y"][job.valid(is_writer)].store(silu(sums[0]) * sums[1] * chosen.weight(job // F))]
+    def swiglu(sums:list[UOp], _:UOp, job:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
+      return [buffers["y"][(token * K * F + job).valid(is_writer)].store(silu(sums[0]) * sums[1] * chosen.weight(job // F))]
     def store_choice(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:
       k = thread.minimum(K - 1)
-      return [buffers["sel"][k.valid(block.eq(0) & (thread < K))].store(chosen.expert(k))]
+      return [buffers["sel"][(token * K + k).valid(block.eq(0) & (thread < K))].store(chosen.expert(k))]
     part = MatvecPart(K * F, rows_of_job, swiglu, gate.integer and up.integer)
-    return matvec(target, [x.shape[1] // UNIT], load4(buffers["x"]), [part], (load4(buffers["norm"]), norm.eps), store_choice, chosen.barrier)
-  outs = {"y": empty(x, 1, K, F), "sel": empty(x, 1, K, dtype=dtypes.int32)}
+    return matvec(target, operand_of(buffers, x, norm, token), [part], store_choice, chosen.barrier)
+  outs = {"y": empty(x, T, K, F), "sel": empty(x, T, K, dtype=dtypes.int32)}
   ins = {"x": x, "norm": norm.weight, "logits": logits, **optional(bias=routing.bias), **gate.args("gate"), **up.args("up")}
   hidden, sel = launch(f"expert_gate_up_{K}_{routing.gating}_{gate.label}", outs, ins, body)
   return hidden, sel
@@ -152,46 +161,52 @@ def shared_down(shared:Shared|None) -> list[Weight]: return [] if shared is None
 def expert_down_cpu(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
   return cpu.expert_down_decode(hidden, down, sel, residual, shared)
 
+@expert_down.form("cpu_few", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.few_tokens)
+def expert_down_cpu_few(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
+  return cpu_few.expert_down_few(hidden, down, sel, residual, shared)
+
 @expert_down.form("cpu_prefill", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.many_tokens)
 def expert_down_cpu_prefill(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
   return cpu_prefill.expert_down_prefill(hidden, down, sel, residual, shared)
 
 @expert_down.form("msl", takes=lambda step, hidden, down, sel, residual, shared:
+                  step.one_token and
                   msl_takes(decode_target(step, down, *(weight.shape[-1] for weight in (down, *shared_down(shared)))), QL_MOE_MSL, [down],
-                         *([weight] for weight in shared_down(shared))))
+                            *([weight] for weight in shared_down(shared))))
 def expert_down_metal(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
   return expert_down_msl(hidden, down, sel, residual, shared)
 
 @expert_down.form("decode", takes=lambda step, hidden, down, sel, residual, shared:
                   decode_target(step, down, *(weight.shape[-1] for weight in (down, *shared_down(shared)))))
 def expert_down_decode(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
-  """A row of the product runs through all chosen experts, and on through the shared one"""
-  (E, D, F), K, target = down.shape, sel.shape[1], target_of(down.device)
+  """A row of the product runs through all chosen experts, and on through the shared one. gidx1 is the token."""
+  (E, D, F), (T, K), target = down.shape, sel.shape, target_of(down.device)
   assert target is not None
   units = F // UNIT
   segments = [K * units, *(weight.shape[1] // UNIT for weight in shared_down(shared))]
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    experts = down.matrix(buffers, "w")
+    token, experts = UOp.special(T, "gidx1"), down.matrix(buffers, "w")
     def chosen(wait_zero:UOp) -> Matrix:
       def unit_of(row:UOp, unit:UOp, gate:UOp|None) -> Unit:
-        k = unit // units + wait_zero
+        k = token * K + unit // units + wait_zero
         expert = buffers["sel"][k if gate is None else k.valid(gate)].load().maximum(0).minimum(E - 1).cast(dtypes.weakint)
         return experts(expert * D + row, unit % units, gate)
       return unit_of
-    beside = [weight.matrix(buffers, "shared") for weight in shared_down(shared)]
+    shared_rows = [weight.matrix(buffers, "shared") for weight in shared_down(shared)]
     def vector(index:UOp) -> list[UOp]:
-      """Numbers 4·index … of the experts' hidden numbers, one after another, and then of the shared expert's"""
+      """Numbers 4·index … of the token's hidden numbers, the experts' one after another, and then the shared one's"""
       own = K * F // 4
-      first = load4(buffers["x"])(index if shared is None else (index < own).where(index, 0))
+      first = load4(buffers["x"], token * K * F)(index if shared is None else (index < own).where(index, 0))
       if shared is None: return first
-      return [(index < own).where(v, w) for v, w in zip(first, load4(buffers["x_shared"])((index < own).where(0, index - own)))]
-    part = linear_part(D, lambda row: [(DeferredMatrix(chosen), row), *((matrix, row) for matrix in beside)], buffers["y"],
-                       all(weight.integer for weight in (down, *shared_down(shared))), residual=buffers["residual"])
-    return matvec(target, segments, vector, [part])
+      beside = load4(buffers["x_shared"], token * shared[1].shape[1])((index < own).where(0, index - own))
+      return [(index < own).where(v, w) for v, w in zip(first, beside)]
+    part = linear_part(D, lambda row: [(DeferredMatrix(chosen), row), *((matrix, row) for matrix in shared_rows)], buffers["y"],
+                       all(weight.integer for weight in (down, *shared_down(shared))), lambda _, row: token * D + row, residual=buffers["residual"])
+    return matvec(target, Operand(segments, lambda _: vector), [part])
   ins = {"x": hidden, "sel": sel, "residual": residual, **down.args("w"),
          **({} if shared is None else {"x_shared": shared[0], **shared[1].args("shared")})}
   name = "_".join([f"expert_down_{K}", down.label, *([] if shared is None else ["shared", shared[1].label])])
-  return launch(name, {"y": empty(hidden, 1, D)}, ins, body)[0]
+  return launch(name, {"y": empty(hidden, T, D)}, ins, body)[0]
 
 # ---- a mixture of experts ----
 

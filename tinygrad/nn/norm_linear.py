@@ -3,24 +3,25 @@ attention_output, composed of both. Each begins with its plain ops; its forms fo
 predicates ask decode_target or prefill_target. A form hands `launch` a body, which reads weights by
 `Weight.matrix` (nn/kernel.py): no block format is known here.
 
-One token on a target with kernels is one launch (nn/matvec.py); many tokens on one with a matrix product are a launch a matrix (nn/matmul.py).
+A token of each sequence on a target with kernels is one launch (nn/matvec.py); many tokens on one with a matrix product are a launch a matrix
+(nn/matmul.py).
 """
 from __future__ import annotations
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import prod
-from tinygrad.nn import cpu, cpu_prefill, few_tokens
+from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import Target, target_of
-from tinygrad.nn.kernel import UNIT, Matrix, Norm, Rope, Weight, empty, launch, load4, optional, position_of, rotated
+from tinygrad.nn.kernel import UNIT, Load4, Matrix, Norm, Rope, Weight, empty, launch, load4, optional, position_of, rotated
 from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
-from tinygrad.nn.matvec import DeferredMatrix, RowSegments, linear_part, matvec
+from tinygrad.nn.matvec import DeferredMatrix, Operand, RowSegments, linear_part, matvec
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, msl_takes
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step, one_row
 
 def decode_target(step:Step, weight:Weight, *widths:int) -> Target|None:
-  """The target whose matrix times vector takes this step: one token, vectors of whole units"""
-  target = target_of(weight.device) if step.one_token else None
+  """The target whose matrix times vector takes this step: a token of each sequence, vectors of whole units"""
+  target = target_of(weight.device) if step.one_token or step.few_tokens else None
   return target if target is not None and all(width % UNIT == 0 for width in widths) else None
 
 def prefill_target(step:Step, weight:Weight, *widths:int) -> Target|None:
@@ -37,6 +38,12 @@ def as_half(x:Tensor) -> Tensor: return x if x.dtype == dtypes.half else x.cast(
 
 def single_segment(matrix:Matrix, first:UOp|int=0) -> Callable[[UOp], RowSegments]: return lambda row: [(matrix, first + row)]
 
+def operand_of(buffers:dict[str, UOp], x:Tensor, norm:Norm|None, only:UOp|None=None) -> Operand:
+  """The vectors of the buffer x, (T, in), or the only token's; the buffer norm is the norm's weight"""
+  tokens, width = x.shape
+  def vector(token:UOp) -> Load4: return load4(buffers["x"], (token if only is None else only) * width)
+  return Operand([width // UNIT], vector, (load4(buffers["norm"]), norm.eps) if norm else None, tokens if only is None else 1)
+
 # ---- W·x ----
 
 def product_shape(x:Tensor, weight:Weight, ids:Tensor|None) -> tuple[int, ...]:
@@ -51,6 +58,9 @@ def mul_mat(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
 @mul_mat.form("cpu_decode", takes=lambda x, weight, ids: cpu.takes(weight) and one_row(x))
 def mul_mat_cpu(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: return cpu.mul_mat_decode(x, weight, ids)
 
+@mul_mat.form("cpu_few", takes=lambda x, weight, ids: ids is None and cpu_few.takes_rows(x, weight))
+def mul_mat_cpu_few(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: return cpu_few.mul_mat_few(x, weight)
+
 @mul_mat.form("cpu_prefill", takes=lambda x, weight, ids: cpu.takes(weight))
 def mul_mat_cpu_prefill(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
   return cpu_prefill.mul_mat_prefill(x, weight) if ids is None else cpu_prefill.mul_mat_id_prefill(x, weight, ids)
@@ -61,23 +71,30 @@ def mul_mat_id_msl(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: ret
 
 @mul_mat.form("decode", takes=lambda x, weight, ids: target_of(weight.device) is not None and weight.shape[-1] % UNIT == 0)
 def mul_mat_decode(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
-  """A launch over gidx1, a vector times a matrix each"""
+  """A launch. A matrix, or each of a stack by gidx1, takes its vectors of all tokens together; chosen by ids, it is a vector times a matrix each."""
   target, (*stack, rows, width) = target_of(weight.device), weight.shape
   assert target is not None
   shape, matrices = product_shape(x, weight, ids), prod(stack)
-  items = prod(shape[:-1])
-  share = items // prod(x.shape[:-1])
-  def body(buffers:dict[str, UOp]) -> list[UOp]:
-    item, matrix = UOp.special(items, "gidx1"), weight.matrix(buffers, "w")
+  tokens, items = shape[0], prod(shape[1:-1])
+  share = prod(shape[:-1]) // prod(x.shape[:-1])
+  def by_id(buffers:dict[str, UOp]) -> list[UOp]:
+    pair, matrix = UOp.special(tokens * items, "gidx1"), weight.matrix(buffers, "w")
     def chosen(wait_zero:UOp) -> Matrix:
-      which = buffers["ids"][item + wait_zero].load().maximum(0).minimum(matrices - 1).cast(dtypes.weakint)
+      which = buffers["ids"][pair + wait_zero].load().maximum(0).minimum(matrices - 1).cast(dtypes.weakint)
       return lambda row, unit, gate: matrix(which * rows + row, unit, gate)
-    of = single_segment(matrix, item % matrices * rows) if ids is None else lambda row: [(DeferredMatrix(chosen), row)]
-    part = linear_part(rows, of, buffers["y"], weight.integer, lambda row: item * rows + row)
-    return matvec(target, [width // UNIT], load4(buffers["x"], item // share * width), [part], items=items)
-  name = f"mul_mat{'' if ids is None else '_id'}_{weight.label}_{items}"
+    def out_index(_:UOp, row:UOp) -> UOp: return pair * rows + row
+    part = linear_part(rows, lambda row: [(DeferredMatrix(chosen), row)], buffers["y"], weight.integer, out_index)
+    operand = Operand([width // UNIT], lambda _: load4(buffers["x"], pair // share * width))
+    return matvec(target, operand, [part], items=items)
+  def by_head(buffers:dict[str, UOp]) -> list[UOp]:
+    item = UOp.special(items, "gidx1")
+    def out_index(token:UOp, row:UOp) -> UOp: return (token * items + item) * rows + row
+    part = linear_part(rows, single_segment(weight.matrix(buffers, "w"), item * rows), buffers["y"], weight.integer, out_index)
+    operand = Operand([width // UNIT], lambda token: load4(buffers["x"], (token * items + item) * width), tokens=tokens)
+    return matvec(target, operand, [part], items=items)
+  name = f"mul_mat{'' if ids is None else '_id'}_{weight.label}_{tokens * items}"
   ins = {"x": x, **optional(ids=ids), **weight.args("w")}
-  return launch(name, {"y": empty(x, *shape)}, ins, body)[0]
+  return launch(name, {"y": empty(x, *shape)}, ins, by_head if ids is None else by_id)[0]
 
 # ---- W·RMSNorm(x) ----
 
@@ -95,35 +112,39 @@ def norm_linear(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], r
 def norm_linear_cpu(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   return cpu.norm_linear_decode(x, norm, weights, rope, step.start if rope else None, residual)
 
+@norm_linear.form("cpu_few", takes=lambda step, x, norm, weights, rope, residual: cpu.takes(*weights) and step.few_tokens)
+def norm_linear_cpu_few(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
+  return cpu_few.norm_linear_few(x, norm, weights, rope, step.start if rope else None, residual)
+
 @norm_linear.form("cpu_prefill", takes=lambda step, x, norm, weights, rope, residual: cpu.takes(*weights) and step.many_tokens)
 def norm_linear_cpu_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   return cpu_prefill.norm_linear_prefill(x, norm, weights, rope, step.start if rope else None, residual)
 
 @norm_linear.form("msl", takes=lambda step, x, norm, weights, rope, residual:
-                  norm is None and rope is None and len(weights) == 1 and residual is not None and
+                  step.one_token and norm is None and rope is None and len(weights) == 1 and residual is not None and
                   msl_takes(decode_target(step, weights[0], x.shape[1]), QL_SHEXP_MSL, weights))
 def norm_linear_msl(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   return [mul_mat_msl(x, weights[0], residual=residual)]
 
 @norm_linear.form("decode", takes=lambda step, x, norm, weights, rope, residual:
-                  decode_target(step, weights[0], x.shape[1]))
+                  decode_target(step, weights[0], x.shape[1]) and not few_target(step, weights[0], x.shape[1]))
 def norm_linear_decode(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   target = target_of(weights[0].device)
   assert target is not None
-  outs = {f"y{i}": empty(x, 1, weight.shape[0]) for i, weight in enumerate(weights)}
+  outs = {f"y{i}": empty(x, x.shape[0], weight.shape[0]) for i, weight in enumerate(weights)}
   start = step.start if rope else None
   ins = {"x": x, **optional(norm=norm.weight if norm else None, rope=rope.table if rope else None, start=start, residual=residual)}
   for i, weight in enumerate(weights): ins |= weight.args(f"w{i}")
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    def rotate(sums:list[UOp], row:UOp) -> list[UOp]:
+    def rotate(sums:list[UOp], token:UOp, row:UOp) -> list[UOp]:
       number = row % rope.head - rope.nope
-      return rotated(buffers, rope.table.shape[1], number, sums, number >= 0, position_of(buffers))
+      return rotated(buffers, rope.table.shape[1], number, sums, number >= 0, position_of(buffers, token))
     parts = []
     for i, weight in enumerate(weights):
       first = i == 0
       parts.append(linear_part(weight.shape[0], single_segment(weight.matrix(buffers, f"w{i}")), buffers[f"y{i}"], weight.integer,
                                epilogue=rotate if rope is not None and first else None, residual=buffers.get("residual") if first else None))
-    return matvec(target, [x.shape[1] // UNIT], load4(buffers["x"]), parts, (load4(buffers["norm"]), norm.eps) if norm else None)
+    return matvec(target, operand_of(buffers, x, norm), parts)
   there = {"norm": norm, "linear": weights, "rope": rope, "residual": residual}
   name = "_".join([what for what, it in there.items() if it is not None] + [weight.label for weight in weights])
   return launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))

@@ -42,7 +42,7 @@ def choose_experts(logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
 
 class TopKInKernel:
   """choose_experts of one token within a block of threads: barrier() chooses, then expert(k) and weight(k) are known to every thread.
-  logits, bias: float32 buffers. In the kernel:
+  logits, (T, E), of which it takes the token's, and bias: float32 buffers. In the kernel:
 
   score = gating(logit)                                       # a thread an expert, or several where there are more experts
   choice = score + bias
@@ -50,8 +50,8 @@ class TopKInKernel:
   rank = the number of experts with a higher choice, or the same and a lower index
   if rank < count: ids[rank], values[rank] = expert, score; barrier
   """
-  def __init__(self, target:Target, routing:Routing, experts:int, logits:UOp, bias:UOp|None):
-    self.target, self.routing, self.experts, self.logits, self.bias = target, routing, experts, logits, bias
+  def __init__(self, target:Target, routing:Routing, experts:int, logits:UOp, bias:UOp|None, token:UOp):
+    self.target, self.routing, self.experts, self.logits, self.bias, self.token = target, routing, experts, logits, bias, token
 
   def softmax(self, scores:list[UOp], everyone:UOp, thread:UOp) -> list[UOp]:
     """A thread's scores. Each warp takes the maximum and the sum over everyone for itself."""
@@ -74,7 +74,7 @@ class TopKInKernel:
       shared = local(n_experts, dtypes.float, slot)
       stored = [shared[expert.valid(inside)].store(value) for value, (expert, inside) in zip(values, own)]
       return shared.after(UOp(Ops.BARRIER, src=(*stores, *stored)))
-    logits = [self.logits[(expert + wait_zero).valid(inside)].load() for expert, inside in own]
+    logits = [self.logits[(self.token * n_experts + expert + wait_zero).valid(inside)].load() for expert, inside in own]
     scores = choices = logits
     if gating == Gating.SOFTMAX:   # it keeps the order: without a bias the logits choose
       everyone = gather(logits, SLOTS + 3)
@@ -121,8 +121,8 @@ def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing, overla
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     if overlaps: buffers = behind_wait(target, buffers)
     token, thread = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0")
-    top_k = TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"))
-    top_k.barrier(thread, threads, token * E, [])
+    top_k = TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token)
+    top_k.barrier(thread, threads, UOp.const(0), [])
     k = thread.minimum(K - 1)
     out_index = (token * K + k).valid(thread < K)
     return [buffers["experts"][out_index].store(top_k.expert(k)), buffers["weights"][out_index].store(top_k.weight(k))]
