@@ -14,6 +14,7 @@ from tqdm import tqdm
 from tinygrad import Device, GlobalCounters
 from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.engine.runner import ROWS
+from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.engine.sequence import Request
 from tinygrad.apps.machine import Others, cores, device_name, peak_bandwidth
 from tinygrad.apps.models import Model, UserError
@@ -353,11 +354,12 @@ class Step:
             "bytes_a_step": self.nbytes, "gb_s": self.gb_s, "ceiling_ts": self.ceiling, "ceiling_percent": self.percent, "other_cores": self.others.cores, "samples_ts": self.rates}
 
 def together_seconds(engine:Engine, prompts:list[list[int]], count:int, others:Others) -> float:
-  """Seconds that `count` tokens of each take, when all prompts are in the cache"""
+  """Seconds that `count` tokens of each take, when all prompts are in the cache. They are drawn, at temperature 1: the likeliest tokens of a model of
+  random weights are soon the same for all, and so are their experts"""
   def work() -> None:
     if not engine.step(): raise next((s.error for s in sequences if s.error), RuntimeError("a sequence ended before it was timed"))
   stall, engine.scheduler.max_stall = engine.scheduler.max_stall, math.inf   # no answer begins before the last prompt is read
-  sequences = [engine.add(Request(ids)) for ids in prompts]
+  sequences = [engine.add(Request(ids, Sampling(temperature=1.0, seed=i))) for i, ids in enumerate(prompts)]
   try:
     while min(len(s.produced) for s in sequences) < WARM: work()
     ends = [len(s.produced) + count for s in sequences]
@@ -384,7 +386,7 @@ def table_together(model:Model, name:str, wanted:Together, output:str, plot:Path
     return t.weight_bytes_a_step(sequences) + sequences * t.cache_bytes(1) * (wanted.prompt + WARM + (wanted.gen + 1) / 2)
   rows = [Step(n, wanted.prompt, wanted.gen, bytes_of(n), peak and n * peak[0] / bytes_of(n)) for n in wanted.sequences]
   head = sys.stdout if output == "md" else sys.stderr
-  print(f"model     {short} on {device_name()}: prompts of {wanted.prompt} tokens, {wanted.gen} decoded each", file=head)
+  print(f"model     {short} on {device_name()}: prompts of {wanted.prompt} tokens, {wanted.gen} drawn each, at temperature 1", file=head)
   print(f"ceiling   {f'{peak[0] / 1e9:.0f} GB/s ({peak[1]})' if peak else 'unknown: no figure for this memory'}", file=head)
   for row in rows:
     print(f"          a step of {row.sequences:2d} reads {row.nbytes / 1e6:9.1f} MB{f': {row.ceiling:8.0f} tok/s' if row.ceiling else ''}", file=head)

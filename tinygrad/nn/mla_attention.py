@@ -9,7 +9,7 @@ with tensor cores: nn/mla_prefill.py. Where a row lies and how it is written is 
 from __future__ import annotations
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_few, cpu_prefill, mla_prefill, split_kv, split_plan
-from tinygrad.nn.intrinsics import target_of
+from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Norm, Rope, Weight, branch, empty, launch, load4
 from tinygrad.nn.latent_cache import CacheRow, Pages, cache_row, visible_rows, write_rows
 from tinygrad.nn.matmul import matmul
@@ -78,8 +78,15 @@ def latent_attention_cpu_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, nor
 def latent_attention_decode(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
   """Three launches: queries and the cache's rows; splits of the cache; their combination. How a sequence of several is cut depends on the others'
   lengths (nn/split_plan.py): float32 sums in another order, and rounded at other places."""
-  (H, L, nope), T, target, pages = k_b.shape, step.tokens, target_of(k_b.device), Pages.of(cache, step.tables)
+  target = target_of(k_b.device)
   assert target is not None
+  q_latent, cache = latent_query(target, step, q, kv, k_b, norm, cache, rope)
+  sums, stats = split_kv.split_kv(target, q_latent, q.reshape(step.tokens, k_b.shape[0], -1), cache, step, scale)
+  return split_kv.mla_combine(target, sums, stats, cache, step), cache
+
+def latent_query(target:Target, step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+  """What split_kv reads: the latent queries k_b·q_nope, as it takes them, and the cache with the tokens' rows written"""
+  (H, L, nope), T, pages = k_b.shape, step.tokens, Pages.of(cache, step.tables)
   tiles = split_kv.uses_tensor_cores(target, L, pages.dim - L)
   heads = split_kv.padded(H) if tiles else H
   def body(buffers:dict[str, UOp]) -> list[UOp]:
@@ -98,10 +105,9 @@ def latent_attention_decode(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Nor
     return matvec(target, Operand([nope // UNIT], vector, tokens=T), [part], store_rows, items=H)
   q_latent = empty(q, T, heads, L, dtype=dtypes.half if tiles else dtypes.float)
   ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, "tables": step.tables, **k_b.args("w")}
-  outs, mem = {"q_latent": q_latent, "cache": cache}, None if T == 1 else k_b.nbytes + q.nbytes() + q_latent.nbytes()
-  q_latent, cache = launch(f"latent_query_{T}_{k_b.label}", outs, ins, body, mem)
-  sums, stats = split_kv.split_kv(target, q_latent, q.reshape(T, H, -1), cache, step, scale)
-  return split_kv.mla_combine(target, sums, stats, cache, step), cache
+  mem = None if T == 1 else k_b.nbytes + q.nbytes() + q_latent.nbytes()   # a loop's turns are out of the renderer's reach
+  q_latent, cache = launch(f"latent_query_{T}_{k_b.label}", {"q_latent": q_latent, "cache": cache}, ins, body, mem)
+  return q_latent, cache
 
 @latent_attention.form("prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        (target := prefill_target(step, k_b, k_b.shape[2])) and mla_prefill.takes(target, k_b.shape[1], cache.shape[1]))
