@@ -351,7 +351,8 @@ class Step:
     """The row of the JSON line and of the CSV table"""
     return {"n_parallel": self.sequences, "n_prompt": self.prompt, "n_gen": self.gen, "median_ts": self.median,
             "sequence_ts": self.median / self.sequences, "stddev_ts": deviation(self.rates), "step_ms": self.step_seconds * 1e3,
-            "bytes_a_step": self.nbytes, "gb_s": self.gb_s, "ceiling_ts": self.ceiling, "ceiling_percent": self.percent, "other_cores": self.others.cores, "samples_ts": self.rates}
+            "bytes_a_step": self.nbytes, "gb_s": self.gb_s, "ceiling_ts": self.ceiling,
+            "ceiling_percent": self.percent, "other_cores": self.others.cores, "samples_ts": self.rates}
 
 def together_seconds(engine:Engine, prompts:list[list[int]], count:int, others:Others) -> float:
   """Seconds that `count` tokens of each take, when all prompts are in the cache. They are drawn, at temperature 1: the likeliest tokens of a model of
@@ -424,7 +425,7 @@ def draw_together(rows:list[Step], title:str, peak:tuple[float, str]|None, bytes
       every = np.linspace(counts[0], counts[-1], 100)
       axes.plot(every, [n * peak[0] / bytes_of(n) for n in every], "--", color="0.4", label=f"ceiling: the memory's {peak[0] / 1e9:.0f} GB/s")
     axes.errorbar(counts, [r.median for r in line], [deviation(r.rates) for r in line], marker="o", capsize=4, label="all sequences")
-    for r in line: axes.annotate(f"{r.median:.0f}", (r.sequences, r.median), (5, -12), textcoords="offset points", size=10)
+    for r in line: axes.annotate(f"{r.median:.0f}", (r.sequences, r.median), (5, 5), textcoords="offset points", size=10)
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.set(xlabel="sequences at once", ylabel="decoding, tokens a second")
