@@ -14,7 +14,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope, rope_table
-from tinygrad.nn import cpu, embedding, mla_attention, moe, norm_linear
+from tinygrad.nn import cpu, cutoff, embedding, mla_attention, moe, norm_linear
 from tinygrad.nn.primitive import PRIMITIVES, Primitive, plain_ops
 from tinygrad.nn.routing import Routing
 from tinygrad.nn.step import Step
@@ -45,7 +45,8 @@ def product(kind: T, rows: int) -> Callable:
   return of
 def product_by_id(kind: T) -> Callable:
   def of(tokens: int) -> tuple:
-    return floats(tokens, 1, width(kind)), experts(kind, 3, 21, width(kind)), tensor(np.tile(np.int32([2, 0]), (tokens, 1)))
+    sel = np.int32([[(2 + i) % 3, i % 3] for i in range(tokens)])
+    return floats(tokens, 1, width(kind)), experts(kind, 3, 21, width(kind)), tensor(sel)
   return of
 def linear(rows: int, rotated: bool, inner: int = 96) -> Callable:
   def of(tokens: int) -> tuple:
@@ -76,7 +77,7 @@ def chosen(gating: int, kind: T, rows: int) -> Callable:
   return of
 def down(shared: bool, kind: T) -> Callable:
   def of(tokens: int) -> tuple:
-    sel = tensor(np.tile(np.int32([6, 2, 0]), (tokens, 1)))
+    sel = tensor(np.int32([[(6 + i) % 7, (2 + i) % 7, i % 7] for i in range(tokens)]))
     beside = (floats(tokens, 64), load(T.Q8_0, 45, 64)) if shared else None
     return step_of(tokens), floats(tokens, 3, 256), experts(kind, 7, 45, 256), sel, floats(tokens, 45), beside
   return of
@@ -89,6 +90,14 @@ def mixed(shared: bool) -> Callable:
 
 def rows_of_embedding(kind: T) -> Callable:
   def of(tokens: int) -> tuple: return ids(*range(7, 7 + tokens)), load(kind, 37, width(kind), cls=QuantizedEmbedding)
+  return of
+def positions(tokens: int) -> tuple:
+  tables = tensor(np.tile(np.int32([[4, 0], [0, 5]]), (tokens, 1))[:tokens])
+  return ids(*range(41, 41 + tokens)), ids(*range(tokens)), tables, tensor(np.full((tokens, 4), -1, np.int32))
+def to_cut(weighed: bool) -> Callable:
+  def of(tokens: int) -> tuple:
+    x, target = floats(tokens, 301), np.arange(3, 3 + tokens)
+    return x, (x.exp() * 2 ** 30).cast(dtypes.uint64).realize() if weighed else None, tensor(target.astype(np.uint64) << 31 if weighed else np.uint32(target))
   return of
 
 # ---- the table ----
@@ -109,29 +118,35 @@ def gpus(few: tuple[int, ...] = (1,), many: tuple[int, ...] = (), metal: str = "
 def few(*counts: int) -> list[tuple[str, str, int]]:
   """Points of a few tokens on tensor cores"""
   return [("CUDA", "few", Sequences(n)) for n in counts]
+def sequences(*counts: int) -> list[tuple[str, str, int]]:
+  """Points of a matrix times several vectors on the GPUs: a token of each of so many sequences"""
+  return [(device, "decode", Sequences(n)) for device in ("CUDA", "METAL") for n in counts]
 
 CASES = [
   *(Case(norm_linear.mul_mat, kind.name, product(kind, rows), cpu_() + gpus())
     for kind, rows in zip(HALVES, itertools.cycle((33, 34, 16, 7)))),
   Case(norm_linear.mul_mat, "many rows", product(T.Q4_K, 34), cpu_((), (67,)) + cpu_few(2, 19) + gpus((19,))),
+  Case(norm_linear.mul_mat, "a matrix a head", lambda tokens: (floats(tokens, 3, 64), load(T.Q5_1, 3, 9, 64)), cpu_few(3) + gpus() + sequences(3, 8)),
   Case(norm_linear.mul_mat, "id Q4_K", product_by_id(T.Q4_K), cpu_(many=(5,)) + gpus((1,), metal="msl")),
   Case(norm_linear.mul_mat, "id IQ4_XS", product_by_id(T.IQ4_XS), cpu_(many=(5,)) + gpus((5,))),
-  Case(norm_linear.norm_linear, "33 rows", linear(33, False), cpu_(many=(19,)) + gpus(many=(33,))),
-  Case(norm_linear.norm_linear, "34 rows", linear(34, False), cpu_() + gpus()),
-  Case(norm_linear.norm_linear, "96 rows rotated", linear(96, True), cpu_(many=(2, 33)) + gpus(many=(33,))),
-  Case(norm_linear.norm_linear, "residual", with_residual, cpu_(many=(19,)) + gpus(many=(2,), metal="msl")),
+  Case(norm_linear.norm_linear, "33 rows", linear(33, False), cpu_(many=(19,)) + gpus(many=(33,)) + sequences(5, 33)),
+  Case(norm_linear.norm_linear, "34 rows", linear(34, False), cpu_() + gpus() + sequences(8)),
+  Case(norm_linear.norm_linear, "96 rows rotated", linear(96, True), cpu_(many=(2, 33)) + gpus(many=(33,)) + sequences(2, 3, 9, 17)),
+  Case(norm_linear.norm_linear, "residual", with_residual, cpu_(many=(19,)) + gpus(many=(2,), metal="msl") + sequences(4)),
   Case(mla_attention.latent_attention, "5 heads at 40", attention(5, 128, 32, 40), cpu_(many=(29,)) + gpus(many=(17,))),
   Case(mla_attention.latent_attention, "2 heads at 0", attention(2, 128, 32, 0), cpu_(many=(2,)) + gpus()),
   Case(mla_attention.latent_attention, "3 heads at 63", attention(3, 128, 32, 63), cpu_(many=(3,)) + gpus((), (3,))),
   Case(norm_linear.attention_output, "heads", output, gpus((), (33,))),
-  Case(moe.gate_up, "Q4_K router", gated(True, T.Q4_K), cpu_(many=(27,)) + gpus(metal="msl")),
-  Case(moe.gate_up, "IQ4_XS", gated(False, T.IQ4_XS), cpu_(many=(2,)) + gpus()),
+  Case(moe.gate_up, "Q4_K router", gated(True, T.Q4_K), cpu_(many=(27,)) + gpus(metal="msl") + sequences(2, 5)),
+  Case(moe.gate_up, "IQ4_XS", gated(False, T.IQ4_XS), cpu_(many=(2,)) + gpus() + sequences(8)),
   Case(moe.feed_forward, "dense", dense, gpus((), (33,))),
   Case(moe.expert_gate_up, "Q4_0 softmax", chosen(1, T.Q4_0, 33), cpu_(many=(27,)) + gpus(metal="msl")),
+  Case(moe.expert_gate_up, "Q4_1 softmax", chosen(1, T.Q4_1, 36), sequences(3)),
   Case(moe.expert_gate_up, "Q6_K sigmoid", chosen(2, T.Q6_K, 21), cpu_() + gpus(metal="msl")),
-  Case(moe.expert_gate_up, "F16 softmax of the chosen", chosen(3, T.F16, 36), cpu_() + gpus()),
-  Case(moe.expert_down, "Q5_K shared", down(True, T.Q5_K), cpu_(many=(27,)) + gpus(metal="msl")),
-  Case(moe.expert_down, "IQ4_NL", down(False, T.IQ4_NL), cpu_(many=(2,)) + gpus()),
+  Case(moe.expert_gate_up, "Q5_K sigmoid", chosen(2, T.Q5_K, 20), sequences(8)),
+  Case(moe.expert_gate_up, "F16 softmax of the chosen", chosen(3, T.F16, 36), cpu_() + gpus() + sequences(2)),
+  Case(moe.expert_down, "Q5_K shared", down(True, T.Q5_K), cpu_(many=(27,)) + gpus(metal="msl") + sequences(5)),
+  Case(moe.expert_down, "IQ4_NL", down(False, T.IQ4_NL), cpu_(many=(2,)) + gpus() + sequences(9)),
   Case(moe.mixture, "two tokens", mixed(False), gpus((), (2,))),
   Case(moe.mixture, "shared", mixed(True), gpus((), (19,))),
   Case(norm_linear.norm_linear, "CPU, few: 33 rows", linear(33, False), cpu_few(2, 33)),
@@ -148,9 +163,11 @@ CASES = [
   Case(moe.feed_forward, "few: dense", dense, few(16, 64)),
   Case(moe.mixture, "few: no shared expert", mixed(False), few(16)),
   Case(moe.mixture, "few: shared", mixed(True), few(9, 33)),
-  *(Case(embedding.embedding, kind.name, rows_of_embedding(kind), cpu_((1, 19)) + gpus(many=(19,))) for kind in (T.Q4_0, T.Q6_K)),
-  *(Case(embedding.argmax, str(n), lambda tokens, n=n: (floats(n),), cpu_() + gpus()) for n in (5, 20001)),
-  Case(embedding.advance, "advance", lambda tokens: (ids(41), ids(3)), cpu_() + gpus()),
+  *(Case(embedding.embedding, kind.name, rows_of_embedding(kind), cpu_((1, 19)) + gpus((1, 19))) for kind in (T.Q4_0, T.Q6_K)),
+  *(Case(embedding.argmax, str(n), lambda tokens, n=n: (floats(tokens, n),), cpu_((1, 7)) + gpus((1, 7))) for n in (5, 20001)),
+  Case(embedding.advance, "some are there", positions, cpu_((1, 7)) + gpus((1, 7))),
+  Case(cutoff.cutoff, "of a number", to_cut(False), cpu_((1, 7)) + gpus((1,))),
+  Case(cutoff.cutoff, "of a share", to_cut(True), cpu_((1, 7)) + gpus((2,))),
 ]
 POINTS = [(case, *point) for case in CASES for point in case.points]
 
@@ -177,11 +194,30 @@ def run(case: Case, device: str, form: str, tokens: int) -> None:
     got = numbers(case.of(*args))
   with plain_ops(): want = numbers(case.of(*bound()))
   for a, b in zip(got, want, strict=True):
-    if a.dtype == np.int32: assert np.array_equal(a, b)
+    if np.issubdtype(a.dtype, np.integer): assert np.array_equal(a, b)
     else: assert worst_row(a, b) < LIMITS.get((device, form), 1e-6)
+
+def alone(argument: Any, i: int, tokens: int) -> Any:
+  """What of an argument is the i-th sequence's"""
+  if isinstance(argument, Step): return Step.decode(alone(argument.start, i, tokens), alone(argument.tables, i, tokens))
+  if isinstance(argument, Tensor) and argument.shape[0] == tokens: return argument[i:i + 1].contiguous().realize()
+  return tuple(alone(part, i, tokens) for part in argument) if type(argument) is tuple else argument
 
 @pytest.mark.parametrize("case,device,form,tokens", POINTS, ids=lambda v: f"{v.of.__name__} {v.name}" if isinstance(v, Case) else str(v))
 def test_form(case: Case, device: str, form: str, tokens: int): run(case, device, form, tokens)
+
+COLUMNS = [point for point in POINTS if point[2] == "decode" and isinstance(point[3], Sequences)]
+
+@pytest.mark.parametrize("case,device,form,tokens", COLUMNS, ids=lambda v: f"{v.of.__name__} {v.name}" if isinstance(v, Case) else str(v))
+def test_as_alone(case: Case, device: str, form: str, tokens: int):
+  """A sequence gets the bytes that it gets without the others"""
+  with DEVICES[device]():
+    (arguments := case.of.signature.bind(*case.args(tokens))).apply_defaults()
+    form_of = case.of.forms[form].run
+    together = numbers(form_of(*arguments.args))
+    for i in {0, tokens // 2, tokens - 1}:
+      for a, b in zip(together, numbers(form_of(*(alone(argument, i, tokens) for argument in arguments.args))), strict=True):
+        assert np.array_equal(a[i:i + 1], b)
 
 def test_the_table_is_whole():
   """Each form of each primitive is what some case takes"""

@@ -279,9 +279,9 @@ def test_feed_forward_of_many(tokens: int):
   gate, up, router = (load(QuantizedLinear, k, 40, D)[0] for k in (T.Q8_0, T.F16, T.F32))
   for got, want in zip(*both(form, gate_up, step, x, n, gate, up, router), strict=True): same(got, want)
 
-@pytest.mark.parametrize("size", [5, 16, 1000])
-def test_argmax(size: int):
-  x = normal(size)
-  assert embedding.argmax(tensor(x)).tolist() == [int(x.argmax())]
-  x[[size // 2, size - 1]] = 9.0
-  assert embedding.argmax(tensor(x)).tolist() == [size // 2]
+@pytest.mark.parametrize("rows,size", [(1, 5), (3, 16), (8, 1000)])
+def test_argmax(rows: int, size: int):
+  x = normal(rows, size)
+  assert embedding.argmax(tensor(x)).tolist() == x.argmax(1).tolist()
+  x[:, [size // 2, size - 1]] = 9.0
+  assert embedding.argmax(tensor(x)).tolist() == [size // 2] * rows

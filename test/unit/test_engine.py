@@ -82,16 +82,19 @@ def test_reasons(page: int):
 def test_what_can_never_fit():
   e = toy(40, 100)
   for n in (100, 101):
-    with pytest.raises(ContextFull, match=f"^the prompt has {n} tokens, max_context is 100: nothing is left for an answer$"): e.add(Request(PROMPT[:n]))
+    with pytest.raises(ContextFull, match=f"^the prompt has {n} tokens, max_context is 100: nothing is left for an answer$"):
+      e.add(Request(PROMPT[:n]))
   small = toy(3, 512)
-  with pytest.raises(ContextFull, match="^the prompt has 128 tokens, the cache holds 128: nothing is left for an answer$"): small.add(Request(PROMPT[:128]))
+  with pytest.raises(ContextFull, match="^the prompt has 128 tokens, the cache holds 128: nothing is left for an answer$"):
+    small.add(Request(PROMPT[:128]))
   assert list(small.generate(PROMPT[:127])) == alone(PROMPT[:127], 1) and small.full
   assert list(small.generate(PROMPT[:120], 50)) == alone(PROMPT[:120], 8) and small.full
   with pytest.raises(ContextFull, match="101 tokens do not fit"): e.logits(PROMPT[:101])
   for x in (e, small): finish(x)
 
 @pytest.mark.parametrize("request_,message", [
-  (Request([]), "no tokens: give at least one"), (Request([1, VOCAB]), f"token {VOCAB}: expected 0 to {VOCAB - 1}"), (Request([1.5]), "token: expected a whole number"),
+  (Request([]), "no tokens: give at least one"), (Request([1, VOCAB]), f"token {VOCAB}: expected 0 to {VOCAB - 1}"),
+  (Request([1.5]), "token: expected a whole number"),
   (Request([1], limit=-1), "limit: expected 0 or more, found -1"), (Request([1], limit=True), "limit: expected a whole number, found True"),
   (Request("ab"), "tokens: expected a list of numbers, found str")], ids=str)
 def test_what_is_no_request(request_: Request, message: str):

@@ -18,7 +18,7 @@ from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import Target, and_or, byte_perm, fma_halves, opaque_zero, pdl_wait, word
-from tinygrad.nn.kernel import (SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, block_sum, branch, empty, gated, launch, local, optional, rotated,
+from tinygrad.nn.kernel import (SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum, branch, empty, gated, launch, local, optional, rotated,
                                 safe_index, silu, sum_in_order, total)
 from tinygrad.nn.matmul import HALF_SCALE, rounding_error
 from tinygrad.nn.matvec import global_loads
@@ -75,12 +75,12 @@ def columns(target:Target, x:Tensor, norm:Norm|None=None, low:bool=False) -> lis
   heads = stack[0] if stack else 1
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, head, thread, loaded, stores = UOp.special(T, "gidx0"), UOp.special(heads, "gidx1"), UOp.special(threads, "lidx0"), [], []
-    wait_zero = pdl_wait(target)
+    x_behind = behind_wait(target, buffers)["x"]
     for start in range(0, D // 4, threads):
       quad = thread + start
       inside = None if start + threads <= D // 4 else quad < D // 4
-      place = ((token * heads + head) * D + wait_zero * 4) + quad * 4
-      loaded.append((quad, inside, [buffers["x"][gated(place + i, inside)].load() for i in range(4)]))
+      place = (token * heads + head) * D + quad * 4
+      loaded.append((quad, inside, [x_behind[gated(place + i, inside)].load() for i in range(4)]))
     if norm is not None:
       squares = sum_in_order(number * number for _, _, numbers in loaded for number in numbers)
       sum_of_squares = block_sum(target, squares, thread, threads, 0, lambda warp_sums: total(warp_sums, UOp.add))
@@ -168,6 +168,7 @@ class BlockProduct:
   quads:    for some tokens at a time: shared = sums; barrier; the sums over the warps, four rows a thread
   """
   def __init__(self, target:Target, share:Share, tokens:int, first_row:UOp, rows:int, row_tiles:int, slot:int=0, shared_bytes:int=SHARED_BYTES):
+    """tokens: of the block. slot: the number of its shared memory and, but one, of its registers"""
     assert target.mma is not None
     self.target, self.mma, self.share, self.tokens, self.row_tiles = target, target.mma, share, tokens, row_tiles
     self.first_row, self.rows, self.slot, self.shared_bytes = first_row, rows, slot, shared_bytes
@@ -263,30 +264,33 @@ def store_columns(out:UOp, number:UOp, token:UOp, tokens:int, inside:UOp, values
   place = quad_place(number // 4, token, tokens)
   return [out[(place + i).valid(inside)].store(pair) for i, pair in enumerate(quad_pairs(values))]
 
-def loader(buffer:UOp, block:BlockProduct, x:Columns, wait_zero:UOp, head:UOp|int=0, token_of:Callable[[UOp], UOp]|None=None) -> LoadPairs:
-  """What reads the words of x for a block. token_of(token) -> the token of x that the block's is; without it, the same, or the last"""
+def loader(buffer:UOp, block:BlockProduct, x:Columns, token_of:Callable[[UOp], UOp], head:UOp|int=0) -> LoadPairs:
+  """What reads the words of x for a block. token_of(token) -> the token of x that the block's is"""
   _, pieces, tokens, _ = x.words.shape
   def load(token:UOp, piece:UOp, inside:UOp|None) -> list[UOp]:
-    column = token.minimum(tokens - 1) if token_of is None else token_of(token)
-    place = ((head * pieces + piece) * tokens + column + wait_zero) * 16 + block.in_group * 4
+    place = ((head * pieces + piece) * tokens + token_of(token)) * 16 + block.in_group * 4
     return [buffer[gated(place + i, inside)].load() for i in range(4)]
   return load
 
 # ---- a launch ----
 
-MANY_TILES = 1024   # of rows; a launch of more makes two at once of them, which share what is read of the tokens
+MANY_TILES = 1024     # of rows; a launch of more, for as many tokens as leave it the registers, makes two of them at once: they share reads of the tokens
+FOR_TWO_TILES = 16
+TOKENS_AT_ONCE = 32   # of a block: a multiprocessor has the registers for two blocks, and keeps the tokens in its L1
 
-def row_tiles_of(rows:int) -> int: return 2 if -(-rows // TILE_ROWS) >= MANY_TILES else 1
+def row_tiles_of(rows:int, tokens:int) -> int: return 2 if -(-rows // TILE_ROWS) >= MANY_TILES and tokens <= FOR_TWO_TILES else 1
+
+Finish = Callable[[BlockProduct, Quad, dict[str, UOp]], list[UOp]]
 
 @dataclass(frozen=True)
 class Part:
   """Some blocks of a launch.
   rows: of each of its matrices, which are multiplied with the same tokens.
-  finish(block, quad, wait_zero) -> stores: the epilogue. Loads of other kernels' results add wait_zero to the index.
+  finish(block, quad, buffers) -> stores: the epilogue. buffers: those of the launch, whose loads come behind the wait.
   precise: products as good as float32, by the rounding errors of tokens and weights."""
   rows: int
   matrices: Sequence[Matrix]
-  finish: Callable[[BlockProduct, Quad, UOp], list[UOp]]
+  finish: Finish
   precise: bool = False
 
 def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], parts:Sequence[Part], head:UOp|int=0) -> list[UOp]:
@@ -297,19 +301,26 @@ def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], pa
   the products, and the sums over the warps                      # BlockProduct
   finish: the epilogue stores
   """
-  share, stores, start = share_of(width), [], 0
-  tiles = [row_tiles_of(part.rows) for part in parts]
+  T, share, stores, start = x.tokens, share_of(width), [], 0
+  groups = -(-T // TOKENS_AT_ONCE)
+  tiles = [row_tiles_of(part.rows, T) for part in parts]
   counts = [-(-part.rows // (TILE_ROWS * tiles_of_part)) for part, tiles_of_part in zip(parts, tiles)]
-  number = UOp.special(sum(counts), "gidx0")
+  index = UOp.special(sum(counts) * groups, "gidx0")
+  number, first_token = index % sum(counts), index // sum(counts) * TOKENS_AT_ONCE   # neighbouring blocks have the same tokens
+  def token_of(token:UOp) -> UOp: return (first_token + token).minimum(T - 1)
   for i, (part, row_tiles, count) in enumerate(zip(parts, tiles, counts)):
     loop, zero = branch(i, (number >= start) & (number < start + count)) if len(parts) > 1 else (None, 0)
     first_row = (number - start + zero) * (TILE_ROWS * row_tiles)
-    block = BlockProduct(target, share, x.tokens, first_row, part.rows, row_tiles, i * SLOTS, SHARED_BYTES // len(parts))
+    block = BlockProduct(target, share, min(T, TOKENS_AT_ONCE), first_row, part.rows, row_tiles, i * SLOTS, SHARED_BYTES // len(parts))
     weights = block.load(part.matrices)
-    wait_zero = pdl_wait(target, *global_loads([units for of_chunk in weights for tiles in of_chunk for units in tiles]))
-    low = loader(buffers["low"], block, x, wait_zero, head) if part.precise else None
-    places = block.products(weights, loader(buffers["x"], block, x, wait_zero, head), loop, low)
-    finished = [store for quad in block.quads(len(part.matrices), places) for store in part.finish(block, quad, wait_zero)]
+    behind = behind_wait(target, buffers, *global_loads([units for of_chunk in weights for tiles in of_chunk for units in tiles]))
+    low = loader(behind["low"], block, x, token_of, head) if part.precise else None
+    places = block.products(weights, loader(behind["x"], block, x, token_of, head), loop, low)
+    finished = []
+    for quad in block.quads(len(part.matrices), places):
+      token = first_token + quad.token
+      inside = quad.inside if T % TOKENS_AT_ONCE == 0 or groups == 1 else quad.inside & (token < T)
+      finished += part.finish(block, quad._replace(token=token, inside=inside), behind)
     stores += finished if loop is None else [UOp.group(*finished).end(loop)]
     start += count
   return stores
@@ -328,16 +339,16 @@ def few_matmul(target:Target, x:Columns, weights:Sequence[Weight], residual:Tens
   T, width = x.tokens, weights[0].shape[1]
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def part(i:int, weight:Weight) -> Part:
-      def finish(block:BlockProduct, quad:Quad, wait_zero:UOp) -> list[UOp]:
+      def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
         values = [value * x.factor for value in quad.sums[0]] if x.factor != 1.0 else quad.sums[0]
         if i == 0 and rope is not None:
-          position = buffers["start"][quad.token].load().cast(dtypes.weakint)
+          position = buffers["start"][quad.token.minimum(T - 1)].load().cast(dtypes.weakint)
           for pair in (slice(0, 2), slice(2, 4)):
             number = (quad.row + pair.start) % rope.head - rope.nope
             values[pair] = rotated(buffers, rope.table.shape[1], number, values[pair], number >= 0, position)
         place = quad.token * weight.shape[0] + quad.row
         if i == 0 and residual is not None:
-          values = [value + buffers["residual"][(place + j + wait_zero * 4).valid(block.writes(quad, j))].load() for j, value in enumerate(values)]
+          values = [value + behind["residual"][(place + j).valid(block.writes(quad, j))].load() for j, value in enumerate(values)]
         return block.store(buffers[f"y{i}"], place, quad, values)
       return Part(weight.shape[0], [weight.matrix(buffers, f"w{i}")], finish)
     return few_products(target, width, x, buffers, [part(i, weight) for i, weight in enumerate(weights)])
@@ -357,7 +368,7 @@ def few_heads(target:Target, x:Columns, weight:Weight) -> Columns:
   (heads, rows, width), T = weight.shape, x.tokens
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     head, matrix = UOp.special(heads, "gidx1"), weight.matrix(buffers, "w")
-    def finish(block:BlockProduct, quad:Quad, wait_zero:UOp) -> list[UOp]:
+    def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
       values = [value * (x.factor * HALF_SCALE) for value in quad.sums[0]]
       return store_columns(buffers["y"], head * rows + quad.row, quad.token, T, quad.inside, values)
     return few_products(target, width, x, buffers, [Part(rows, [lambda row, unit, gate: matrix(head * rows + row, unit, gate)], finish)], head)
@@ -373,7 +384,7 @@ def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|
   """
   (F, width), T = gate.shape, x.tokens
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    def swiglu(block:BlockProduct, quad:Quad, wait_zero:UOp) -> list[UOp]:
+    def swiglu(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
       values = [silu(gate) * up * HALF_SCALE for gate, up in zip(*quad.sums)]
       return store_columns(buffers["y"], quad.row, quad.token, T, quad.inside, values)
     parts = [Part(F, [gate.matrix(buffers, "gate"), up.matrix(buffers, "up")], swiglu)]
@@ -388,7 +399,7 @@ def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|
 
 def router_part(router:Weight, buffers:dict[str, UOp]) -> Part:
   """logits = router·(x + low)"""
-  def finish(block:BlockProduct, quad:Quad, wait_zero:UOp) -> list[UOp]:
+  def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
     return block.store(buffers["logits"], quad.token * router.shape[0] + quad.row, quad, quad.sums[0])
   return Part(router.shape[0], [router.matrix(buffers, "router")], finish, precise=True)
 
@@ -402,7 +413,7 @@ def few_router(target:Target, x:Columns, low:Columns, router:Weight) -> Tensor:
 # ---- experts ----
 
 def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weight], x:Columns, T:int, K:int,
-                    finish:Callable[[BlockProduct, Quad, UOp], list[UOp]]) -> list[UOp]:
+                    finish:Finish) -> list[UOp]:
   """The stores of a launch on stacks of matrices, (E, out, in), and the tokens that chose each. x: of T tokens or T · K choices. buffers: x; order and
   counts, as sort_by_expert gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token.
   In the kernel:
@@ -414,22 +425,22 @@ def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weig
   """
   E, rows, width = weights[0].shape
   row_tile, expert = UOp.special(-(-rows // TILE_ROWS), "gidx0"), UOp.special(E, "gidx1")
-  wait_zero = pdl_wait(target)
-  count = buffers["counts"][expert + wait_zero].load().maximum(0).minimum(T)   # garbage in, no hang
+  behind = behind_wait(target, buffers)
+  count = behind["counts"][expert].load().maximum(0).minimum(T)   # garbage in, no hang
   loop = UOp.range(((count + (TILE_TOKENS - 1)) // TILE_TOKENS).cast(dtypes.weakint), 0)
   zero = opaque_zero("0", loop.cast(dtypes.int))
   block = BlockProduct(target, share_of(width), TILE_TOKENS, row_tile * TILE_ROWS, rows, 1)
   def choice_of(token:UOp) -> UOp:
     place = expert * T + (loop * TILE_TOKENS + token).minimum(count.cast(dtypes.weakint) - 1) + zero
-    return buffers["order"][place].load().maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
+    return behind["order"][place].load().maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
   def token_of(token:UOp) -> UOp: return choice_of(token) // (T * K // x.tokens)
   matrices = [lambda row, unit, gate, matrix=weight.matrix(buffers, f"weight{i}"): matrix(expert * rows + row + zero, unit, gate)
               for i, weight in enumerate(weights)]
-  places = block.products(block.load(matrices), loader(buffers["x"], block, x, zero, token_of=token_of), loop)
+  places = block.products(block.load(matrices), loader(behind["x"], block, x, token_of), loop)
   stores = []
   for quad in block.quads(len(matrices), places):
     exists = loop * TILE_TOKENS + quad.token < count.cast(dtypes.weakint)
-    stores += finish(block, quad._replace(token=choice_of(quad.token), inside=quad.inside & exists), zero)
+    stores += finish(block, quad._replace(token=choice_of(quad.token), inside=quad.inside & exists), behind)
   return [UOp.group(*stores).end(loop)]
 
 def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], chosen:tuple[Tensor, Tensor], scale:Tensor) -> Columns:
@@ -437,8 +448,8 @@ def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], 
   scale: float32 (T, K) -> F numbers of each of the T·K choices"""
   (_, rows, _), (T, K), (order, counts) = weights[0].shape, scale.shape, chosen
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    def finish(block:BlockProduct, quad:Quad, wait_zero:UOp) -> list[UOp]:
-      factor = buffers["scale"][quad.token + wait_zero].load() * HALF_SCALE
+    def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
+      factor = behind["scale"][quad.token].load() * HALF_SCALE
       values = [silu(gate) * up * factor for gate, up in zip(*quad.sums)]
       return store_columns(buffers["y"], quad.row, quad.token, T * K, quad.inside, values)
     return expert_products(target, buffers, weights, x, T, K, finish)
@@ -450,7 +461,7 @@ def few_expert_down(target:Target, x:Columns, weight:Weight, chosen:tuple[Tensor
   """W[expert]·x for each choice's x. weight: (E, out, in); chosen: what sort_by_expert returns -> float32 (T·K, out)"""
   (_, rows, _), (order, counts) = weight.shape, chosen
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    def finish(block:BlockProduct, quad:Quad, wait_zero:UOp) -> list[UOp]:
+    def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
       return block.store(buffers["y"], quad.token * rows + quad.row, quad, [value * x.factor for value in quad.sums[0]])
     return expert_products(target, buffers, [weight], x, x.tokens // K, K, finish)
   ins = {"x": x.words, "order": order, "counts": counts, **weight.args("weight0")}
@@ -462,10 +473,9 @@ def few_sum(target:Target, residual:Tensor, each:Tensor, K:int) -> Tensor:
   (T, D), threads = residual.shape, 4 * target.lanes
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, part, thread = UOp.special(T, "gidx0"), UOp.special(-(-D // (4 * threads)), "gidx1"), UOp.special(threads, "lidx0")
-    wait_zero = pdl_wait(target)
-    quad = part * threads + thread
+    behind, quad = behind_wait(target, buffers), part * threads + thread
     inside = None if D % (4 * threads) == 0 else quad < D // 4
-    def load(name:str, row:UOp) -> list[UOp]: return [buffers[name][gated(row * D + quad * 4 + i, inside)].load() for i in range(4)]
-    terms = [load("residual", token + wait_zero), *(load("each", token * K + k + wait_zero) for k in range(K))]
+    def load(name:str, row:UOp) -> list[UOp]: return [behind[name][gated(row * D + quad * 4 + i, inside)].load() for i in range(4)]
+    terms = [load("residual", token), *(load("each", token * K + k) for k in range(K))]
     return [buffers["y"][gated(token * D + quad * 4 + i, inside)].store(sum_in_order(of_number)) for i, of_number in enumerate(zip(*terms))]
   return launch(f"few_sum_{T}_{D}_{K}", {"y": empty(residual, T, D)}, {"residual": residual, "each": each}, body)[0]

@@ -297,7 +297,8 @@ def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_sto
   columns = columns_of(target, operand, parts, threads // target.lanes)
   blocks = [-(-part.jobs // layout.teams) * group_count(operand.tokens, columns) for part, layout in zip(parts, layouts)]
   block, thread = UOp.special(sum(blocks), "gidx0"), UOp.special(threads, "lidx0")
-  if len(parts) == 1: return _Part(target, operand, parts[0], layouts[0], columns, Threads(block, thread, threads, 0)).stores(extra_stores, barrier_of)
+  if len(parts) == 1:
+    return _Part(target, operand, parts[0], layouts[0], columns, Threads(block, thread, threads, 0)).stores(extra_stores, barrier_of)
   assert extra_stores is None and barrier_of is None
   stores, start = [], 0
   for number, (part, layout, count) in enumerate(zip(parts, layouts, blocks)):

@@ -9,12 +9,12 @@ with tensor cores: nn/mla_prefill.py. Where a row lies and how it is written is 
 from __future__ import annotations
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_few, cpu_prefill, mla_prefill, split_kv, split_plan
-from tinygrad.nn.intrinsics import target_of
-from tinygrad.nn.kernel import UNIT, Norm, Rope, Weight, empty, launch, load4
+from tinygrad.nn.intrinsics import Target, target_of
+from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Norm, Rope, Weight, branch, empty, launch, load4
 from tinygrad.nn.latent_cache import CacheRow, Pages, cache_row, visible_rows, write_rows
 from tinygrad.nn.matmul import matmul
 from tinygrad.nn.matvec import Operand, linear_part, matvec
-from tinygrad.nn.norm_linear import as_half, mul_mat, prefill_target, single_segment
+from tinygrad.nn.norm_linear import as_half, decode_target, mul_mat, prefill_target, single_segment
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step
 
@@ -32,29 +32,28 @@ def latent_attention(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cach
   scores = (query @ keys.transpose(-1, -2)) * scale  # (T, H, C)
   return (scores + unseen.unsqueeze(1)).softmax(-1) @ keys[..., :L], cache
 
-@primitive(outputs=lambda step, k_b, cache: empty(step.start, attention_shape(step, k_b, cache).items + step.tokens, split_plan.ROW, dtype=dtypes.int32))
-def attention_plan(step:Step, k_b:Weight, cache:Tensor) -> Tensor:
-  """How latent_attention cuts the work of a step of several sequences: see nn/split_plan.py. It serves all blocks of a model."""
-  return split_plan.plan_ops(attention_shape(step, k_b, cache), step)
-
-def attention_shape(step:Step, k_b:Weight, cache:Tensor) -> split_plan.PlanShape:
-  target = target_of(k_b.device)
-  assert target is not None
-  return split_kv.plan_shape(target, *k_b.shape[:2], Pages.of(cache, step.tables))
+@primitive(outputs=lambda step, shape: empty(step.start, *split_plan.plan_size(shape), dtype=dtypes.int32))
+def attention_plan(step:Step, shape:split_plan.PlanShape) -> Tensor:
+  """How latent_attention cuts the work of a step of several sequences, for all blocks of a model: int32, see nn/split_plan.py"""
+  return split_plan.plan_ops(shape, step)
 
 # ---- forms ----
 
 def splits_take(step:Step, k_b:Weight, cache:Tensor) -> bool:
-  """Whether nn/split_kv.py serves a token of each sequence"""
-  (heads, latent, nope), target = k_b.shape, target_of(k_b.device)
-  if target is None or not (step.one_token or step.few_tokens): return False
-  return nope % UNIT == 0 and split_kv.takes(target, heads, latent, cache.shape[1] - latent)
+  """Whether nn/split_kv.py serves the step"""
+  (heads, latent, _), target = k_b.shape, decode_target(step, k_b, k_b.shape[2])
+  return target is not None and split_kv.takes(target, heads, latent, cache.shape[1] - latent)
 
-@attention_plan.form("decode", takes=lambda step, k_b, cache: step.few_tokens and splits_take(step, k_b, cache))
-def attention_plan_decode(step:Step, k_b:Weight, cache:Tensor) -> Tensor:
-  target = target_of(k_b.device)
+def plan_shape(step:Step, k_b:Weight, cache:Tensor) -> split_plan.PlanShape|None:
+  """What attention_plan is asked for. None: the step needs no plan"""
+  if not step.few_tokens or not splits_take(step, k_b, cache): return None
+  return split_kv.plan_shape(target_of(k_b.device), *k_b.shape[:2], Pages.of(cache, step.tables))
+
+@attention_plan.form("decode", takes=lambda step, shape: step.few_tokens and target_of(step.start.device) is not None)
+def attention_plan_decode(step:Step, shape:split_plan.PlanShape) -> Tensor:
+  target = target_of(step.start.device)
   assert target is not None
-  return split_plan.plan_launch(target, attention_shape(step, k_b, cache), step)
+  return split_plan.plan_launch(target, shape, step)
 
 @latent_attention.form("cpu_decode", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        cpu.takes(k_b) and step.one_token and cpu.attention_takes(k_b.shape[1], cache.shape[1]))
@@ -75,27 +74,40 @@ def latent_attention_cpu_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, nor
   return cpu_prefill.mla_attention_prefill(q_latent, q, cache, step.start, step.tables, scale), cache
 
 @latent_attention.form("decode", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
-                       (step.one_token or step.plan is not None) and splits_take(step, k_b, cache))
+                       splits_take(step, k_b, cache) and (step.one_token or step.plan is not None))
 def latent_attention_decode(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
   """Three launches: queries and the cache's rows; splits of the cache; their combination. How a sequence of several is cut depends on the others'
   lengths (nn/split_plan.py): float32 sums in another order, and rounded at other places."""
-  (H, L, nope), T, target, pages = k_b.shape, step.tokens, target_of(k_b.device), Pages.of(cache, step.tables)
+  target = target_of(k_b.device)
   assert target is not None
+  q_latent, cache = latent_query(target, step, q, kv, k_b, norm, cache, rope)
+  sums, stats = split_kv.split_kv(target, q_latent, q.reshape(step.tokens, k_b.shape[0], -1), cache, step, scale)
+  return split_kv.mla_combine(target, sums, stats, cache, step), cache
+
+def latent_query(target:Target, step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+  """What split_kv reads: the latent queries k_b·q_nope, as it takes them, and the cache with the tokens' rows written"""
+  (H, L, nope), T, pages = k_b.shape, step.tokens, Pages.of(cache, step.tables)
   tiles = split_kv.uses_tensor_cores(target, L, pages.dim - L)
   heads = split_kv.padded(H) if tiles else H
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    item = UOp.special(T * H, "gidx1")
-    token, head = item // H, item % H
-    def out_index(_:UOp, row:UOp) -> UOp: return token * (heads * L) + (split_kv.query_place(head, row, L) if tiles else head * L + row)
+    head = UOp.special(H, "gidx1")
+    def vector(token:UOp) -> Load4: return load4(buffers["q"], (token * H + head) * rope.head)
+    def out_index(token:UOp, row:UOp) -> UOp:
+      return token * (heads * L) + (split_kv.query_place(head, row, L) if tiles else head * L + row)
+    def store_rows(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:
+      row, number, blocks, stores = CacheRow(target, pages, L, norm.eps, threads, slot=SLOTS), block * H + head, (block.vmax + 1) * H, []
+      if T == 1: return cache_row(row, buffers, UOp.const(0), thread, wait_zero, number.eq(0))   # one block writes it, the others load nothing for it
+      for turn, first in enumerate(range(0, T, blocks)):   # a block writes a token's row, if there are so many tokens
+        loop, zero = branch(turn, first + number < T)
+        stores.append(UOp.group(*cache_row(row, buffers, first + number + zero, thread, wait_zero)).end(loop))
+      return stores
     part = linear_part(L, single_segment(k_b.matrix(buffers, "w"), head * L), buffers["q_latent"], k_b.integer, out_index)
-    def store_row(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:  # one block writes it, the others load nothing for it
-      return cache_row(CacheRow(target, pages, L, norm.eps, threads, slot=4), buffers, token, thread, wait_zero, block.eq(0) & head.eq(0))
-    return matvec(target, Operand([nope // UNIT], lambda _: load4(buffers["q"], item * rope.head)), [part], extra_stores=store_row, items=T * H)
+    return matvec(target, Operand([nope // UNIT], vector, tokens=T), [part], store_rows, items=H)
   q_latent = empty(q, T, heads, L, dtype=dtypes.half if tiles else dtypes.float)
   ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, "tables": step.tables, **k_b.args("w")}
-  q_latent, cache = launch(f"latent_query_{T}_{k_b.label}", {"q_latent": q_latent, "cache": cache}, ins, body)
-  sums, stats = split_kv.split_kv(target, q_latent, q.reshape(T, H, -1), cache, step, scale)
-  return split_kv.mla_combine(target, sums, stats, cache, step), cache
+  mem = None if T == 1 else k_b.nbytes + q.nbytes() + q_latent.nbytes()   # a loop's turns are out of the renderer's reach
+  q_latent, cache = launch(f"latent_query_{T}_{k_b.label}", {"q_latent": q_latent, "cache": cache}, ins, body, mem)
+  return q_latent, cache
 
 @latent_attention.form("prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        (target := prefill_target(step, k_b, k_b.shape[2])) and mla_prefill.takes(target, k_b.shape[1], cache.shape[1]))

@@ -226,7 +226,8 @@ class PrefillThread:
       stores.append(weight_sum.store(weight_sum.load() * rescales[i] + total(self.of_row(weights, row), UOp.add)))
     return [[weight.cast(dtypes.half) for weight in product] for product in weights], rescales, stores
 
-  def update_sums(self, state:PrefillState, place:tuple[int, int], weights:list[list[list[UOp]]], rescales:list[list[UOp]], at:PrefillStep) -> list[UOp]:
+  def update_sums(self, state:PrefillState, place:tuple[int, int], weights:list[list[list[UOp]]], rescales:list[list[UOp]],
+                  at:PrefillStep) -> list[UOp]:
     """The stores of the weighted sums of a product's latent numbers, in all tiles"""
     sums = [[state.weighted_sum(tile, place, i).load() * rescales[tile][self.tile_rows.index(row)] for i, (row, _) in enumerate(self.places_c)]
             for tile in range(self.tiles)]

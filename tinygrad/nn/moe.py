@@ -127,7 +127,7 @@ def expert_gate_up_metal(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight,
 
 @expert_gate_up.form("decode", takes=lambda step, x, norm, gate, up, logits, routing: decode_target(step, gate, x.shape[1]))
 def expert_gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
-  """Job k · F + i is row i of the k-th chosen expert. gidx1 is the token, as few have an expert in common. Every block makes the choice for itself."""
+  """Job k · F + i is row i of the k-th chosen expert. gidx1 is the token: few have an expert in common. Every block makes the choice for itself."""
   (E, F, _), K, T, target = gate.shape, routing.count, x.shape[0], target_of(gate.device)
   assert target is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
@@ -243,7 +243,7 @@ def mixture_few(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, 
   else:
     beside, (logits,) = few_tokens.few_gate_up(target, normed, shared.gate, shared.up, router, low)
     x, = few_tokens.few_matmul(target, beside, [shared.down], x)
-  sel, scale = choose_experts_prefill(target, logits, routing)
-  order = sort_by_expert(target, sel, router.shape[0])
+  sel, scale = choose_experts_prefill(target, logits, routing, overlaps=True)
+  order = sort_by_expert(target, sel, router.shape[0], overlaps=True)
   hidden = few_tokens.few_expert_gate_up(target, normed, experts[:2], order, scale)
   return few_tokens.few_sum(target, x, few_tokens.few_expert_down(target, hidden, experts.down, order, routing.count), routing.count)

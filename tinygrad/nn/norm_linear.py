@@ -20,8 +20,8 @@ from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step, one_row
 
 def decode_target(step:Step, weight:Weight, *widths:int) -> Target|None:
-  """The target whose matrix times vector takes this step: a token of each sequence, vectors of whole units, where tensor cores do not take it"""
-  target = target_of(weight.device) if step.one_token or step.few_tokens and few_target(step, weight, *widths) is None else None
+  """The target whose matrix times vector takes this step: a token of each sequence, vectors of whole units"""
+  target = target_of(weight.device) if step.one_token or step.few_tokens else None
   return target if target is not None and all(width % UNIT == 0 for width in widths) else None
 
 def prefill_target(step:Step, weight:Weight, *widths:int) -> Target|None:
@@ -127,7 +127,7 @@ def norm_linear_msl(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight
   return [mul_mat_msl(x, weights[0], residual=residual)]
 
 @norm_linear.form("decode", takes=lambda step, x, norm, weights, rope, residual:
-                  decode_target(step, weights[0], x.shape[1]))
+                  decode_target(step, weights[0], x.shape[1]) and not few_target(step, weights[0], x.shape[1]))
 def norm_linear_decode(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   target = target_of(weights[0].device)
   assert target is not None

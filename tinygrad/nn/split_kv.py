@@ -487,7 +487,7 @@ def mla_combine(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Ste
   return launch(f"mla_combine_{step.tokens}_{splits}_{heads}_{latent}", outs, ins, body, mem)[0]
 
 def combine_kernel(shape:CombineLaunch, buffers:dict[str, UOp]) -> list[UOp]:
-  """A block's stores. It has a head of a token and 4 · lanes of the latent numbers; its eight warps take every eighth split each, a lane four numbers.
+  """A block's stores. It has a token's head and 4 · lanes of the latent numbers; its eight warps take every eighth split each, a lane four numbers.
     row_max = max of the splits' row_max
     weight of a split = 2^(its row_max - row_max)
     weight_sum, sums = Σ weight · its weight_sum, Σ weight · its sums    a warp's splits, then all warps' in shared memory

@@ -36,6 +36,8 @@ class PlanShape:
     """Of a sequence"""
     return self.pages.capacity // self.positions
 
+def plan_size(shape:PlanShape) -> tuple[int, int]: return shape.items + shape.pages.sequences, ROW
+
 def ceildiv(value:UOp, by:UOp) -> UOp: return (value + by - 1) // by
 
 # ---- making it ----
@@ -56,7 +58,7 @@ def plan_ops(shape:PlanShape, step:Step) -> Tensor:
 def plan_launch(target:Target, shape:PlanShape, step:Step) -> Tensor:
   """… by a launch of one block"""
   def body(buffers:dict[str, UOp]) -> list[UOp]: return plan_kernel(target, shape, buffers)
-  plan = Tensor.empty(shape.items + shape.pages.sequences, ROW, dtype=dtypes.int32, device=step.start.device)
+  plan = Tensor.empty(*plan_size(shape), dtype=dtypes.int32, device=step.start.device)
   return launch(f"split_plan_{shape.items}_{shape.pages.sequences}", {"plan": plan}, {"start": step.start}, body)[0]
 
 def plan_kernel(target:Target, shape:PlanShape, buffers:dict[str, UOp]) -> list[UOp]:

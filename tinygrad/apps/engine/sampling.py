@@ -125,7 +125,8 @@ def scores(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:
     logits = logits - (produced.cast(dtypes.float) * frequency + (produced > 0).where(presence, 0.0))
   if not features.draw: return logits
   greedy = temperature.eq(0)
-  x = ((logits - logits.max(axis=1, keepdim=True)) / greedy.where(1.0, temperature)).contiguous()  # at most 0: no temperature is too low
+  # at most 0: no temperature is too low. A zero is the same whatever its logit's sign, which adding a bias of 0 changes
+  x = (-(logits.max(axis=1, keepdim=True) - logits).abs() / greedy.where(1.0, temperature)).contiguous()
   keep = x.isinf().logical_not()
   if features.top_k:
     least = cutoff(x, None, top_k.eq(0).where(vocab, top_k.minimum(float(vocab))).cast(dtypes.uint32).reshape(-1))

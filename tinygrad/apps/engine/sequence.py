@@ -2,7 +2,7 @@
 from __future__ import annotations
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Iterable, NamedTuple
 from tinygrad.apps.engine.cache import Table
 from tinygrad.apps.engine.sampling import Sampling
 
@@ -15,7 +15,7 @@ class State(enum.Enum):
 @dataclass(frozen=True)
 class Request:
   """limit: the most tokens of an answer. None: as many as the context takes. 0: the rows of ids[:-1] are computed, and no answer."""
-  ids: list[int]
+  ids: Iterable[int]
   sampling: Sampling = Sampling()
   stop: frozenset[int] = frozenset()
   limit: int|None = None
