@@ -65,14 +65,14 @@ def with_blocks(f:GGUFFile, blocks:list[int]) -> GGUFFile:
 
 # ---- bytes ----
 
-def read_bytes(f:GGUFFile, c:Config, i:int, part:str="") -> int:
-  """Bytes of weights that one token reads of block i: all of it, or its "attn" or "ffn" part; of the experts, the chosen ones' share"""
-  def share(name:str, size:int) -> int: return size * c.n_chosen // c.n_experts if "_exps." in name else size
+def read_bytes(f:GGUFFile, c:Config, i:int, part:str="", tokens:int=1) -> int:
+  """Bytes of weights that a step of so many sequences reads of block i: all of it, or its "attn" or "ffn" part; of the experts, the chosen"""
+  def share(name:str, size:int) -> int: return round(size * c.distinct_experts(tokens) / c.n_experts) if "_exps." in name else size
   return sum(share(name, t.data.nbytes) for name, t in of_block(f, i).items() if not part or name.startswith("attn") == (part == "attn"))
-def head_bytes(f:GGUFFile, c:Config) -> int:
-  """… of what is no block's: one row of the embedding, the last norm, the head (the embedding where the two are tied)"""
+def head_bytes(f:GGUFFile, c:Config, tokens:int=1) -> int:
+  """… of what is no block's: a row of the embedding each, the last norm, the head (the embedding where the two are tied)"""
   embd = f.tensors["token_embd.weight"]
-  return embd.data.nbytes // c.vocab_size + f.tensors["output_norm.weight"].data.nbytes + f.tensors.get("output.weight", embd).data.nbytes
+  return embd.data.nbytes * tokens // c.vocab_size + f.tensors["output_norm.weight"].data.nbytes + f.tensors.get("output.weight", embd).data.nbytes
 
 def bytes_moved(name:str, estimate:UOp|int, model:Transformer, position:int, variables:dict[str, int]) -> int:
   """Bytes that a kernel moves in a step whose last token is at `position`, by what its launch says. Attention's kernels say those of a full cache
@@ -123,22 +123,24 @@ def no_device(target:str) -> Iterator[None]:
 
 Kinds = list[tuple[int, int]]
 
-def _token(f:GGUFFile, max_context:int) -> tuple[Transformer, list[list[UOp]], list[int]]:
-  """A model with one block of each kind; the launches of its greedy decode step, as scheduled, part by part: the embedding, its blocks, the head and
-  the choice; how many times a token has each part. Blocks of the same shapes and types are a kind, in the file's order."""
+def _token(f:GGUFFile, max_context:int, parallel:int) -> tuple[Transformer, list[list[UOp]], list[int]]:
+  """A model with one block of each kind; the launches of its greedy decode step of so many sequences, as scheduled, part by part: what comes before
+  the blocks, the blocks, the head and the choice; how many times a step has each part. Blocks of the same shapes and types are a kind, in the file's
+  order."""
   c, kinds = Config.from_gguf(f), {}
   for i in range(c.n_blocks): kinds.setdefault(tuple((name, t.shape, t.type) for name, t in of_block(f, i).items()), []).append(i)
   model = Transformer.from_gguf(with_blocks(f, [blocks[0] for blocks in kinds.values()]), max_context)
-  return model, Runner(model).batch.record(compiled=False).parts, [1, *map(len, kinds.values()), 1, 1]
+  parts = Runner(model).batch_of(parallel).record(compiled=False).parts
+  return model, parts, [1] * (len(parts) - len(kinds) - 2) + [*map(len, kinds.values()), 1, 1]
 
-def count_kernels(f:GGUFFile, target:str, max_context:int=4096) -> tuple[int, Kinds]:
-  """(kernels a token, [(blocks of a kind, kernels a block)]) of the greedy decode step for a target, with no device"""
-  with no_device(target): _, parts, times = _token(f, max_context)
-  return sum(n * len(part) for n, part in zip(times, parts)), [(n, len(part)) for n, part in zip(times, parts)][1:-2]
+def count_kernels(f:GGUFFile, target:str, max_context:int=4096, parallel:int=1) -> tuple[int, Kinds]:
+  """(kernels a step, [(blocks of a kind, kernels a block)]) of the greedy decode step of so many sequences for a target, with no device"""
+  with no_device(target): model, parts, times = _token(f, max_context, parallel)
+  return sum(n * len(part) for n, part in zip(times, parts)), [(n, len(part)) for n, part in zip(times, parts)][-2 - len(model.blk):-2]
 
 class Kernel(NamedTuple):
   name: str
-  times: int               # a token
+  times: int               # a step
   read: int                # bytes it moves
   shared: int              # bytes of a block of threads, together
   threads: int             # of a launch
@@ -147,12 +149,13 @@ def shared_bytes(program:UOp) -> int:
   """Bytes of a threadgroup's memory that a rendered kernel takes"""
   return sum(u.max_numel() * u.dtype.itemsize for u in program.src[1].src if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL)
 
-def render_kernels(f:GGUFFile, target:str, max_context:int=4096, depth:int=0) -> list[Kernel]:
-  """The kernels of a token after `depth` others, each once, lowered and rendered for the target: slower than counting, and finds what the target
+def render_kernels(f:GGUFFile, target:str, max_context:int=4096, depth:int=0, parallel:int=1) -> list[Kernel]:
+  """The kernels of a step of so many sequences, each with `depth` tokens before it, each once, lowered and rendered for the target: slower
+  than counting, and finds what the target
   cannot say"""
   kernels, variables = [], {"pos": depth}                  # where the position is a variable of the graph
   with no_device(target):
-    model, parts, repeats = _token(f, max_context)
+    model, parts, repeats = _token(f, max_context, parallel)
     times, programs = Counter(), {}
     for n, part in zip(repeats, parts):
       for call in compile_linear(UOp(Ops.LINEAR, src=tuple(part))).src:

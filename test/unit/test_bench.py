@@ -56,7 +56,7 @@ def test_bytes_a_token(name: str):
   f = stand_in(name)
   c, model = Config.from_gguf(f), Transformer.from_gguf(f, 32)
   total = sum(read_bytes(f, c, i) for i in range(c.n_blocks)) + head_bytes(f, c)
-  assert total == pytest.approx(model.weight_bytes_a_token, rel=0.02)  # which leaves out the norms
+  assert total == pytest.approx(model.weight_bytes_a_step(), rel=0.02)  # which leaves out the norms
   for i in range(c.n_blocks): assert read_bytes(f, c, i) == read_bytes(f, c, i, "attn") + read_bytes(f, c, i, "ffn")
   if c.n_experts: assert 0 < read_bytes(f, c, 3) < 0.5 * sum(t.data.nbytes for t in of_block(f, 3).values())
 
@@ -82,19 +82,30 @@ def test_bench_block(tmp_path: Path):
   for p in parts.values(): assert p["rounds"] == 2 and 0 < p["p10_us"] <= p["median_us"] <= p["p90_us"] and p["kernels"] >= 1
   for kind in ("dense", "MoE"):
     assert parts[f"{kind} block"]["bytes"] == parts[f"{kind} attention"]["bytes"] + parts[f"{kind} feed-forward"]["bytes"]
-  assert r["token_us"] == pytest.approx(sum(n * parts[p]["median_us"] for n, p in ((1, "dense block"), (3, "MoE block"), (1, "head"))))
-  assert r["tok_s"] == pytest.approx(1e6 / r["token_us"])
+  assert r["step_us"] == pytest.approx(sum(n * parts[p]["median_us"] for n, p in ((1, "dense block"), (3, "MoE block"), (1, "head"))))
+  assert r["tok_s"] == pytest.approx(1e6 / r["step_us"])
   f = stand_in("small-glm", "F16")
   c = Config.from_gguf(f)
-  assert r["kernels_a_token"] == count_kernels(f, r["device"])[0]          # the parts run make up the decode graph as it is scheduled
-  assert r["token_bytes"] - head_bytes(f, c) - sum(read_bytes(f, c, i) for i in range(4)) in (4 * 5 * c.cache_dim * n for n in (2, 4))
+  assert r["kernels_a_step"] == count_kernels(f, r["device"])[0]          # the parts run make up the decode graph as it is scheduled
+  assert r["step_bytes"] - head_bytes(f, c) - sum(read_bytes(f, c, i) for i in range(4)) in (4 * 5 * c.cache_dim * n for n in (2, 4))
+
+def test_bench_block_of_many_sequences():
+  r = last(run("bench_block.py", 1, "--model", "small-glm", "--quant", "F16", "--blocks", 1, "--depth", 5, "--parallel", 4).stdout)
+  f = stand_in("small-glm", "F16")
+  c = Config.from_gguf(f)
+  assert r["parallel"] == 4 and r["tok_s"] == pytest.approx(4e6 / r["step_us"])
+  assert r["kernels_a_step"] >= count_kernels(f, r["device"], parallel=4)[0]   # what all blocks share, a bank has once
+  weights = head_bytes(f, c, 4) + sum(read_bytes(f, c, i, tokens=4) for i in range(4))
+  assert r["step_bytes"] - weights in (4 * 4 * 5 * c.cache_dim * n for n in (2, 4))
+  once = head_bytes(f, c) + sum(read_bytes(f, c, i) for i in range(4))
+  assert once < weights < 4 * once and read_bytes(f, c, 0, tokens=4) == read_bytes(f, c, 0)   # a dense block is read once for all
 
 def test_bench_block_takes_a_file():
   r = last(run("bench_block.py", 1, "--model", TINY, "--blocks", 1).stdout)
   f = read_gguf(ROOT / TINY)
   c = Config.from_gguf(f)
   assert r["blocks"] == {"dense": c.n_dense, "MoE": c.n_blocks - c.n_dense} and r["tok_s"] > 0
-  assert r["token_bytes"] == head_bytes(f, c) + sum(read_bytes(f, c, i) for i in range(c.n_blocks))
+  assert r["step_bytes"] == head_bytes(f, c) + sum(read_bytes(f, c, i) for i in range(c.n_blocks))
 
 def test_count():
   out = run("bench_block.py", "--count", "--target", "METAL", "--model", "small-youtu", "--depth", 100).stdout
@@ -102,8 +113,8 @@ def test_count():
   c = Config.from_gguf(f)
   assert (r["target"], r["depth"]) == ("METAL", 100)
   (name, m), = r["models"].items()
-  assert m["token_bytes"] == sum(read_bytes(f, c, i) + 100 * c.cache_dim * 2 for i in range(c.n_blocks)) + head_bytes(f, c)
-  assert name == "small-youtu Q4_0" and sum(n for n, _ in m["kinds"]) == MODELS["small-youtu"].blocks and f"{m['kernels_a_token']} = " in out
+  assert m["step_bytes"] == sum(read_bytes(f, c, i) + 100 * c.cache_dim * 2 for i in range(c.n_blocks)) + head_bytes(f, c)
+  assert name == "small-youtu Q4_0" and sum(n for n, _ in m["kinds"]) == MODELS["small-youtu"].blocks and f"{m['kernels_a_step']} = " in out
 
 @pytest.mark.parametrize("target,item,parts", [("METAL", 2, ("mla_split_kv", "mla_combine")), ("CUDA", 2, ("mla_split_kv", "mla_combine")),
                                                ("CPU", 4, ("mla_attention",))])
@@ -125,7 +136,7 @@ def test_generic():
   r = last(done.stdout)
   assert r["generic"] and done.stdout.count("the fork's kernels are off") == 1 and done.stderr.count("plain ops") == 1
   (m,), ours = r["models"].values(), count_kernels(stand_in("small-youtu"), "CUDA")[0]
-  assert m["kernels_a_token"] > ours and not any(k["name"].startswith(("norm_linear", "gate_up")) for k in m["kernels"])
+  assert m["kernels_a_step"] > ours and not any(k["name"].startswith(("norm_linear", "gate_up")) for k in m["kernels"])
 
 # *** profile_model.py ***
 
@@ -176,8 +187,9 @@ def test_stock_tinygrad_is_refused(script: str, tmp_path: Path):
   done = run("-c", code, code=1)
   assert "this measures the fork" in done.stderr and done.stderr.count("\n") == 1
 
-@pytest.mark.parametrize("script,flags", [("bench_block.py", ("--model", "--quant", "--depth", "--blocks", "--count", "--target", "--json")),
-                                          ("profile_model.py", ("--depth", "--with-source", "--json"))])
+@pytest.mark.parametrize("script,flags", [
+  ("bench_block.py", ("--model", "--quant", "--depth", "--parallel", "--blocks", "--count", "--target", "--json")),
+  ("profile_model.py", ("--depth", "--with-source", "--json"))])
 def test_help(script: str, flags: tuple[str, ...]):
   text = run(script, "--help").stdout
   for flag in flags: assert re.search(rf"^  {flag}\b.*\n?.*[a-z]", text, re.M)

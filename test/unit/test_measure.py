@@ -1,6 +1,7 @@
 """--benchmark: its table, its figures, its plot, and whether others were in the way. No timing is judged."""
 from __future__ import annotations
 import csv, importlib.util, io, itertools, json, re, statistics
+from dataclasses import replace
 from pathlib import Path
 import pytest
 from extra.mkgguf import write_model
@@ -141,38 +142,76 @@ def test_the_first_run_is_not_counted(model: Model, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("known_peak")
 def test_the_cache_is_filled_once_a_depth(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-  """What a run reads and where: prefills from their depth on, tokens after it, and each depth's own tokens once in the whole sweep"""
-  gen, ran = model.generator, []
-  prefill, decode, forget = gen.prefill, gen.decode, gen.forget
-  def note_prefill(ids: list[int], *a: object):
-    held = list(itertools.takewhile(lambda x: x[0] == x[1], zip(gen.cached, ids[:-1])))
-    ran.append(("prefill", len(held), len(ids) - 1))
-    prefill(ids, *a)
-  def note_decode(features: object, pos: int):
-    ran.append(("decode", pos, pos + 1))
-    return decode(features, pos)
-  forget()
-  monkeypatch.setattr(gen, "prefill", note_prefill)
-  monkeypatch.setattr(gen, "decode", note_decode)
+  """What a run reads and where: a prefill from its depth on, and each depth's own tokens once in the whole sweep"""
+  runner, ran = model.engine.runner, []
+  prefill = runner.prefill
+  def note(ids: list[int], start: int, *rest: object):
+    ran.append((start, start + len(ids)))
+    prefill(ids, start, *rest)
+  model.engine.forget()
+  monkeypatch.setattr(runner, "prefill", note)
   result = table(model, "small", Sweep([48], [3], [0, 128, 256], 4), "md", None)
-  timed = [(kind, start, end) for kind, start, end in ran if end > start]
-  assert sum(end - start for kind, start, end in timed if kind == "prefill" and end - start != 48) <= 256
-  assert [timed.count(("prefill", depth, depth + 48)) for depth in (0, 128, 256)] == [5, 5, 5]
-  for depth in (0, 128, 256):  # one before the timed ones, which read `depth` tokens and more; at depth 0 it is the text's first
-    first = max(depth, 1)
-    assert [timed.count(("decode", first - 1 + i, first + i)) for i in range(4)] == [5] * 4
-  a_row, weights = model.transformer.cache_bytes(1), model.transformer.weight_bytes_a_token
+  assert [sum(start == depth and end - start <= 48 for start, end in ran) for depth in (0, 128, 256)] == [5, 5, 5]
+  assert sum(end - start for start, end in ran) <= 256 + 15 * 48 + 3 * 5 * 63   # a decoding's last page is read again
+  a_row, weights = model.transformer.cache_bytes(1), model.transformer.weight_bytes_a_step()
   for r, depth in zip([r for r in result if r["n_gen"]], (1, 128, 256)):
     assert r["bytes_a_token"] == weights + a_row * statistics.mean((depth + 1, depth + 2, depth + 3))
     assert r["ceiling_ts"] == pytest.approx(1e9 / r["bytes_a_token"])
   assert capsys.readouterr().out
 
-def test_runs_leave_a_generator_as_any_caller_does(model: Model):
+def test_runs_leave_an_engine_as_any_caller_does(model: Model):
   """Answers after a benchmark are those before it"""
   ids, others = [5, 6, 7, 8], machine.Others()
-  before = list(model.generator.generate(ids, 5))
-  assert prefill_seconds(model.generator, list(range(20, 80)), 30, others) > 0 and decode_seconds(model.generator, list(range(20, 60)), 3, others) > 0
-  assert list(model.generator.generate(ids, 5)) == before and others.wall > 0
+  before = list(model.engine.generate(ids, 5))
+  assert prefill_seconds(model.engine, list(range(20, 80)), 30, others) > 0 and decode_seconds(model.engine, list(range(20, 60)), 3, others) > 0
+  assert list(model.engine.generate(ids, 5)) == before and others.wall > 0
+
+# ---- many sequences ----
+
+@pytest.mark.usefixtures("known_peak")
+def test_together(small: Path, model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path):
+  """The ceiling first, then a row of each number of sequences; every sequence has its own prompt"""
+  monkeypatch.setattr(llm, "load", lambda *a, **k: model)
+  asked, add = [], model.engine.add
+  monkeypatch.setattr(model.engine, "add", lambda request: (asked.append(tuple(request.ids)), add(request))[1])
+  files = tmp_path / "x.svg", tmp_path / "r.json"
+  llm.main(["--model", str(small), *"--benchmark 4 --parallel 1,3 -p 20 -r 2 --plot".split(), str(files[0]), "--json", str(files[1])])
+  out, err = capsys.readouterr()
+  result, t = json.loads(out.splitlines()[-1]), model.transformer
+  assert without_loads(err) == "" and result == json.loads(files[1].read_text()) and files[0].read_bytes().startswith(b"<?xml")
+  head, rule, *rows = cells(out)
+  assert head == ["sequences", "tok/s", "of each", "ms a step", "GB/s", "% of ceiling"] and out.index("a step of  3 reads") < out.index("| sequences")
+  assert len({*asked}) == len(asked) == 3 * (1 + 3) and all(len(ids) == 20 for ids in asked)
+  for shown, r, n in zip(rows, result, (1, 3), strict=True):
+    assert (r["n_parallel"], r["n_prompt"], r["n_gen"], len(r["samples_ts"])) == (n, 20, 4, 2)
+    assert r["bytes_a_step"] == t.weight_bytes_a_step(n) + n * t.cache_bytes(1) * (20 + measure.WARM + 2.5)
+    assert r["ceiling_ts"] == pytest.approx(n * 1e9 / r["bytes_a_step"]) and r["median_ts"] == statistics.median(r["samples_ts"])
+    assert r["sequence_ts"] == pytest.approx(r["median_ts"] / n) and r["step_ms"] == pytest.approx(1e3 * n / r["median_ts"])
+    assert shown == [f"{n}", f"{r['median_ts']:.1f} ± {r['stddev_ts']:.1f}", f"{r['sequence_ts']:.1f}", f"{r['step_ms']:.3f}",
+                     f"{r['gb_s']:.1f}", f"{r['ceiling_percent']:.1f}"]
+  assert not model.engine.scheduler.live and not model.engine.pool.fault(model.engine.scheduler.tables)
+
+@pytest.mark.parametrize("flags, found", [
+  ("--parallel 0", "--parallel: expected whole numbers of at least 1"), ("--parallel x", "--parallel"),
+  ("--parallel 65", "at most 64 sequences, found 65"),
+  ("--parallel 2 -n 5", "--n_gen: expected no --parallel beside it"), ("--parallel 2 -p 5 -d 5", "expected --depth or --n_prompt, found both"),
+  ("--parallel 2 -d 5,6", "--depth: expected one number"), ("--parallel 2 -p 0", "--n_prompt: expected whole numbers of at least 1")])
+def test_bad_flags_together(flags: str, found: str):
+  with pytest.raises(UserError) as e: llm.main(["--benchmark", *flags.split()])
+  assert found in str(e.value) and "\n" not in str(e.value)
+
+def test_too_much_together(small: Path, model: Model, monkeypatch: pytest.MonkeyPatch):
+  monkeypatch.setattr(llm, "load", lambda *a, **k: model)
+  monkeypatch.setattr(measure, "peak_bandwidth", lambda: pytest.fail("too late"))
+  for flags, found in (("500 --parallel 2", "expected at most 507 tokens of a sequence, found 628: the cache holds 512"),
+                       ("300 --parallel 64 -d 200", "--cache_tokens: expected at least ")):
+    with pytest.raises(UserError, match=found): llm.main(["--model", str(small), "--benchmark", *flags.split()])
+
+def test_bytes_of_a_step(model: Model):
+  """Experts once for all that chose them, by even routing; all else once"""
+  c = replace(model.transformer.config, n_experts=64, n_chosen=4)
+  assert [round(c.distinct_experts(n), 3) for n in (1, 2, 1000)] == [4.0, 7.75, 64.0]
+  assert model.transformer.weight_bytes_a_step(8) > model.transformer.weight_bytes_a_step()
 
 # ---- the plot ----
 

@@ -35,7 +35,7 @@ from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.screen import doing, lossy, note, safe_line
 from tinygrad.apps.terminal import Options, chat_loop, chosen_seed, print_stream, read_text
 from tinygrad.helpers import NUM_CPU_THREADS
-if TYPE_CHECKING: from tinygrad.apps.measure import Sweep
+if TYPE_CHECKING: from tinygrad.apps.measure import Sweep, Together
 
 __all__ = ["Model", "UserError", "load", "main"]
 
@@ -57,7 +57,7 @@ def int_at_least(low:int, *others:int) -> Callable[[str], int]:
   return number
 
 # flags that --benchmark alone takes; any of them makes it a table, except --depth with one number, and -o json beside --benchmark N
-TABLE = ("n_prompt", "n_gen", "depth", "repetitions", "output", "plot")
+TABLE = ("parallel", "n_prompt", "n_gen", "depth", "repetitions", "output", "plot")
 
 def benchmark_flags(p:Parser, bench:bool) -> None:
   """Adds --benchmark and the flags that it takes; bench: as for parser"""
@@ -66,12 +66,14 @@ def benchmark_flags(p:Parser, bench:bool) -> None:
   add("benchmark", nargs="?", type=int_at_least(1), const=0, metavar="N",
       help=f"time the decoding of N tokens, a line each (default {TOKENS}); with any of the next four, -o or --plot: a table as llama-bench prints "
            "it. -p, -n, -d and -r are then short for the four")
+  add("parallel", metavar="LIST", help="a table of so many sequences decoded at once, by --benchmark N tokens each (default 64) after a prompt of -p "
+      "(default 128) or --depth tokens, which is not timed")
   add("n_prompt", "-p", metavar="LIST", help="a table's prefills: tokens of each (default 512; 0: none)")
   add("n_gen", "-n", metavar="LIST", help="a table's decodings: tokens of each (default 128; 0: none)")
   add("depth", "-d", metavar="LIST", help="tokens in the cache before a benchmark's first (default 0); several: a table")
-  add("repetitions", "-r", type=int_at_least(1), metavar="R", help="runs of each row of a table, beside one to warm up (default 5)")
+  add("repetitions", "-r", type=int_at_least(1), metavar="R", help="runs of each row of a table, and one to warm up (default 5; with --parallel 3)")
   p.add_argument("-o", "--output", choices=("md", "csv", "json"), help="a table's form (default md); json ends --benchmark N with a JSON line")
-  add("plot", metavar="FILE", help="draw a table's tok/s over depth, with the ceiling, as .png or .svg (needs matplotlib)")
+  add("plot", metavar="FILE", help="draw a table's tok/s over depth, or over sequences, with the ceiling, as .png or .svg (needs matplotlib)")
 
 def parser(bench:bool=False) -> Parser:
   """The flags. bench: whether --benchmark is among the arguments: -p, -n, -d and -r are then its lists, as llama-bench has them; else they are what
@@ -135,7 +137,7 @@ class Work:
   """What the flags ask for, once they are found to fit together"""
   sampling: dict[str, Any]   # Sampling's fields that flags set
   benched: bool
-  sweep: Sweep|None          # of a table; None with benched: decode N tokens, a line each
+  sweep: Sweep|Together|None  # of a table; None with benched: decode N tokens, a line each
   text: str|None             # whose perplexity is asked for
   prompt: str|None           # what is to be answered
   raw: bool                  # … as it is, without the chat template
@@ -145,7 +147,7 @@ class Work:
 
 def work_of(args:argparse.Namespace) -> Work:
   """Checks the flags together, before a model is loaded. Raises UserError, ValueError."""
-  sampling = {f.name: v for f in dataclasses.fields(Sampling) if f.name != "seed" and (v := getattr(args, f.name)) is not None}
+  sampling = {f.name: v for f in dataclasses.fields(Sampling) if f.name != "seed" and (v := getattr(args, f.name, None)) is not None}
   Sampling(**sampling)
   sampling["seed"] = chosen_seed(args.seed)
   if "" in args.stop: raise UserError("--stop: expected a text, found none")
@@ -180,7 +182,9 @@ def answer_prompt(model:Model, args:argparse.Namespace, prompt:str, raw:bool, op
 def measured(model:Model, args:argparse.Namespace, work:Work, load_seconds:float) -> Any:
   """Runs --benchmark or --perplexity. Returns the figures of its JSON line. Raises UserError."""
   from tinygrad.apps import measure
-  if work.sweep: return measure.table(model, args.model, work.sweep, args.output or "md", Path(args.plot) if args.plot else None)
+  if work.sweep:
+    print_table = measure.table_together if isinstance(work.sweep, measure.Together) else measure.table
+    return print_table(model, args.model, work.sweep, args.output or "md", Path(args.plot) if args.plot else None)
   if work.benched: return measure.benchmark(model, args.model, args.benchmark or TOKENS, int(args.depth or 0), load_seconds)
   result = measure.perplexity(model, work.text)
   print(f"perplexity {result['perplexity']:.4f} over {result['tokens']} tokens in {result['windows']} windows")
@@ -198,7 +202,7 @@ def main(argv:list[str]|None=None) -> int|None:
   context = sys.maxsize if args.max_context == 0 else args.max_context or max(DEFAULT_CONTEXT, room)
   start = time.perf_counter()
   doing(f"opening {args.model}")
-  model = load(args.model, context, sys.stderr.isatty(), args.cache_tokens)
+  model = load(args.model, context, sys.stderr.isatty(), args.cache_tokens or getattr(work.sweep, "cache_tokens", None))
   if args.max_context and args.max_context > model.engine.max_context:
     note(f"--max_context {args.max_context} is more than the model's own context: using {model.engine.max_context}")
   Device[Device.DEFAULT].synchronize()

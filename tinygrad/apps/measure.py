@@ -2,7 +2,7 @@
 
 --benchmark N decodes N tokens, a line each. With lists it is a table: rows of prefill (pp) and of decoding (tg) at depths, each several times,
 named and averaged as llama-bench does. A row's first run, which compiles, is not counted. Figures stand beside the memory's ceiling (machine.py). The
-model is run by engine.py's Generator, as an answer is; kernels by themselves are timed by bench_block.py and profile_model.py.
+model is run by its engine, as an answer is; kernels by themselves are timed by bench_block.py and profile_model.py.
 """
 from __future__ import annotations
 import argparse, contextlib, csv, importlib.util, math, statistics, sys, time
@@ -12,9 +12,13 @@ from typing import Any, Callable, Iterator
 import numpy as np
 from tqdm import tqdm
 from tinygrad import Device, GlobalCounters
-from tinygrad.apps.engine.engine import Generator
+from tinygrad.apps.engine.engine import Engine
+from tinygrad.apps.engine.runner import ROWS
+from tinygrad.apps.engine.sampling import Sampling
+from tinygrad.apps.engine.sequence import Request
 from tinygrad.apps.machine import Others, cores, device_name, peak_bandwidth
 from tinygrad.apps.models import Model, UserError
+from tinygrad.nn.step import PAGE
 
 PERPLEXITY_WINDOW = 512
 PLOTS = (".png", ".svg")
@@ -57,9 +61,39 @@ class Sweep:
     """Tokens that the cache must hold: beside those measured, one for an answer and one that is decoded before the others"""
     return self.deepest + self.most + 2
 
-def sweep_of(args:argparse.Namespace, given:list[str]) -> Sweep|None:
+WARM = 2   # tokens of a sequence before those that are timed
+
+@dataclass(frozen=True)
+class Together:
+  """The rows of a table: so many sequences at once, each of `gen` tokens after `prompt` others"""
+  sequences:list[int]
+  prompt:int
+  gen:int
+  repetitions:int
+  @property
+  def room(self) -> int:
+    """Tokens of a sequence: beside those measured, what warms up, and what is under way when the last is there"""
+    return self.prompt + WARM + self.gen + 3
+  @property
+  def cache_tokens(self) -> int:
+    """… of all of them, in whole pages, and one more each: who joins leaves one to each that runs"""
+    return max(self.sequences) * (-(-self.room // PAGE) + 1) * PAGE
+
+def together_of(args:argparse.Namespace) -> Together:
+  """The table of --parallel. Raises UserError."""
+  sequences = numbers("--parallel", args.parallel, 1)
+  if max(sequences) > ROWS[-1]: raise UserError(f"--parallel: expected at most {ROWS[-1]} sequences, found {max(sequences)}")
+  if args.n_gen is not None: raise UserError("--n_gen: expected no --parallel beside it: --benchmark N has its tokens")
+  if args.depth is not None and args.n_prompt is not None: raise UserError("--parallel: expected --depth or --n_prompt, found both")
+  flag, text = ("--depth", args.depth) if args.depth is not None else ("--n_prompt", args.n_prompt or "128")
+  if len(prompts := numbers(flag, text, 1)) > 1: raise UserError(f"{flag}: expected one number beside --parallel, found {len(prompts)}")
+  if args.plot is not None: check_plot(Path(args.plot))
+  return Together(sequences, prompts[0], args.benchmark or 64, args.repetitions or 3)
+
+def sweep_of(args:argparse.Namespace, given:list[str]) -> Sweep|Together|None:
   """The table that --benchmark is to print; None where it is to decode N tokens. given: the flags of llm.TABLE that are set. Raises UserError."""
   if args.output == "csv" and args.json == "-": raise UserError("--json: expected a FILE beside --output csv")
+  if args.parallel is not None: return together_of(args)
   depths = numbers("--depth", "0" if args.depth is None else args.depth, 0)
   plain = ["depth"] * (len(depths) == 1) + ["output"] * (args.output == "json" and args.benchmark > 0)
   if not (more := [name for name in given if name not in plain]): return None
@@ -85,33 +119,33 @@ def say_loaded(others:Others, when:str) -> None:
 def benchmark(model:Model, name:str, count:int, depth:int, load_seconds:float) -> dict[str, Any]:
   """Prints the ceiling, then decodes `count` tokens after `depth` others, a line each. Returns the figures of the JSON line: times in ms and s, sizes
   in bytes, bandwidth in GB/s. Raises UserError where the cache is too small."""
-  t, gen = model.transformer, model.generator
+  t, engine = model.transformer, model.engine
   if depth + 2 + count > t.max_context:
     raise UserError(f"--depth {depth} and --benchmark {count}: expected at most {t.max_context - 2} tokens together, found {depth + count}: "
                     f"the cache holds {t.max_context} (the model's own context is {t.config.context_length})")
-  weights, cache, peak = t.weight_bytes_a_token, t.cache_bytes(depth), measured_peak()
+  weights, cache, peak = t.weight_bytes_a_step(), t.cache_bytes(depth), measured_peak()
   print(f"device    {Device.DEFAULT}")
   print(f"a token   reads {weights / 1e6:.1f} MB of weights and {cache / 1e6:.1f} MB of cache at depth {depth}")
   if most := ceiling(peak, weights + cache): print(f"ceiling   {peak[0] / 1e9:.0f} GB/s ({peak[1]}): {1e3 / most:.3f} ms a token, {most:.0f} tok/s")
   else: print("ceiling   unknown: no figure for this device's memory")
   ids = np.random.default_rng(0).integers(0, min(t.config.vocab_size, 256), depth + 1).tolist()
   start = time.perf_counter()
-  tokens = gen.generate(ids, count + 2)
+  tokens = engine.generate(ids, count + 2)
   next(tokens)
   first = time.perf_counter() - start
   next(tokens)  # one more to warm up
   print(f"load      {load_seconds:.2f} s, first token after {first:.2f} s more")
   prefill = None
   if depth:
-    gen.forget()
+    engine.forget()
     start = time.perf_counter()
-    gen.prefill(ids)
-    Device[Device.DEFAULT].synchronize()
+    engine.prefill(ids)
+    engine.wait()
     prefill = depth / (time.perf_counter() - start)
     print(f"prefill   {prefill:.1f} tok/s over {depth} tokens")
-    tokens = gen.generate(ids, count + 1)
+    tokens = engine.generate(ids, count + 1)
     next(tokens)
-  print(f"kernels   {gen.kernels_a_token} a token")
+  print(f"kernels   {engine.kernels_a_token} a token")
   times:list[float] = []
   with Others() as others:
     for i in range(count):
@@ -126,7 +160,7 @@ def benchmark(model:Model, name:str, count:int, depth:int, load_seconds:float) -
   say_loaded(others, "meanwhile")
   return {"model": name, "device": Device.DEFAULT, "depth": depth, "tokens": count, "median_ms": median * 1e3, "p10_ms": p10 * 1e3,
           "p90_ms": p90 * 1e3, "tok_s": 1 / median, "weight_bytes": weights, "cache_bytes": cache, "peak_gb_s": peak[0] / 1e9 if peak else None,
-          "ceiling_percent": percent, "kernels": gen.kernels_a_token, "load_s": load_seconds,
+          "ceiling_percent": percent, "kernels": engine.kernels_a_token, "load_s": load_seconds,
           "first_token_s": first, "prefill_tok_s": prefill, "device_bytes": GlobalCounters.mem_used, "other_cores": others.cores}
 
 # ---- tables ----
@@ -167,19 +201,20 @@ class Row:
 
 def deviation(values:list[float]|list[int]) -> float: return statistics.stdev(values) if len(values) > 1 else 0.0
 
-def prefill_seconds(gen:Generator, ids:list[int], depth:int, others:Others) -> float:
-  """Seconds that a prefill of all of `ids` but the last takes, when the cache holds the first `depth` of them"""
-  gen.prefill(ids[:depth + 1])
-  Device[Device.DEFAULT].synchronize()
+def prefill_seconds(engine:Engine, ids:list[int], depth:int, others:Others) -> float:
+  """Seconds that a prefill of all of `ids` but the last takes, when the cache holds the first `depth` of them. It holds whole pages: the share of
+  what is read again of the last one is taken off"""
+  engine.prefill(ids[:depth + 1])
+  engine.wait()
   with others:
     start = time.perf_counter()
-    gen.prefill(ids)
-    Device[Device.DEFAULT].synchronize()
-    return time.perf_counter() - start
+    engine.prefill(ids)
+    engine.wait()
+    return (time.perf_counter() - start) * (1 - depth % PAGE / (len(ids) - 1 - depth + depth % PAGE))
 
-def decode_seconds(gen:Generator, ids:list[int], count:int, others:Others) -> float:
-  """Seconds that `count` tokens take, when the cache holds `ids`. The token before them, with which the sampling's values are set, is not counted"""
-  with contextlib.closing(gen.generate(ids, count + 1)) as tokens:
+def decode_seconds(engine:Engine, ids:list[int], count:int, others:Others) -> float:
+  """Seconds that `count` tokens take, when the cache holds `ids`. The first is not counted; one more is under way when the last is there"""
+  with contextlib.closing(engine.generate(ids, count + 2)) as tokens:
     next(tokens)
     with others:
       start = time.perf_counter()
@@ -187,17 +222,18 @@ def decode_seconds(gen:Generator, ids:list[int], count:int, others:Others) -> fl
       return time.perf_counter() - start
 
 def measure(model:Model, sweep:Sweep, rows:list[Row]) -> Iterator[Row]:
-  """Runs the rows in their order, and yields each when it is filled. All read one text, so that the cache's rows serve from run to run and depth to
-  depth"""
-  gen = model.generator
-  text = np.random.default_rng(0).integers(0, model.transformer.config.vocab_size, sweep.deepest + sweep.most + 1).tolist()
+  """Runs the rows in their order, and yields each when it is filled. All begin with one text, whose rows serve from run to run and depth to depth; a
+  prefill's own tokens are new in each"""
+  rng, vocab = np.random.default_rng(0), model.transformer.config.vocab_size
+  text = rng.integers(0, vocab, max(sweep.deepest, 1)).tolist()
   with tqdm(total=len(rows) * (sweep.repetitions + 1), desc="benchmark", leave=False, disable=not sys.stderr.isatty()) as bar:
     for row in rows:
       for run in range(sweep.repetitions + 1):
         bar.set_postfix_str(row.test)
         others = row.others if run else Others()
-        if row.n_prompt: seconds = prefill_seconds(gen, text[:row.n_depth + row.n_prompt + 1], row.n_depth, others)
-        else: seconds = decode_seconds(gen, text[:max(row.n_depth, 1)], row.n_gen, others)
+        own = rng.integers(0, vocab, row.n_prompt + 1).tolist()
+        if row.n_prompt: seconds = prefill_seconds(model.engine, text[:row.n_depth] + own, row.n_depth, others)
+        else: seconds = decode_seconds(model.engine, text[:max(row.n_depth, 1)], row.n_gen, others)
         if run: row.seconds.append(seconds)
         bar.update()
       bar.clear()
@@ -216,7 +252,7 @@ def table(model:Model, name:str, sweep:Sweep, output:str, plot:Path|None) -> lis
   if sweep.room > t.max_context:
     raise UserError(f"--depth {sweep.deepest} and {sweep.most} tokens: expected at most {t.max_context - 2} together, found "
                     f"{sweep.deepest + sweep.most}: the cache holds {t.max_context} (the model's own context is {t.config.context_length})")
-  weights, a_row, peak, short = t.weight_bytes_a_token, t.cache_bytes(1), measured_peak(), Path(name).stem if name.endswith(".gguf") else name
+  weights, a_row, peak, short = t.weight_bytes_a_step(), t.cache_bytes(1), measured_peak(), Path(name).stem if name.endswith(".gguf") else name
   # what a program is to read has stdout for itself
   head = sys.stdout if output == "md" else sys.stderr
   print(f"device    {device_name()}", file=head)
@@ -242,16 +278,19 @@ def table(model:Model, name:str, sweep:Sweep, output:str, plot:Path|None) -> lis
     if output == "md":
       shares = [f"{share:.1f}" if share else "" for share in (filled.gb_s, filled.percent)]
       print(markdown(first, widths, [filled.test, f"{filled.mean:.2f} ± {filled.deviation:.2f}", f"{filled.median:.2f}", *shares]), flush=True)
-    elif output == "csv":
-      cells = {k: v for k, v in result[-1].items() if not k.startswith("samples")}
-      writer = csv.DictWriter(sys.stdout, cells, lineterminator="\n")
-      if len(result) == 1: writer.writeheader()
-      writer.writerow(cells)
-      sys.stdout.flush()
+    elif output == "csv": print_csv(result)
   every = Others(sum(r.others.wall for r in rows), sum(r.others.seconds for r in rows))
   say_loaded(max((every, *(r.others for r in rows)), key=lambda o: o.cores or 0), "meanwhile")
   if plot: draw(rows, f"{short} on {device_name()}", peak, bytes_at, plot)
   return result
+
+def print_csv(result:list[dict[str, Any]]) -> None:
+  """The newest row, below the head if it is the first"""
+  cells = {k: v for k, v in result[-1].items() if not k.startswith("samples")}
+  writer = csv.DictWriter(sys.stdout, cells, lineterminator="\n")
+  if len(result) == 1: writer.writeheader()
+  writer.writerow(cells)
+  sys.stdout.flush()
 
 def draw(rows:list[Row], title:str, peak:tuple[float, str]|None, bytes_at:Callable[[float], float], path:Path) -> None:
   """Draws tok/s over depth: decoding beneath its ceiling, prefill beside it. bytes_at: bytes that a token at a depth reads. Raises UserError."""
@@ -278,8 +317,122 @@ def draw(rows:list[Row], title:str, peak:tuple[float, str]|None, bytes_at:Callab
       axes.margins(x=0.08)
       axes.grid(color="0.9")
       axes.legend(frameon=False, loc="upper right")
-    try: figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
-    except OSError as e: raise UserError(f"--plot {path}: {e.strerror}") from None
+    save(figure, path)
+
+def save(figure:Any, path:Path) -> None:
+  """Raises UserError."""
+  try: figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+  except OSError as e: raise UserError(f"--plot {path}: {e.strerror}") from None
+
+# ---- many sequences ----
+
+@dataclass
+class Step:
+  """Runs of decode steps of so many sequences, `gen` each after `prompt` tokens"""
+  sequences:int
+  prompt:int
+  gen:int
+  nbytes:float             # that a step reads, on average
+  ceiling:float|None       # tok/s of all
+  seconds:list[float] = field(default_factory=list)   # of a run
+  others:Others = field(default_factory=Others)
+
+  @property
+  def rates(self) -> list[float]: return [self.sequences * self.gen / s for s in self.seconds]
+  @property
+  def median(self) -> float: return statistics.median(self.rates)
+  @property
+  def step_seconds(self) -> float: return self.sequences / self.median
+  @property
+  def gb_s(self) -> float: return self.nbytes / self.step_seconds / 1e9
+  @property
+  def percent(self) -> float|None: return 100 * self.median / self.ceiling if self.ceiling else None
+  def figures(self) -> dict[str, Any]:
+    """The row of the JSON line and of the CSV table"""
+    return {"n_parallel": self.sequences, "n_prompt": self.prompt, "n_gen": self.gen, "median_ts": self.median,
+            "sequence_ts": self.median / self.sequences, "stddev_ts": deviation(self.rates), "step_ms": self.step_seconds * 1e3,
+            "bytes_a_step": self.nbytes, "gb_s": self.gb_s, "ceiling_ts": self.ceiling,
+            "ceiling_percent": self.percent, "other_cores": self.others.cores, "samples_ts": self.rates}
+
+def together_seconds(engine:Engine, prompts:list[list[int]], count:int, others:Others) -> float:
+  """Seconds that `count` tokens of each take, when all prompts are in the cache. They are drawn, at temperature 1: the likeliest tokens of a model of
+  random weights are soon the same for all, and so are their experts"""
+  def work() -> None:
+    if not engine.step(): raise next((s.error for s in sequences if s.error), RuntimeError("a sequence ended before it was timed"))
+  stall, engine.scheduler.max_stall = engine.scheduler.max_stall, math.inf   # no answer begins before the last prompt is read
+  sequences = [engine.add(Request(ids, Sampling(temperature=1.0, seed=i))) for i, ids in enumerate(prompts)]
+  try:
+    while min(len(s.produced) for s in sequences) < WARM: work()
+    ends = [len(s.produced) + count for s in sequences]
+    with others:
+      start = time.perf_counter()
+      while any(len(s.produced) < end for s, end in zip(sequences, ends)): work()
+      return time.perf_counter() - start
+  finally:
+    engine.scheduler.max_stall = stall
+    for s in sequences: engine.abort(s)
+
+TOGETHER = (("sequences", 9), ("tok/s", 18), ("of each", 9), ("ms a step", 9), ("GB/s", 8), ("% of ceiling", 12))
+
+def table_together(model:Model, name:str, wanted:Together, output:str, plot:Path|None) -> list[dict[str, Any]]:
+  """As table, of steps of many sequences; the ceiling of each row is printed before the first is measured"""
+  t = model.transformer
+  if wanted.room > t.max_context:
+    raise UserError(f"--parallel: expected at most {t.max_context - wanted.room + wanted.prompt + wanted.gen} tokens of a sequence, found "
+                    f"{wanted.prompt + wanted.gen}: the cache holds {t.max_context} (the model's own context is {t.config.context_length})")
+  if wanted.cache_tokens > model.engine.pool.rows:
+    raise UserError(f"--cache_tokens: expected at least {wanted.cache_tokens} for {max(wanted.sequences)} sequences, found {model.engine.pool.rows}")
+  peak, short = measured_peak(), Path(name).stem if name.endswith(".gguf") else name
+  def bytes_of(sequences:float) -> float:
+    return t.weight_bytes_a_step(sequences) + sequences * t.cache_bytes(1) * (wanted.prompt + WARM + (wanted.gen + 1) / 2)
+  rows = [Step(n, wanted.prompt, wanted.gen, bytes_of(n), peak and n * peak[0] / bytes_of(n)) for n in wanted.sequences]
+  head = sys.stdout if output == "md" else sys.stderr
+  print(f"model     {short} on {device_name()}: prompts of {wanted.prompt} tokens, {wanted.gen} drawn each, at temperature 1", file=head)
+  print(f"ceiling   {f'{peak[0] / 1e9:.0f} GB/s ({peak[1]})' if peak else 'unknown: no figure for this memory'}", file=head)
+  for row in rows:
+    print(f"          a step of {row.sequences:2d} reads {row.nbytes / 1e6:9.1f} MB{f': {row.ceiling:8.0f} tok/s' if row.ceiling else ''}", file=head)
+  print(file=head, flush=True)
+  def line(cells:list[str]) -> str: return "| " + " | ".join(f"{c:>{w}}" for c, (_, w) in zip(cells, TOGETHER)) + " |"
+  if output == "md":
+    print(line([title for title, _ in TOGETHER]))
+    print("| " + " | ".join("-" * (w - 1) + ":" for _, w in TOGETHER) + " |", flush=True)
+  rng, result = np.random.default_rng(0), []
+  for row in rows:
+    for run in range(wanted.repetitions + 1):   # the first records and compiles
+      prompts = rng.integers(0, t.config.vocab_size, (row.sequences, wanted.prompt)).tolist()
+      seconds = together_seconds(model.engine, prompts, wanted.gen, row.others if run else Others())
+      if run: row.seconds.append(seconds)
+    common = {"model": short, "device": Device.DEFAULT, "device_name": device_name(), "peak_gb_s": peak[0] / 1e9 if peak else None}
+    result.append(common | row.figures())
+    if output == "md":
+      print(line([f"{row.sequences}", f"{row.median:.1f} ± {deviation(row.rates):.1f}", f"{row.median / row.sequences:.1f}",
+                  f"{row.step_seconds * 1e3:.3f}", f"{row.gb_s:.1f}", f"{row.percent:.1f}" if row.percent else ""]), flush=True)
+    elif output == "csv": print_csv(result)
+  say_loaded(max((row.others for row in rows), key=lambda o: o.cores or 0), "meanwhile")
+  if plot: draw_together(rows, f"{short} on {device_name()}", peak, bytes_of, plot)
+  return result
+
+def draw_together(rows:list[Step], title:str, peak:tuple[float, str]|None, bytes_of:Callable[[float], float], path:Path) -> None:
+  """Draws tok/s of all over the sequences, beneath the ceiling. bytes_of: bytes that a step of so many reads. Raises UserError."""
+  import matplotlib
+  with matplotlib.rc_context({"svg.hashsalt": "benchmark", "font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
+    from matplotlib.figure import Figure
+    figure, line = Figure((6, 4.4), layout="constrained"), sorted(rows, key=lambda r: r.sequences)
+    figure.suptitle(title)
+    axes = figure.subplots()
+    counts = [r.sequences for r in line]
+    if peak:
+      every = np.linspace(counts[0], counts[-1], 100)
+      axes.plot(every, [n * peak[0] / bytes_of(n) for n in every], "--", color="0.4", label=f"ceiling: the memory's {peak[0] / 1e9:.0f} GB/s")
+    axes.errorbar(counts, [r.median for r in line], [deviation(r.rates) for r in line], marker="o", capsize=4, label="all sequences")
+    for r in line: axes.annotate(f"{r.median:.0f}", (r.sequences, r.median), (5, 5), textcoords="offset points", size=10)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(n) for n in counts])
+    axes.set(xlabel="sequences at once", ylabel="decoding, tokens a second")
+    axes.set_ylim(0)
+    axes.grid(color="0.9")
+    axes.legend(frameon=False, loc="upper left")
+    save(figure, path)
 
 def perplexity(model:Model, text:str) -> dict[str, Any]:
   """The perplexity of a text, exp of its mean negative log-likelihood a token, over windows of at most 512 tokens. The second half of each window is

@@ -62,6 +62,9 @@ class Config:
   def score_scale(self) -> float: return (self.yarn.mscale if self.yarn else 1.0) ** 2 / math.sqrt(self.nope_dim + self.rope_dim)
   @property
   def cache_dim(self) -> int: return self.kv_lora_rank + self.rope_dim
+  def distinct_experts(self, tokens:int) -> float:
+    """How many of a block's experts so many tokens choose between them, on average, where each is as likely as any other"""
+    return self.n_experts * (1 - (1 - self.n_chosen / self.n_experts) ** tokens)
 
   @staticmethod
   def from_gguf(f:GGUFFile) -> Config:
@@ -210,12 +213,12 @@ class Transformer:
   # recorded (apps/capture.py).
   def _before(self, n:int, step:Step, ids:Tensor, run:Run) -> Tensor:
     """float32 (T, D) in front of block n"""
-    x, step = run(QuantizedEmbedding.__call__, self.token_embd, ids), self._planned(step, run)
+    x, step = run(QuantizedEmbedding.__call__, self.token_embd, ids), self.planned(step, run)
     for block, cache in zip(self.blk[:n], self.cache): x, _ = run(Block.__call__, block, step, x, cache, self.rope)  # the cache is written in place
     return x
-  def _planned(self, step:Step, run:Run) -> Step:
+  def planned(self, step:Step, run:Run) -> Step:
     """The step with what all blocks' attention shares"""
-    shape = plan_shape(step, self.blk[0].attn.attn_k_b, self.cache[0])
+    shape = plan_shape(step, self.blk[0].attn.attn_k_b, self.cache[0]) if self.blk else None
     return step if shape is None else replace(step, plan=run(plan_attention, step, shape))
   def hidden(self, step:Step, ids:Tensor, run:Run=apply) -> Tensor:
     """-> float32 (T, D) before the last norm; every block's rows are written"""
@@ -235,17 +238,16 @@ class Transformer:
     kinds = {type(block.ffn): block for block in reversed(self.blk)}    # blocks of a kind have the same shapes
     ids = Tensor.empty(step.tokens, dtype=dtypes.int32, device=self.device)
     with rehearsal() as choices:
-      x, step = self.token_embd(ids), self._planned(step, apply)
+      x, step = self.token_embd(ids), self.planned(step, apply)
       for block in kinds.values(): block(step, x, self.cache[0], self.rope)
       self.head(step, x)
     return list(dict.fromkeys(choice.primitive.__name__ for choice in choices if choice.form == PLAIN))
 
-  @property
-  def weight_bytes_a_token(self) -> int:
-    """Bytes of weights that decoding one token reads: the chosen experts' share, one row of the embedding"""
-    c, total = self.config, self.token_embd.nbytes // self.config.vocab_size + self.output.nbytes
+  def weight_bytes_a_step(self, tokens:int=1) -> int:
+    """Bytes of weights that decoding a token of each of so many sequences reads: the chosen experts, a row of the embedding each, all else once"""
+    c, total = self.config, self.token_embd.nbytes * tokens // self.config.vocab_size + self.output.nbytes
     def visit(part:object) -> int:
-      if isinstance(part, QuantizedExpertWeights): return part.nbytes * c.n_chosen // c.n_experts
+      if isinstance(part, QuantizedExpertWeights): return round(part.nbytes * c.distinct_experts(tokens) / c.n_experts)
       if isinstance(part, QuantizedLinear): return part.nbytes
       return sum(visit(p) for p in vars(part).values()) if isinstance(part, (Block, Attention, MLP, MoE)) else 0
     return total + sum(visit(b) for b in self.blk)

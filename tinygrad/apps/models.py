@@ -242,7 +242,7 @@ class Model:
     return self.complete(self.render(messages, **template), count, sampling, stops)
 
 def pool_pages(model:Transformer, cache_tokens:int|None) -> int:
-  """Pages of the cache, nobody's among them: for `cache_tokens`; without it, what fits beside the weights, but no more than SEQUENCES contexts need"""
+  """Pages of the cache, nobody's among them: for `cache_tokens`; without it, what fits beside the weights, at most what SEQUENCES contexts need"""
   if cache_tokens is not None: return -(-cache_tokens // PAGE) + 1
   free, page = free_memory(model.device), model.row_bytes * PAGE
   fitting = int(free * SHARE) // page if free is not None else 0

@@ -21,8 +21,8 @@ class Request:
   limit: int|None = None
 
 class BatchRow(NamedTuple):
-  """A sequence as the runner is given it. token: the one to feed; position: where it stands; ids: the context that penalties know, token included, of which the
-  first `prompt` are the prompt."""
+  """A sequence as the runner is given it. token: the one to feed; position: where it stands; ids: the context that penalties know, token
+  included, of which the first `prompt` are the prompt."""
   token: int
   position: int
   table: list[int]
