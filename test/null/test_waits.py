@@ -24,7 +24,11 @@ STEADY = {"start", "tables", "plan"}
 # kernels without the instruction: the graph keeps them behind whatever they need, and what needs them behind them
 FULL_EDGES = re.compile(r"embedding_|argmax_|advance|split_plan_")
 
-def body(source: str) -> str: return source.split("__global__", 1)[1].split(") {", 1)[1]  # behind the head, which names every buffer
+PREFETCH = re.compile(r'asm volatile\("prefetch.*')   # brings no value: what is written later is read later
+
+def body(source: str) -> str:
+  """Behind the head, which names every buffer"""
+  return PREFETCH.sub("", source.split("__global__", 1)[1].split(") {", 1)[1])
 
 def branches(source: str) -> list[str]:
   """The ways through a kernel: what stands before its branches (loops that hold a wait) with each of them"""

@@ -70,6 +70,7 @@ class Target:
   byte_perm: str|None = None   # the four bytes of {0} and {1} that the digits of {2} number, the lowest first; uint32
   and_or: str|None = None      # {0} & {1} | {2}, of words, in one instruction where two of them are constants; uint32
   fma_halves: str|None = None  # {0} · {1} + {2}, each two halves of a word, rounded once; uint32
+  prefetch: str|None = None    # a statement: the line of memory at {0} is on its way to the nearest cache that all share
   lanes: int = 32              # of a warp
   shared_bytes: int = 32768    # of a block
 
@@ -79,6 +80,7 @@ TARGETS = {
                  and_or='[](uint a, uint b, uint c) {{ uint d; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }}'
                         "({0}, {1}, {2})",
                  fma_halves="tg_bitcast<uint>(__hfma2(tg_bitcast<half2>((uint)({0})), tg_bitcast<half2>((uint)({1})), tg_bitcast<half2>((uint)({2}))))",
+                 prefetch='asm volatile("prefetch.global.L2 [%0];" :: "l"({0}))',
                  shared_bytes=49152),
   "METAL": Target("simd_shuffle_xor({{0}}, (ushort){o})", "simd_shuffle({0}, (ushort){1})", mma=MMA_METAL),
 }
@@ -162,6 +164,11 @@ def pdl_wait(target:Target, *loads:UOp) -> UOp:
   comes behind the wait. loads, of what no kernel writes, are issued before the wait. A target that starts a kernel when those before it are done
   has a plain zero."""
   return UOp.const(0) if target.wait is None else opaque_zero(f"0; {target.wait}", *(loads or (UOp.const(0, dtypes.int),)))
+
+def prefetch(target:Target, place:UOp) -> UOp:
+  """An int32 zero, behind the request for the line of memory at a buffer's index. Nothing is read: whoever writes the line later is not missed."""
+  assert target.prefetch is not None
+  return UOp(Ops.CUSTOM, dtypes.int, src=(place,), arg=f"0; {target.prefetch}")
 
 def round_to_int(value:UOp) -> UOp:
   """The nearest int32, halves away from zero"""

@@ -17,7 +17,7 @@ from functools import reduce
 from typing import Callable
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.nn.intrinsics import MMA_CUDA, Target, group_reduce, group_sum, of_lane, pdl_wait
+from tinygrad.nn.intrinsics import MMA_CUDA, Target, group_reduce, group_sum, of_lane, pdl_wait, prefetch
 from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local
 from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages
 from tinygrad.nn.split_plan import PlanShape, item_of, items_of
@@ -28,6 +28,7 @@ MULTIPROCESSORS = 132              # of a large GPU
 SIMT_BLOCKS = 3                    # that a multiprocessor holds
 SIMT_WARPS, SIMT_HEADS = 4, 2      # of a block
 POSITIONS_AT_ONCE = 4              # that a warp reads
+LINE = 64                          # numbers of a line of memory
 MMA_STEP, TILE_POSITIONS = 32, 16  # positions that a block reads at once; that a product takes
 LATENT_PER_WARP = 64               # numbers whose weighted sums a warp makes
 LANE_SUMS = 16                     # of those a lane's, for 8 heads
@@ -122,9 +123,10 @@ def step_buffers(step:Step) -> dict[str, Tensor]:
   return {"start": step.start} if step.plan is None else {"plan": step.plan}
 
 class Split:
-  """The positions that a block reads: of a sequence's, up to `last`, the last one written. active: there are any."""
-  def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp], index:UOp):
-    self.shape, self.buffers, self.index = shape, buffers, index
+  """The positions that a block reads: of a sequence's, up to `last`, the last one written. active: there are any.
+  Of several sequences, a step's rows are asked for a step ahead, the first step's before the wait."""
+  def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp], index:UOp, thread:UOp, threads:int):
+    self.shape, self.buffers, self.index, self.thread, self.threads = shape, buffers, index, thread, threads
     if shape.plan is None:
       self.sequence, self.last = UOp.const(0), shape.pages.position(buffers)
       length = split_length(self.last, shape.splits, shape.step)
@@ -138,7 +140,17 @@ class Split:
       self.active = self.count > 0
     first_page = self.page_of(self.first)
     self.ahead = PageAhead(first_page, slot=3)
-    self.wait_zero = pdl_wait(shape.target, first_page)
+    self.fetches = shape.plan is not None and shape.target.prefetch is not None
+    self.wait_zero = pdl_wait(shape.target, *([self.fetch(first_page, self.first)] if self.fetches else [first_page]))
+
+  def fetch(self, page:UOp, start:UOp) -> UOp:
+    """A zero, behind the request for a step's rows, which are neighbours in a page"""
+    dim, step, lines = self.shape.dim, self.shape.step, -(-self.shape.step * self.shape.dim // LINE)
+    row, zero = self.shape.pages.row(page, start), UOp.const(0, dtypes.int)
+    for first in range(0, lines, self.threads):
+      number = ((self.thread + first).minimum(lines - 1) * LINE).minimum(step * dim - 1)
+      zero = zero + prefetch(self.shape.target, self.buffers["cache"][row + number])
+    return zero
 
   def page_of(self, position:UOp) -> UOp:
     """Of the last position's, where the position is not written"""
@@ -151,8 +163,12 @@ class Split:
   def at(self, step:UOp) -> SplitStep:
     """A step of the loop"""
     start, page = self.first + step * self.shape.step, self.ahead.read(step)
-    following = self.page_of(start + self.shape.step)
-    return SplitStep(self, start, page, following, self.ahead.update(step, page, following))
+    if not self.fetches:
+      following = self.page_of(start + self.shape.step)
+      return SplitStep(self, start, page, following, self.ahead.update(step, page, following))
+    next_start = self.first + (step + 1).minimum(self.count - 1) * self.shape.step   # behind the last step, that one again
+    following = self.page_of(next_start)
+    return SplitStep(self, start, page + self.fetch(following, next_start), following, self.ahead.update(step, page, following))
 
 @dataclass(frozen=True)
 class SplitStep:
@@ -218,7 +234,7 @@ class SimtThread:
     index, head_group = UOp.special(shape.splits, "gidx0"), UOp.special(shape.heads // self.heads, "gidx1")
     self.thread = UOp.special(SIMT_WARPS * lanes, "lidx0")
     self.warp, self.lane = self.thread // lanes, self.thread % lanes
-    self.split = Split(shape, buffers, index)
+    self.split = Split(shape, buffers, index, self.thread, SIMT_WARPS * lanes)
     self.wait_zero = self.split.wait_zero
     self.first_head = head_group * self.heads
 
@@ -342,7 +358,7 @@ class MmaThread:
     self.warp, lane = thread // 32, thread % 32
     self.lane_group, self.in_group = lane // 4, lane % 4
     self.tile, self.share = self.warp // self.shares, self.warp % self.shares
-    self.split = Split(shape, buffers, index)
+    self.split = Split(shape, buffers, index, thread, warps * 32)
     self.wait_zero = self.split.wait_zero
     self.first_head, self.first_latent = block * self.heads, self.warp * LATENT_PER_WARP
 
