@@ -4,7 +4,8 @@ is made of. Each weight is read once for all tokens.
 A product of the tensor core takes 16 rows of weights, eight tokens and 16 inner numbers. Its sums do not mind the order of the inner numbers, as long
 as both operands have the same: so a lane takes whole units of weights from memory, 16 bytes at a time as a vector's kernels do, and its elements of a
 product are four neighbouring weights of its unit. The four lanes that share a row have neighbouring units; eight products take these four units, a
-*chunk* of 128 numbers. The tokens are written in that order by whatever kernel makes them (Columns): a lane reads its elements of two products at once.
+chunk of 128 numbers. The tokens are written in that order by whatever kernel makes them (Columns): a lane reads its elements of two products at
+once.
 
 The warps of a block share out the chunks of the same 16 rows. Weights become halves in registers, two in a word.
 
@@ -17,9 +18,9 @@ from itertools import product
 from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.nn.intrinsics import Target, and_or, byte_perm, fma_halves, opaque_zero, pdl_wait, word
-from tinygrad.nn.kernel import (SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum, branch, empty, gated, launch, local, optional, rotated,
-                                safe_index, silu, sum_in_order, total)
+from tinygrad.nn.intrinsics import Target, and_or, byte_perm, fma_halves, opaque_zero, word
+from tinygrad.nn.kernel import (SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum, branch, empty, gated, launch, local, optional,
+                                rotated, safe_index, silu, sum_in_order, total)
 from tinygrad.nn.matmul import HALF_SCALE, rounding_error
 from tinygrad.nn.matvec import global_loads
 from tinygrad.uop.ops import Ops
@@ -109,8 +110,8 @@ def error_words(unit:Unit) -> list[UOp]:
   errors = [rounding_error(weight) for weight in unit.weights()]
   return [pair for i in range(0, UNIT, 4) for pair in quad_pairs(errors[i:i + 4])]
 
-# A code set into the mantissa of the half 4 is 4 + code / 256, sixteen times the code 4 + code / 16. What is added makes value / 256 of both, exactly.
-# The scale times 256 is a half as good as the scale or better.
+# A code set into the mantissa of the half 4 is 4 + code / 256; sixteen times the code, 4 + code / 16. What is added makes value / 256 of both,
+# exactly. A scale times 256 is further from a half's denormals than the scale.
 FOUR, FOURS = 0x44004400, 0x44444444   # in each half; in each byte, its upper one
 SCALE_UP = 256.0
 
@@ -274,11 +275,10 @@ def loader(buffer:UOp, block:BlockProduct, x:Columns, token_of:Callable[[UOp], U
 
 # ---- a launch ----
 
-MANY_TILES = 1024     # of rows; a launch of more, for as many tokens as leave it the registers, makes two of them at once: they share reads of the tokens
-FOR_TWO_TILES = 16
-TOKENS_AT_ONCE = 32   # of a block: a multiprocessor has the registers for two blocks, and keeps the tokens in its L1
+MANY_TILES, TWO_TILES_TOKENS = 1024, 16   # from so many tiles of rows on, up to so many tokens, a block makes two: they share reads of the tokens
+TOKENS_AT_ONCE = 32                       # of a block: a multiprocessor has the registers for two blocks, and keeps the tokens in its L1
 
-def row_tiles_of(rows:int, tokens:int) -> int: return 2 if -(-rows // TILE_ROWS) >= MANY_TILES and tokens <= FOR_TWO_TILES else 1
+def row_tiles_of(rows:int, tokens:int) -> int: return 2 if -(-rows // TILE_ROWS) >= MANY_TILES and tokens <= TWO_TILES_TOKENS else 1
 
 Finish = Callable[[BlockProduct, Quad, dict[str, UOp]], list[UOp]]
 
@@ -327,7 +327,8 @@ def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], pa
 
 # ---- one matrix or several, or one a head ----
 
-def few_matmul(target:Target, x:Columns, weights:Sequence[Weight], residual:Tensor|None=None, rope:Rope|None=None, start:Tensor|None=None) -> list[Tensor]:
+def few_matmul(target:Target, x:Columns, weights:Sequence[Weight], residual:Tensor|None=None, rope:Rope|None=None,
+               start:Tensor|None=None) -> list[Tensor]:
   """W·x for each token's x and each matrix W, (out, in) -> float32 (T, out) each. rope rotates the heads of the first product, residual (T, out) is
   added to it; start: int32 (T,), the tokens' positions. In the kernel, of a matrix:
 
@@ -414,8 +415,8 @@ def few_router(target:Target, x:Columns, low:Columns, router:Weight) -> Tensor:
 
 def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weight], x:Columns, T:int, K:int,
                     finish:Finish) -> list[UOp]:
-  """The stores of a launch on stacks of matrices, (E, out, in), and the tokens that chose each. x: of T tokens or T · K choices. buffers: x; order and
-  counts, as sort_by_expert gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token.
+  """The stores of a launch on stacks of matrices, (E, out, in), and the tokens that chose each. x: of T tokens or T · K choices. buffers: x; order
+  and counts, as sort_by_expert gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token.
   In the kernel:
 
   for each eight tokens of the expert's:                         # a block a tile of rows of an expert; most have at most eight, many have none
