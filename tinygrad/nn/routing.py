@@ -132,8 +132,8 @@ def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing, overla
   return experts, weights
 
 def sort_by_expert(target:Target, chosen:Tensor, experts:int, overlaps:bool=False) -> tuple[Tensor, Tensor]:
-  """The choices of each expert, in order. overlaps: the launch starts while those before it run. chosen: int32 (T, K), a token's distinct experts -> order, int32 (E, T): choices, token · K + k, of
-  which the first counts[e] of row e are written; and counts, int32 (E,). In the kernel:
+  """The choices of each expert, in order. overlaps: see choose_experts_prefill. chosen: int32 (T, K), a token's distinct experts -> order, int32
+  (E, T): choices, token · K + k, of which the first counts[e] of row e are written; and counts, int32 (E,). In the kernel:
 
   hits = which of a thread's consecutive choices are the expert's   # a block an expert
   place = the number of hits of the threads before            # two levels: of the thread's group, and of the groups before
