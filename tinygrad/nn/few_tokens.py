@@ -432,15 +432,15 @@ def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weig
   expert = named.maximum(0).minimum(E - 1).cast(dtypes.weakint)
   block = BlockProduct(target, share_of(width), TILE_TOKENS, row_tile * TILE_ROWS, rows, 1)
   def entry(token:UOp, inside:UOp|None=None) -> UOp: return behind["groups"][gated(place + 1 + token + zero, inside)].load()
-  def choice_of(token:UOp) -> UOp: return entry(token).maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
-  def token_of(token:UOp) -> UOp: return choice_of(token) // (T * K // x.tokens)
+  def choice(entry:UOp) -> UOp: return entry.maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
+  def token_of(token:UOp) -> UOp: return choice(entry(token)) // (T * K // x.tokens)
   matrices = [lambda row, unit, gate, matrix=weight.matrix(buffers, f"weight{i}"): matrix(expert * rows + row + zero, unit, gate)
               for i, weight in enumerate(weights)]
   places = block.products(block.load(matrices), loader(behind["x"], block, x, token_of), loop)
   stores = []
   for quad in block.quads(len(matrices), places):
-    exists = entry(quad.token, quad.inside) >= 0   # gated: within the condition tinygrad takes the token of a thread that has none for any
-    stores += finish(block, quad._replace(token=choice_of(quad.token), inside=quad.inside & exists), behind)
+    chosen = entry(quad.token, quad.inside)   # gated, as tinygrad takes a token that is only used inside for one that is
+    stores += finish(block, quad._replace(token=choice(chosen), inside=quad.inside & (chosen >= 0)), behind)
   return [UOp.group(*stores).end(loop)]
 
 def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], groups:Tensor, scale:Tensor) -> Columns:
