@@ -72,14 +72,14 @@ def profile(calls:list[UOp], model:Transformer, position:int, variables:dict[str
   return sorted(kernels.values(), key=lambda k: -k.total)
 
 def run(model:Model, name:str, count:int, depth:int, with_source:bool) -> dict[str, Any]:
-  gen, ids = model.generator, np.random.default_rng(0).integers(0, min(model.transformer.config.vocab_size, 256), depth + 1).tolist()
-  times, tokens = [], gen.generate(ids, count + 2)
+  engine, ids = model.engine, np.random.default_rng(0).integers(0, min(model.transformer.config.vocab_size, 256), depth + 1).tolist()
+  times, tokens = [], engine.generate(ids, count + 2)
   for _ in range(count + 2):
     start = time.perf_counter()
     next(tokens)
     times.append(time.perf_counter() - start)
-  token, graph = statistics.median(times[2:]), gen.decode_steps[Features()].batches  # the first two compile and warm up
-  position = len(gen.cached) - 1
+  token, graph = statistics.median(times[2:]), engine.runner.batch.replays[Features()].batches  # the first two compile and warm up
+  position = depth + count + 1
   sizes, launches = [len(b) for b in graph], sum(map(len, graph))
   print(f"{name}, device {Device.DEFAULT}: {count} tokens after {depth}, median {token * 1e3:.3f} ms, {1 / token:.1f} tok/s")
   print(f"{launches} launches a token" + (f" in {len(graph)} graph batches: {' '.join(map(str, sizes))}" if max(sizes) > 1 else ", each by itself"))

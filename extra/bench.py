@@ -13,12 +13,12 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from extra.mkgguf import MODELS, Weights, add_keys, tensor_list
 from tinygrad import Device, Tensor, dtypes
-from tinygrad.apps.engine.engine import Generator
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.gguf import GGUFFile, GGUFTensor
 from tinygrad.apps.mla import Config, Transformer
 from tinygrad.apps.quantized import QuantizedWeight, interleaved, split_planes
-from tinygrad.apps.engine.sampling import Features
 from tinygrad.nn.kernel import UNIT
+from tinygrad.nn.latent_cache import Pages
 from tinygrad.nn.split_kv import plan_splits, split_length
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import compile_linear
@@ -80,7 +80,7 @@ def bytes_moved(name:str, estimate:UOp|int, model:Transformer, position:int, var
   said, c = sym_infer(estimate, variables), model.config
   if name.startswith(("mla_attention", "mla_split_kv", "mla_prefill")): return said * (position + 1) // model.cache[0].shape[0]
   if name.startswith("mla_combine") and (t := intrinsics.target_of(Device.DEFAULT)):
-    splits, step = plan_splits(t, c.n_heads, c.kv_lora_rank, model.cache[0])
+    splits, step = plan_splits(t, c.n_heads, c.kv_lora_rank, Pages(model.pages, model.pages, 1, c.cache_dim))
     return said * (position // split_length(position, splits, step) + 1) // splits
   return said
 
@@ -129,7 +129,7 @@ def _token(f:GGUFFile, max_context:int) -> tuple[Transformer, list[list[UOp]], l
   c, kinds = Config.from_gguf(f), {}
   for i in range(c.n_blocks): kinds.setdefault(tuple((name, t.shape, t.type) for name, t in of_block(f, i).items()), []).append(i)
   model = Transformer.from_gguf(with_blocks(f, [blocks[0] for blocks in kinds.values()]), max_context)
-  return model, Generator(model).build_decode(Features(), compiled=False).parts, [1, *map(len, kinds.values()), 1, 1]
+  return model, Runner(model).batch.record(compiled=False).parts, [1, *map(len, kinds.values()), 1, 1]
 
 def count_kernels(f:GGUFFile, target:str, max_context:int=4096) -> tuple[int, Kinds]:
   """(kernels a token, [(blocks of a kind, kernels a block)]) of the greedy decode step for a target, with no device"""

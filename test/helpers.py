@@ -12,7 +12,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T, GGUFWriter
 from gguf.quants import dequantize
 from extra import mkgguf
 from tinygrad.apps.capture import to_device
-from tinygrad.apps.engine.engine import Generator
+from tinygrad.apps.engine.engine import Engine
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import Transformer
 from tinygrad.nn.step import Step
@@ -99,7 +100,9 @@ def write_with_tokens(path: Path, tokens: int, model: str, *args: Any, **overrid
   with patch.object(mkgguf, "add_text", lambda w, spec: plain(w, replace(spec, vocab=tokens))):
     return mkgguf.write_model(path, model, *args, **overrides)[0]
 
-def generator(path: Path, max_context: int = 64) -> Generator: return Generator(Transformer.from_gguf(read_gguf(path), max_context))
+def engine_of(path: Path, max_context: int = 64) -> Engine:
+  model = Transformer.from_gguf(read_gguf(path), max_context)
+  return Engine(Runner(model), model.pool)
 
 # ---- processes ----
 

@@ -10,8 +10,7 @@ import numpy as np
 from extra.bench import random_weights, stand_in, with_blocks
 from profile_model import profile
 from tinygrad import Device
-from tinygrad.apps.capture import write
-from tinygrad.apps.engine.engine import Generator
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.mla import Config, Transformer
 
 def main() -> None:
@@ -24,13 +23,13 @@ def main() -> None:
   args = p.parse_args()
   f = stand_in(args.model, args.quant)
   whole, shown = Config.from_gguf(f), with_blocks(f, list(range(args.blocks)))
-  gen = Generator(Transformer.from_gguf(shown, max(args.depth) + 1024, random_weights))
-  size = args.chunk or gen.many
-  if size not in gen.ids: p.error(f"--chunk: expected one of {', '.join(map(str, sorted(gen.ids)))}, found {size}")
+  runner = Runner(Transformer.from_gguf(shown, max(args.depth) + 1024, random_weights))
+  size, table = args.chunk or runner.sizes[-1], range(1, runner.model.pages + 1)
+  if size not in runner.sizes: p.error(f"--chunk: expected one of {', '.join(map(str, runner.sizes))}, found {size}")
   start = time.perf_counter()
-  write(gen.ids[size], np.random.default_rng(0).integers(0, whole.vocab_size, size).astype(np.int32))
+  ids = np.random.default_rng(0).integers(0, whole.vocab_size, size).tolist()
   def run(depth:int) -> None:
-    gen.prefill_step(size, depth)
+    runner.prefill(ids, depth, size, table)
     Device[Device.DEFAULT].synchronize()
   run(0)
   print(f"{args.model} {args.quant}, blocks 0 to {args.blocks - 1} of {whole.n_blocks}, {size} tokens; "
@@ -41,9 +40,9 @@ def main() -> None:
       start = time.perf_counter()
       run(depth)
       times.append(time.perf_counter() - start)
-    calls = gen.prefill_steps[size].calls
+    calls = runner.chunks[size].calls
     print(f"depth {depth}: {statistics.median(times[2:]) * 1e3:.3f} ms a step, {len(calls)} kernels")
-    kernels = profile(calls, gen.model, depth + size - 1, {f"chunk_{size}": depth})
+    kernels = profile(calls, runner.model, depth + size - 1, {})
     print(f"  one by one {sum(k.total for k in kernels) * 1e3:.3f} ms")
     for k in kernels: print(f"  {k.total * 1e6:9.1f} us {len(k.seconds):4d} {k.total / len(k.seconds) * 1e6:9.1f} each  {k.name}: {k.shapes[:100]}")
 

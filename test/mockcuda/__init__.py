@@ -27,9 +27,15 @@ class MockCompiler(Compiler):
   """Source -> a shared object that holds the kernel and the runtime"""
   def __init__(self) -> None:
     super().__init__("mockcuda_" + hashlib.sha256(b"".join(f.read_bytes() for f in sorted(HERE.glob("*.*")))).hexdigest()[:16])
+  @staticmethod
+  def operands(text: str) -> str:
+    """Those of an asm statement, as arguments"""
+    return re.sub(r'"\+?[fr]"', "", text).replace(" : ", ", ")
   def compile(self, src: str) -> bytes:
     src = re.sub(r'asm volatile\("griddepcontrol[^)]*\);', "", src)  # kernels run one after another here
     src = re.sub(r'(__WMMA_8_16_(8|16)_half_float\([^)]*\)\{).*?return c;', r"\1 return mock_mma<\2>(a, b, c);", src, flags=re.S)
+    src = re.sub(r'asm\("mma\.sync\.aligned\.m16n8k(8|16)\.[^"]*" : ([^;]*)\);', lambda m: f"mock_mma_words<{m[1]}>({self.operands(m[2])});", src)
+    src = re.sub(r'asm\("lop3\.b32 [^"]* 0xea;"[^;]*;', "d = a & b | c;", src)
     with tempfile.TemporaryDirectory() as folder:
       kernel, out = pathlib.Path(folder) / "kernel.cpp", pathlib.Path(folder) / "kernel.so"
       waits = any(word in src for word in ("__syncthreads", "__shfl", "mock_mma"))  # else its threads may run one after another

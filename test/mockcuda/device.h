@@ -44,6 +44,11 @@ static inline int __dp4a(int a, int b, int c) {
   for (int i = 0; i < 4; i++) c += (int)(signed char)(a >> 8 * i) * (int)(signed char)(b >> 8 * i);
   return c;
 }
+static inline unsigned __byte_perm(unsigned low, unsigned high, unsigned digits) {
+  unsigned result = 0;
+  for (int i = 0; i < 4; i++) result |= (unsigned)(((unsigned long long)high << 32 | low) >> (digits >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return result;
+}
 static inline float __int_as_float(int v) { float f; __builtin_memcpy(&f, &v, 4); return f; }
 
 #define VECTORS(T) \

@@ -4,13 +4,12 @@ from pathlib import Path
 import numpy as np, pytest
 from extra import bench
 from gguf import GGMLQuantizationType as T
-from helpers import WIDE, generator, write_mixed
+from helpers import WIDE, engine_of, write_mixed
 from mockcuda import on_cuda
 from oracle import logits
 from tinygrad import Device, Tensor, dtypes
-from tinygrad.apps.engine.engine import Generator
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.mla import Transformer
-from tinygrad.apps.engine.sampling import Features
 from tinygrad.engine.realize import compile_linear
 from tinygrad.nn.step import Step
 from tinygrad.nn.intrinsics import HOPPER, MMA_CUDA, MMA_TURING, of_arch, target_of
@@ -31,9 +30,10 @@ def sources(arch: str, monkeypatch: pytest.MonkeyPatch) -> str:
   monkeypatch.setitem(bench.LANGUAGES, "CUDA", (bench.CUDARenderer, arch))
   with bench.no_device("CUDA"):
     assert Device.DEFAULT == "NULL" and target_of(Device.DEFAULT) is of_arch(arch)
-    gen = Generator(Transformer.from_gguf(bench.with_blocks(bench.stand_in("small-glm"), [0, 1]), 64))
-    assert not gen.model.plain_parts(gen.decode_step) and bool(gen.model.plain_parts(gen.chunk_step(32))) == (target_of(Device.DEFAULT).mma is None)
-    calls = gen.build_decode(Features(), compiled=False).calls + gen.build_prefill(32, compiled=False).calls
+    runner = Runner(Transformer.from_gguf(bench.with_blocks(bench.stand_in("small-glm"), [0, 1]), 64))
+    assert not runner.model.plain_parts(runner.batch.step)
+    assert bool(runner.model.plain_parts(runner.chunk_step(32))) == (target_of(Device.DEFAULT).mma is None)
+    calls = runner.batch.record(compiled=False).calls + runner.record_chunk(32, compiled=False).calls
     return "\n".join(c.src[0].src[2].arg for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src if c.src[0].op is Ops.PROGRAM)
 
 @pytest.mark.parametrize("arch", ("sm_60", "sm_61", "sm_75", "sm_80", "sm_90"))
@@ -54,11 +54,12 @@ def test_forward(arch: str, limit: float, tmp_path: Path):
   path = write_mixed(tmp_path / "m.gguf", "small-glm", [T.Q4_0, T.Q6_K], **WIDE, seed=4)
   ids = np.random.default_rng(2).integers(0, 320, 3)
   with on_cuda(arch):
-    g = generator(path, 32)
-    assert not g.model.plain_parts(g.decode_step) and target_of(Device.DEFAULT) is of_arch(arch)
+    g = engine_of(path, 32)
+    model, table = g.runner.model, g.runner.batch.tables
+    assert not model.plain_parts(g.runner.batch.step) and target_of(Device.DEFAULT) is of_arch(arch)
     if arch == "sm_75": got = g.logits(ids.tolist())
     else:
       def ids_of(i: int) -> Tensor: return Tensor([i], dtype=dtypes.int32).realize()
-      def step(token: int, position: int) -> Tensor: return g.model.logits(Step.decode(ids_of(position), g.table), ids_of(token))
+      def step(token: int, position: int) -> Tensor: return model.logits(Step.decode(ids_of(position), table), ids_of(token))
       got = np.concatenate([step(t, i).numpy() for i, t in enumerate(ids)])
   assert error(got, logits(path, ids)) < limit

@@ -3,11 +3,12 @@ from pathlib import Path
 from typing import Iterator
 import numpy as np, pytest
 from gguf import GGMLQuantizationType as T
-from helpers import WIDE, generator, write_mixed
+from helpers import WIDE, engine_of, write_mixed
 from mockcuda import on_cuda
 from mockmetal import on_metal
 from oracle import Judge
 from tinygrad import Tensor, TinyJit, dtypes
+from tinygrad.apps.capture import to_device
 from tinygrad.nn import intrinsics, split_kv
 from tinygrad.nn.step import Step
 
@@ -27,11 +28,12 @@ def test_decode(limit: float, family: str, types: str, sizes: dict[str, int], tm
   """A token at a time, over more positions than one split of the attention holds; mixed types (test_mul_mat has all)"""
   path = write_mixed(tmp_path / "m.gguf", family, [T[t] for t in types.split()], **WIDE | sizes, seed=1)
   ids = np.random.default_rng(1).integers(0, 320, 34 if GPUS["cuda"][1] == limit else 20)  # every access is checked on the mock of Metal: slow
-  g = generator(path, 64)
-  assert not g.model.plain_parts(g.decode_step)
+  g = engine_of(path, 64)
+  model, table = g.runner.model, to_device(np.int32([[1]]))
+  assert not model.plain_parts(g.runner.batch.step)
   position = Tensor.zeros(1, dtype=dtypes.int32).contiguous().realize()
   def step(token: Tensor) -> Tensor:
-    out = g.model.logits(Step.decode(position, g.table), token)
+    out = model.logits(Step.decode(position, table), token)
     out.realize(position.assign(position + 1))
     return out
   jit = TinyJit(step)
@@ -43,7 +45,7 @@ def test_splits_left_out(limit: float, tmp_path: Path, monkeypatch: pytest.Monke
   """All but the first, which holds 32 positions: noticed at those behind, and at no other"""
   combine = split_kv.mla_combine
   def faulty(t: intrinsics.Target, sums: Tensor, tops: Tensor, *args: Tensor) -> Tensor:
-    assert sums.shape[0] == 3  # of 64 positions and a step's padding
+    assert sums.shape[0] == 4  # of two pages: 64 positions and a step's padding
     return combine(t, sums[:1].contiguous(), tops[:1].contiguous(), *args)
   monkeypatch.setattr(split_kv, "mla_combine", faulty)
   with pytest.raises(AssertionError, match=r"^positions \[32, 33\] of 34"):

@@ -7,9 +7,8 @@ import pytest
 from extra.bench import batch_count, count_kernels, no_device, render_kernels, stand_in, with_blocks
 from tinygrad import Device, Tensor
 from tinygrad.apps.capture import collected_calls
-from tinygrad.apps.engine.engine import Generator
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.mla import Config, Transformer
-from tinygrad.apps.engine.sampling import Features
 from tinygrad.nn.intrinsics import HOPPER, TARGETS, target_of
 
 # model: {target: (kernels a token, [(blocks of a kind, kernels a block)])}; types as in the public Q4_0 files
@@ -27,7 +26,7 @@ def test_multiplying_is_counting(to: str):
   """One block of a kind times their number is what scheduling all blocks gives"""
   f = stand_in("small-glm")
   with no_device(to):
-    calls = Generator(Transformer.from_gguf(f, 256)).build_decode(Features(), compiled=False).calls
+    calls = Runner(Transformer.from_gguf(f, 256)).batch.record(compiled=False).calls
   kernels, kinds = count_kernels(f, to, max_context=256)
   if to != "CPU": assert sum(k.times for k in render_kernels(f, to, max_context=256)) == kernels
   assert kernels == len(calls) and sum(n for n, _ in kinds) == Config.from_gguf(f).n_blocks == 4

@@ -3,22 +3,23 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
-from helpers import HALVES, WIDE, generator, prefilling, random_weight, write_mixed
+from helpers import HALVES, WIDE, engine_of, prefilling, random_weight, write_mixed
 from mockcuda import on_cuda
 from oracle import Judge, nmse
 from extra.bench import no_device, stand_in, with_blocks
 from tinygrad import Device, Tensor, dtypes
-from tinygrad.apps.engine.engine import Generator
-from tinygrad.apps.mla import PREFILL_STEPS, RMSNorm, Transformer
+from tinygrad.apps.engine.runner import Runner
+from tinygrad.apps.mla import PREFILL_SIZES, RMSNorm, Transformer
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear
 from tinygrad.apps.rope import Rope, rope_table
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.matmul import (TILE_32x64, TILE_64x64, Scaled, Tile, expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_scaled,
                                 matmul_split_half, rms_norm_half)
 from tinygrad.nn.mla_prefill import mla_prefill
+from tinygrad.nn.step import PAGE
 from tinygrad.nn.routing import Gating, Routing, choose_experts, choose_experts_prefill, sort_by_expert
 
-CHUNK = PREFILL_STEPS[0]
+CHUNK = PREFILL_SIZES[0]
 
 HALF, LIMIT = 1e-6, 1e-5   # NMSE that rounding weights and activations to halves costs a product; a model's logits, cache of halves included
 
@@ -133,11 +134,16 @@ def test_choice(gating: Gating):
 # tokens, heads, latent, rope, a head's length, position, cache: a step at the cache's start, tokens that are no whole tile, the cache's very end
 @pytest.mark.parametrize("n,H,L,R,head,pos,C", [(32, 2, 128, 64, 80, 0, 96), (20, 3, 128, 32, 64, 47, 67), (16, 1, 512, 64, 256, 40, 64)])
 def test_attention(n: int, H: int, L: int, R: int, head: int, pos: int, C: int):
-  latent, q, cache = floats(n, H, L), floats(n, H * head), halves(C, L + R)
-  got = mla_prefill(target(), Tensor(latent), Tensor(q), Tensor(cache), Tensor([pos], dtype=dtypes.int32), .1).numpy().astype(np.float64)
+  pages = -(-C // PAGE)
+  latent, q, cache = floats(n, H, L), floats(n, H * head), halves(pages * PAGE, L + R)
+  table = rng(n).permutation(pages + 3)[:pages]          # pages lie anywhere in the pool
+  pool = np.full((pages + 3, PAGE, L + R), np.nan, np.float16)
+  pool[table] = cache.reshape(pages, PAGE, -1)
+  step = prefilling(pos, n, tables=table[None])
+  got = mla_prefill(target(), Tensor(latent), Tensor(q), Tensor(pool.reshape(-1, L + R)), step, .1).numpy().astype(np.float64)
   query = np.concatenate([latent, q.reshape(n, H, head)[..., -R:]], -1).astype(np.float64)
   scores = np.einsum("thd,cd->thc", query, cache.astype(np.float64)) * .1
-  scores[np.broadcast_to((np.arange(C) > pos + np.arange(n)[:, None])[:, None], scores.shape)] = -np.inf
+  scores[np.broadcast_to((np.arange(len(cache)) > pos + np.arange(n)[:, None])[:, None], scores.shape)] = -np.inf
   weights = np.exp(scores - scores.max(-1, keepdims=True))
   assert nmse(got, weights / weights.sum(-1, keepdims=True) @ cache[:, :L].astype(np.float64)) < HALF
 
@@ -159,7 +165,7 @@ def test_the_last_tile_left_out(kernel: str, test: Callable, args: tuple, place:
 def test_model(family: str, types: str, sizes: dict[str, int], tmp_path: Path):
   """Two steps, the second one padded; what decoding continues with is what a cache written token by token gives"""
   path = write_mixed(tmp_path / "m.gguf", family, [T[name] for name in types.split()], **WIDE | sizes, seed=1)
-  ids, model = rng(1).integers(0, 320, CHUNK + 9).tolist(), generator(path, 64)
+  ids, model = rng(1).integers(0, 320, CHUNK + 9).tolist(), engine_of(path, 64)
   Judge(path, ids).check(model.logits(ids), LIMIT)
   model.forget()
   tokens = list(model.generate(ids, 4))
@@ -173,5 +179,5 @@ def test_launches():
   with no_device("CUDA"):
     def count(blocks: list[int]) -> int:
       model = Transformer.from_gguf(with_blocks(file, blocks), 1024)
-      return len(Generator(model).build_prefill(512, compiled=False).calls)
+      return len(Runner(model).record_chunk(512, compiled=False).calls)
     assert count([0, 1, 2]) - count([0, 1]) == 20

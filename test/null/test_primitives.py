@@ -14,7 +14,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope, rope_table
-from tinygrad.nn import cpu, embedding, mla_attention, moe, norm_linear
+from tinygrad.nn import cpu, cutoff, embedding, mla_attention, moe, norm_linear
 from tinygrad.nn.primitive import PRIMITIVES, Primitive, plain_ops
 from tinygrad.nn.routing import Routing
 from tinygrad.nn.step import Step
@@ -91,6 +91,14 @@ def mixed(shared: bool) -> Callable:
 def rows_of_embedding(kind: T) -> Callable:
   def of(tokens: int) -> tuple: return ids(*range(7, 7 + tokens)), load(kind, 37, width(kind), cls=QuantizedEmbedding)
   return of
+def positions(tokens: int) -> tuple:
+  tables = tensor(np.tile(np.int32([[4, 0], [0, 5]]), (tokens, 1))[:tokens])
+  return ids(*range(41, 41 + tokens)), ids(*range(tokens)), tables, tensor(np.full((tokens, 4), -1, np.int32))
+def to_cut(weighed: bool) -> Callable:
+  def of(tokens: int) -> tuple:
+    x, target = floats(tokens, 301), np.arange(3, 3 + tokens)
+    return x, (x.exp() * 2 ** 30).cast(dtypes.uint64).realize() if weighed else None, tensor(target.astype(np.uint64) << 31 if weighed else np.uint32(target))
+  return of
 
 # ---- the table ----
 
@@ -106,6 +114,9 @@ def gpus(few: tuple[int, ...] = (1,), many: tuple[int, ...] = (), metal: str = "
   """metal: the form of few tokens there"""
   short = {"CUDA": "decode", "METAL": metal}
   return [(device, form, n) for device, form in short.items() for n in few] + [(device, "prefill", n) for device in short for n in many]
+def few(*counts: int) -> list[tuple[str, str, int]]:
+  """Points of a few tokens on tensor cores"""
+  return [("CUDA", "few", Sequences(n)) for n in counts]
 def sequences(*counts: int) -> list[tuple[str, str, int]]:
   """Points of a matrix times several vectors on the GPUs: a token of each of so many sequences"""
   return [(device, "decode", Sequences(n)) for device in ("CUDA", "METAL") for n in counts]
@@ -137,9 +148,17 @@ CASES = [
   Case(moe.expert_down, "IQ4_NL", down(False, T.IQ4_NL), cpu_(many=(2,)) + gpus() + sequences(9)),
   Case(moe.mixture, "two tokens", mixed(False), gpus((), (2,))),
   Case(moe.mixture, "shared", mixed(True), gpus((), (19,))),
-  *(Case(embedding.embedding, kind.name, rows_of_embedding(kind), cpu_((1, 19)) + gpus(many=(19,))) for kind in (T.Q4_0, T.Q6_K)),
-  *(Case(embedding.argmax, str(n), lambda tokens, n=n: (floats(n),), cpu_() + gpus()) for n in (5, 20001)),
-  Case(embedding.advance, "advance", lambda tokens: (ids(41), ids(3)), cpu_() + gpus()),
+  Case(norm_linear.norm_linear, "few: 33 rows", linear(33, False), few(9)),
+  Case(norm_linear.norm_linear, "few: 96 rows rotated", linear(96, True), few(20)),
+  Case(norm_linear.norm_linear, "few: residual", with_residual, few(16)),
+  Case(norm_linear.attention_output, "few: heads", output, few(33)),
+  Case(moe.feed_forward, "few: dense", dense, few(16, 64)),
+  Case(moe.mixture, "few: no shared expert", mixed(False), few(16)),
+  Case(moe.mixture, "few: shared", mixed(True), few(9, 33)),
+  *(Case(embedding.embedding, kind.name, rows_of_embedding(kind), cpu_((1, 19)) + gpus((1, 19))) for kind in (T.Q4_0, T.Q6_K)),
+  *(Case(embedding.argmax, str(n), lambda tokens, n=n: (floats(tokens, n),), cpu_((1, 7)) + gpus((1, 7))) for n in (5, 20001)),
+  Case(embedding.advance, "some are there", positions, cpu_((1, 7)) + gpus((1, 7))),
+  *(Case(cutoff.cutoff, name, to_cut(weighed), cpu_((1, 7)) + gpus((1, 7))) for name, weighed in (("of a number", False), ("of a share", True))),
 ]
 POINTS = [(case, *point) for case in CASES for point in case.points]
 
@@ -154,7 +173,7 @@ def numbers(out: Any) -> list[np.ndarray]:
   return [t.cast(dtypes.float).numpy() if dtypes.is_float(t.dtype) else t.numpy() for t in outs]
 
 # what a form's arithmetic costs a product: activations of 8 bits; of halves; the order of float32 sums (a cache of halves: its rounding)
-LIMITS = {("CUDA", "decode"): 2e-3, ("CUDA", "prefill"): 5e-5, ("METAL", "prefill"): 5e-5}
+LIMITS = {("CUDA", "decode"): 2e-3, ("CUDA", "few"): 5e-5, ("CUDA", "prefill"): 5e-5, ("METAL", "prefill"): 5e-5}
 
 def run(case: Case, device: str, form: str, tokens: int) -> None:
   def bound() -> tuple:
@@ -166,7 +185,7 @@ def run(case: Case, device: str, form: str, tokens: int) -> None:
     got = numbers(case.of(*args))
   with plain_ops(): want = numbers(case.of(*bound()))
   for a, b in zip(got, want, strict=True):
-    if a.dtype == np.int32: assert np.array_equal(a, b)
+    if np.issubdtype(a.dtype, np.integer): assert np.array_equal(a, b)
     else: assert worst_row(a, b) < LIMITS.get((device, form), 1e-6)
 
 def alone(argument: Any, i: int, tokens: int) -> Any:

@@ -1,13 +1,20 @@
 """Programmatic dependent launch is only right if a kernel touches nothing that another kernel of the token writes, or still reads, before it has
 waited. The order of loads in the rendered source is what decides; a race would show only now and then, so the source is what is checked."""
 import functools, re
-import pytest
+from typing import Any, Callable
+import numpy as np, pytest
+from gguf import GGMLQuantizationType
 from extra.bench import no_device, stand_in
-from tinygrad.apps.engine.engine import Generator
-from tinygrad.apps.mla import Transformer
-from tinygrad.apps.engine.sampling import Features
+from tinygrad import Tensor, dtypes
+from tinygrad.apps.capture import collected_calls
+from tinygrad.apps.engine.runner import Runner
+from tinygrad.apps.mla import RMSNorm, Transformer
+from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
+from tinygrad.apps.rope import Rope
 from tinygrad.engine.realize import compile_linear
-from tinygrad.nn import embedding, mla_attention, moe, norm_linear, split_kv
+from tinygrad.nn import embedding, few_tokens, mla_attention, moe, norm_linear, routing, split_kv
+from tinygrad.nn.routing import Gating, Routing
+from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops, UOp
 
 WAIT = "griddepcontrol.wait;"
@@ -34,7 +41,7 @@ def sources(model: str) -> dict[str, tuple[list[str], str]]:
     return wrapped
   with no_device("CUDA"), pytest.MonkeyPatch.context() as patch:
     for module in (embedding, mla_attention, moe, norm_linear, split_kv): patch.setattr(module, "launch", recording(module.launch))
-    calls = Generator(Transformer.from_gguf(stand_in(model), 256)).build_decode(Features(), compiled=False).calls
+    calls = Runner(Transformer.from_gguf(stand_in(model), 256)).batch.record(compiled=False).calls
     programs = [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   return {p.arg.name: (buffers[p.arg.name], p.src[2].arg) for p in programs if p.arg.name in buffers}
 
@@ -57,3 +64,40 @@ def test_a_weight_does_go_first():
   """What the overlap is for"""
   names, source = next(v for k, v in sources("small-glm").items() if k.startswith("norm_linear_rope"))
   assert re.search(rf"data{names.index('w0.q0')}_", body(source).split(WAIT)[0])
+
+def sources_of_a_few(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[str], str]]:
+  """{kernel: (its buffers' names, its source)} of a mixture's step and of heads with RoPE, on Hopper"""
+  names: dict[str, list[str]] = {}
+  def recording(right: Callable) -> Callable:
+    def wrapped(name: str, outs: dict, ins: dict, *rest: Any) -> list[Tensor]:
+      names[name] = [*outs, *ins]
+      return right(name, outs, ins, *rest)
+    return wrapped
+  for module in (few_tokens, routing): monkeypatch.setattr(module, "launch", recording(module.launch))
+  def empty(cls: type[QuantizedWeight], *shape: int) -> QuantizedWeight:
+    n = int(np.prod(shape)) // 32
+    return cls(GGMLQuantizationType.Q8_0, shape, {"q0": Tensor.empty(*shape[:-1], shape[-1] // 32, 8, dtype=dtypes.uint32), "d": Tensor.empty(n, dtype=dtypes.half)})
+  def matrix(*shape: int) -> QuantizedWeight: return empty(QuantizedLinear, *shape)
+  def experts(*shape: int) -> QuantizedWeight: return empty(QuantizedExpertWeights, 4, *shape)
+  with no_device("CUDA"), collected_calls() as calls:
+    x, norm, start = Tensor.empty(9, 128), RMSNorm(Tensor.empty(128), 1e-5), Tensor.empty(9, dtype=dtypes.int32)
+    step = Step.decode(start, Tensor.empty(9, 2, dtype=dtypes.int32))
+    x, _ = norm_linear.norm_linear(step, x, norm, [matrix(128, 128), matrix(32, 128)], Rope(Tensor.empty(64, 32, 2), 128, 64))
+    x = norm_linear.attention_output(step, x.reshape(9, 1, 128), matrix(1, 128, 128), matrix(128, 128), x)
+    shared, chosen = moe.FeedForward(matrix(32, 128), matrix(32, 128), matrix(128, 32)), moe.FeedForward(experts(32, 128), experts(32, 128), experts(128, 32))
+    moe.mixture(step, x, norm, matrix(4, 128), Routing(2, Gating.SIGMOID, True, 1.8), chosen, shared).realize()
+    programs = [call.src[0] for call in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
+  return {p.arg.name: (names[p.arg.name], next(u.arg for u in p.src if u.op is Ops.SOURCE)) for p in programs if p.arg.name in names}
+
+def test_nothing_of_others_before_the_wait_of_a_few_tokens(monkeypatch: pytest.MonkeyPatch):
+  kernels = sources_of_a_few(monkeypatch)
+  assert len(kernels) == 13
+  for name, (buffers, source) in kernels.items():
+    parts = branches(body(source))
+    assert len(parts) == (2 if name.startswith(("few_matmul_rope", "few_gate_up")) else 1), name
+    for part in parts:
+      before, _ = part.split(WAIT)   # one wait
+      early = {buffers[int(i)] for i in re.findall(r"\bdata(\d+)_", before)}
+      assert all(CONSTANT.fullmatch(buffer) or buffer in STEADY for buffer in early), f"{name}: {early} before the wait"
+      weights = any("." in buffer for buffer in buffers) and "expert" not in name
+      assert not weights or any("." in buffer for buffer in early), f"{name}: no weights before the wait"

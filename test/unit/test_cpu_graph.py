@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np, pytest
 from gguf import GGMLQuantizationType as T
 from extra.mkgguf import write_model
-from helpers import SMALL, generator, in_child
+from helpers import SMALL, engine_of, in_child
 from tinygrad import Device, Tensor, TinyJit, Variable
-from tinygrad.apps.engine.engine import Generator
+from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.quantized import QuantizedLinear
 from tinygrad.engine import worker
 from tinygrad.helpers import Context
@@ -64,21 +64,21 @@ def test_threads_that_sleep(threads: int, spins: int):
 def path(tmp_path_factory) -> Path:
   return write_model(tmp_path_factory.mktemp("fork") / "m.gguf", "small-glm", "F16", seed=5, **SMALL | dict(q_lora=64))[0]
 @pytest.fixture(scope="module")
-def used(path: Path) -> Generator:
+def used(path: Path) -> Engine:
   """Has read a file by threads, and decoded by others"""
-  g = generator(path)
+  g = engine_of(path)
   list(g.generate([1, 2, 3], 2))
   return g
 
-def test_a_child_decodes(used: Generator, path: Path):
+def test_a_child_decodes(used: Engine, path: Path):
   want = list(used.generate([5, 6, 7], 6))
   assert in_child(lambda: list(used.generate([5, 6, 7], 6))) == want
-  assert in_child(lambda: list(generator(path).generate([5, 6, 7], 6))) == want     # reads the file, too
+  assert in_child(lambda: list(engine_of(path).generate([5, 6, 7], 6))) == want     # reads the file, too
   used.forget()
   assert in_child(lambda: in_child(lambda: list(used.generate([5, 6, 7], 6)))) == want
   assert list(used.generate([5, 6, 7], 6)) == want
 
-def test_a_child_has_its_own_memory(used: Generator):
+def test_a_child_has_its_own_memory(used: Engine):
   """An answer goes on in both processes; neither sees what the other writes"""
   prompt, other = [5, 6, 7], [9, 8, 7, 6]
   want, elsewhere = list(used.generate(prompt, 8)), list(used.generate(other, 8))
@@ -103,16 +103,16 @@ def test_a_child_compiles():
       for got, want in zip(child, compute(3)): np.testing.assert_array_equal(got, want)
   finally: worker.terminate_worker_pool()
 
-def test_a_child_of_a_thread_at_work(used: Generator, path: Path, monkeypatch):
+def test_a_child_of_a_thread_at_work(used: Engine, path: Path, monkeypatch):
   """Forked while another thread is at the device, capturing a graph: that thread is not there to end it"""
   want = list(used.generate([5, 6, 7], 6))
-  g, at_work, go_on = generator(path), threading.Event(), threading.Event()
-  logits = g.model.logits
+  g, at_work, go_on = engine_of(path), threading.Event(), threading.Event()
+  logits = g.runner.model.logits
   def slow(*args):
     at_work.set()
     assert go_on.wait(100)
     return logits(*args)
-  monkeypatch.setattr(g.model, "logits", slow)
+  monkeypatch.setattr(g.runner.model, "logits", slow)
   said: list[int] = []
   thread = threading.Thread(target=lambda: said.extend(g.generate([5, 6, 7], 6)))
   thread.start()
@@ -120,7 +120,7 @@ def test_a_child_of_a_thread_at_work(used: Generator, path: Path, monkeypatch):
     assert at_work.wait(100)
     assert in_child(lambda: list(used.generate([5, 6, 7], 6))) == want
     def anew() -> list[int]:
-      g.model.logits = logits
+      g.runner.model.logits = logits
       return list(g.generate([5, 6, 7], 6))
     assert in_child(anew) == want
   finally:

@@ -8,12 +8,12 @@ from extra.mkgguf import write_model
 from helpers import SMALL, WIDE, generator, write_mixed
 from mockcuda import on_cuda
 from tinygrad.apps.engine.engine import ContextFull, Generator, Superseded
-from tinygrad.apps.mla import PREFILL_STEPS
+from tinygrad.apps.mla import PREFILL_SIZES
 from tinygrad.apps.models import Model, load
 from tinygrad.apps.engine.sampling import Features, Sampling
 from tinygrad.engine.realize import to_program_cache
 
-CHUNK = PREFILL_STEPS[0]
+CHUNK = PREFILL_SIZES[0]
 
 CONTEXT = 2 * CHUNK
 PROMPT = np.random.default_rng(0).integers(0, 256, CONTEXT).tolist()
@@ -170,7 +170,7 @@ def test_a_prompt_that_goes_on_leaves_the_rows_before_it(g: Generator, judge: Ge
 
 def test_rows_by_tensor_cores(tmp_path: Path, monkeypatch):
   """The same where a step may be long; the mock lets nobody past a buffer's end"""
-  monkeypatch.setattr("tinygrad.apps.mla.PREFILL_STEPS", (CHUNK, 2 * CHUNK))
+  monkeypatch.setattr("tinygrad.apps.mla.PREFILL_SIZES", (CHUNK, 2 * CHUNK))
   with on_cuda():
     g = generator(write_mixed(tmp_path / "m.gguf", "small-ds", [T.F16], **WIDE | dict(blocks=1, experts=0)), CONTEXT)
     steps, prefill_step = [], g.prefill_step

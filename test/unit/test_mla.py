@@ -14,12 +14,13 @@ import numpy as np, pytest
 from gguf import RopeScalingType
 from extra.mkgguf import write_model
 from goldens.make import HERE
-from helpers import SMALL, WIDE, generator, write_mixed, write_with, write_with_tokens
+from helpers import SMALL, WIDE, engine_of, write_mixed, write_with, write_with_tokens
 from oracle import Judge, errors, logits, nmse, route
 from tinygrad import Device, Tensor, TinyJit, dtypes
-from tinygrad.apps.engine.engine import Generator
+from tinygrad.apps.capture import to_device
+from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.gguf import GGUFError, read_gguf
-from tinygrad.apps.mla import PREFILL_STEPS, Config
+from tinygrad.apps.mla import PREFILL_SIZES, Config
 from tinygrad.apps.models import load
 from tinygrad.apps.quantized import FLOATS, FORMATS
 from tinygrad.apps.engine.sampling import Sampling
@@ -27,7 +28,7 @@ from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.routing import Gating, Routing, choose_experts
 from tinygrad.nn.step import Step
 
-CHUNK = PREFILL_STEPS[0]
+CHUNK = PREFILL_SIZES[0]
 
 LIMIT, HALVES = (1e-10, 1e-7) if target_of(Device.DEFAULT) is None else (1e-3, 1e-3)
 TYPES = [*FORMATS, *FLOATS]
@@ -41,7 +42,7 @@ def test_every_type(family: str, shift: int, tmp_path: Path):
   """All 16 in one file, turned so that each stands in several roles; one wrong matrix would show in every position"""
   path, ids = write_mixed(tmp_path / "m.gguf", family, TYPES[shift:] + TYPES[:shift], **WIDE | FAMILIES[family], seed=shift), tokens(CHUNK + 8)
   assert {t.type for t in read_gguf(path).tensors.values()} == set(TYPES)
-  Judge(path, ids).check(generator(path).logits(ids), LIMIT)
+  Judge(path, ids).check(engine_of(path).logits(ids), LIMIT)
 
 # what a file may be, each with an own way through from_gguf or the forward pass
 KINDS: dict[str, tuple] = {  # what write_model is given (model, type of the weights, overrides), and keys that differ
@@ -58,7 +59,7 @@ KINDS: dict[str, tuple] = {  # what write_model is given (model, type of the wei
 def test_kinds_of_files(kind: str, tmp_path: Path):
   model, quant, overrides, *keys = KINDS[kind]
   path, ids = write_with(tmp_path / "m.gguf", dict(*keys), model, quant, seed=3, **SMALL | overrides), tokens(CHUNK + 8)
-  Judge(path, ids).check(generator(path).logits(ids), HALVES if kind == "attn_kv_b" else LIMIT)
+  Judge(path, ids).check(engine_of(path).logits(ids), HALVES if kind == "attn_kv_b" else LIMIT)
 
 @pytest.mark.parametrize("scaling,found", [(None, "'linear' (what rope.scaling.factor alone stands for)"), (RopeScalingType.LINEAR, "'linear'")])
 def test_scaling_that_is_not_modelled(scaling: RopeScalingType | None, found: str, tmp_path: Path):
@@ -74,7 +75,7 @@ def test_transformers(file: str):
   golden = np.load(HERE / f"{path.stem}.npz")
   n = min(n, len(golden["ids"]))
   at = golden["positions"] < n
-  got, want = generator(path, 128).logits(golden["ids"][:n].tolist()), golden["logits"][at]
+  got, want = engine_of(path, 128).logits(golden["ids"][:n].tolist()), golden["logits"][at]
   assert len(want) >= 3 and nmse(got[golden["positions"][at]], want) < LIMIT
   assert (got.argmax(-1) == golden["top1"][:n]).mean() > .98
 
@@ -98,11 +99,11 @@ def test_tokens_without_a_row(tmp_path: Path):
 # ---- one model in several ways ----
 
 @pytest.fixture(scope="module")
-def yarn_model(tmp_path_factory) -> Iterator[tuple[Path, Generator]]:
+def yarn_model(tmp_path_factory) -> Iterator[tuple[Path, Engine]]:
   path, = write_model(tmp_path_factory.mktemp("mla") / "m.gguf", "small-ds", "F16", seed=4, **SMALL)
-  yield path, generator(path, 4 * CHUNK)
+  yield path, engine_of(path, 4 * CHUNK)
 
-def test_many_chunks(yarn_model: tuple[Path, Generator]):
+def test_many_chunks(yarn_model: tuple[Path, Engine]):
   """Each length of the last chunk's kind: shorter than a chunk, a whole one, one more, and the context to its last token"""
   path, g = yarn_model
   ids = tokens(4 * CHUNK)
@@ -112,16 +113,17 @@ def test_many_chunks(yarn_model: tuple[Path, Generator]):
     assert got.shape == (n, 320) and got.dtype == np.float32
     judge.check(got, LIMIT)
 
-def test_one_by_one(yarn_model: tuple[Path, Generator]):
+def test_one_by_one(yarn_model: tuple[Path, Engine]):
   """Decoding a token at a time gives what a chunk gives, over the end of a chunk"""
   path, g = yarn_model
   ids = tokens(CHUNK + 9)
-  step = TinyJit(lambda token, start: g.model.logits(Step.decode(start, g.table), token).realize())
+  table = to_device(np.arange(1, 1 + g.runner.model.pages, dtype=np.int32)[None])
+  step = TinyJit(lambda token, start: g.runner.model.logits(Step.decode(start, table), token).realize())
   got = np.concatenate([step(Tensor([t]).realize(), Tensor([i], dtype=dtypes.int32).realize()).numpy() for i, t in enumerate(ids)])
   Judge(path, ids).check(got, LIMIT)
   assert (got.argmax(-1) == g.logits(ids).argmax(-1)).all()
 
-def test_the_future_does_not_count(yarn_model: tuple[Path, Generator]):
+def test_the_future_does_not_count(yarn_model: tuple[Path, Engine]):
   path, g = yarn_model
   a, b = tokens(CHUNK + 20), tokens(CHUNK + 20)[:CHUNK] + tokens(20)
   assert a[:CHUNK] == b[:CHUNK] and a[CHUNK:] != b[CHUNK:]
@@ -131,7 +133,7 @@ def test_the_future_does_not_count(yarn_model: tuple[Path, Generator]):
 # ---- the tests themselves: what is wrong at some positions only is noticed ----
 
 class Faulty:
-  """In a generator's place: says what the oracle does, but for some positions"""
+  """In an engine's place: says what the oracle does, but for some positions"""
   def __init__(self, path: Path, place: slice, noise: float):
     self.path, self.place, self.noise = path, place, noise
   def logits(self, ids: list[int]) -> np.ndarray:
@@ -142,7 +144,7 @@ class Faulty:
 @pytest.mark.parametrize("place,complaint", [(slice(0, 0), ""), (slice(21, 40), r"positions \[21, 22, .*, 39\] of 40"),
                                              (slice(39, 40), r"positions \[39\] of 40")], ids=["none", "half", "the last"])
 def test_zeros_at_some_positions(place: slice, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-  monkeypatch.setitem(globals(), "generator", lambda path: Faulty(path, place, 0.))
+  monkeypatch.setitem(globals(), "engine_of", lambda path: Faulty(path, place, 0.))
   with pytest.raises(AssertionError, match=complaint) if complaint else nullcontext(): test_kinds_of_files("attn_kv_b", tmp_path)
 
 @pytest.mark.parametrize("place,complaint", [(slice(0, 0), ""), (slice(70, 128), r"positions \[70, 71, 72\] of 73"),

@@ -1,36 +1,53 @@
-"""Sampling against a sorting numpy reference in float64: the tokens kept, and how often each is drawn."""
+"""Sampling against a sorting numpy reference in float64: the tokens kept, and how often each is drawn. A row of a batch against the row alone, bit
+for bit."""
+import contextlib
 from dataclasses import replace
+from typing import Callable
 import numpy as np, pytest
+from mockcuda import on_cuda
+from mockmetal import on_metal
 from tinygrad import Tensor, TinyJit, dtypes
-from tinygrad.apps.engine.sampling import Features, Sampling, gumbel, sample
+from tinygrad.apps.capture import collected_calls
+from tinygrad.apps.engine import sampling
+from tinygrad.apps.engine.sampling import Features, Sampling, counted, gumbel, random_bits, sample, scores, token_counts
 from tinygrad.engine.realize import to_program_cache
+from tinygrad.nn.cutoff import cutoff
+from tinygrad.nn.primitive import plain_ops
 
 class Sampler:
-  """`sample` under one JIT; logits, values, seed and seen tokens come in through buffers, and the draw's number counts up in the graph."""
+  """`sample` of one row under one JIT; logits, values, seed, counts and bias come in through buffers, and the draw's number counts up in the graph."""
   def __init__(self, vocab: int, features: Features):
-    self.vocab = vocab
-    self.logits, self.values = Tensor.zeros(vocab).contiguous().realize(), Tensor.zeros(5).contiguous().realize()
-    self.key, self.counter = (Tensor.zeros(2, dtype=dtypes.uint32).contiguous().realize() for _ in range(2))
-    self.seen = Tensor.zeros(vocab, dtype=dtypes.uint8).contiguous().realize()
-    self.features = features
+    def buffer(*shape: int, dtype=dtypes.float) -> Tensor: return Tensor.zeros(*shape, dtype=dtype).contiguous().realize()
+    self.vocab, self.features = vocab, features
+    self.logits, self.bias, self.values = buffer(1, vocab), buffer(1, vocab), buffer(1, sampling.VALUES)
+    self.key, self.counter, self.counts = buffer(1, 2, dtype=dtypes.uint32), buffer(1, dtype=dtypes.int32), buffer(1, vocab, dtype=dtypes.int32)
     def step() -> Tensor:
-      counter = self.counter.assign(self.counter + Tensor([1, 0], dtype=dtypes.uint32))
-      return sample(self.logits, self.features, self.values, self.key, counter, self.seen).realize()
+      counter = self.counter.assign(self.counter + 1)
+      return sample(self.logits, self.features, self.values, self.key, counter, self.counts, self.bias).realize()
     self.jit = TinyJit(step)
-  def __call__(self, logits: np.ndarray, s: Sampling, count: int = 1, seen: tuple[int, ...] = ()) -> np.ndarray:
+  def __call__(self, logits: np.ndarray, s: Sampling, count: int = 1, seen: tuple[int, ...] = (), produced: tuple[int, ...] = ()) -> np.ndarray:
     """`count` draws: int64 (count,)"""
-    def put(buffer: Tensor, values) -> None: buffer.assign(Tensor(np.asarray(values), dtype=buffer.dtype)).realize()
+    def put(buffer: Tensor, values) -> None: buffer.assign(Tensor(np.asarray(values), dtype=buffer.dtype).reshape(buffer.shape)).realize()
     put(self.logits, logits)
-    put(self.values, replace(s, top_k=s.top_k or self.vocab).values())  # a graph with a cut says "all" by a large k
+    put(self.values, s.values())
     put(self.key, [s.seed, 0])
-    put(self.counter, [0, 0])
-    put(self.seen, np.isin(np.arange(self.vocab), seen))
+    put(self.counter, [0])
+    put(self.counts, counts_of(self.vocab, seen, produced))
+    put(self.bias, s.bias_row(self.vocab))
     return np.array([self.jit().item() for _ in range(count)])
 
-def probabilities(logits: np.ndarray, s: Sampling, seen: tuple[int, ...] = ()) -> np.ndarray:
-  """What each token's chance is, float64, by sorting. Order: penalty, temperature, top-k, top-p, min-p."""
+def counts_of(vocab: int, seen: tuple[int, ...], produced: tuple[int, ...] = ()) -> np.ndarray:
+  counts = np.isin(np.arange(vocab), [*seen, *produced]).astype(np.int32)
+  for i in produced: counts[i] += 2
+  return counts
+
+def probabilities(logits: np.ndarray, s: Sampling, seen: tuple[int, ...] = (), produced: tuple[int, ...] = ()) -> np.ndarray:
+  """What each token's chance is, float64, by sorting. Order: bias, penalties, temperature, top-k, top-p, min-p."""
   x = logits.astype(np.float64)
-  for i in seen: x[i] = x[i] / s.repeat_penalty if x[i] > 0 else x[i] * s.repeat_penalty
+  for i, value in s.bias.items(): x[i] += value
+  for i in {*seen, *produced}: x[i] = x[i] / s.repeat_penalty if x[i] > 0 else x[i] * s.repeat_penalty
+  for i in set(produced): x[i] -= s.presence_penalty
+  for i in produced: x[i] -= s.frequency_penalty
   x = x / s.temperature
   order, p = np.argsort(-x, kind="stable"), np.exp(x - x.max())
   keep = order[:s.top_k] if 0 < s.top_k < len(x) else order
@@ -51,7 +68,7 @@ def assert_drawn_from(draws: np.ndarray, p: np.ndarray) -> None:
   seen, expected = seen[expected > 0], expected[expected > 0]
   assert ((seen - expected) ** 2 / expected).sum() < len(seen) + 5 * (2 * len(seen)) ** .5
 
-ALL = Features(True, True, True, True, True)
+ALL = Features(True, True, True, True, True, True)
 V = 1000
 @pytest.fixture(scope="module")
 def logits() -> np.ndarray: return (np.random.default_rng(0).standard_normal(V) * 2.5).astype(np.float32)
@@ -148,7 +165,9 @@ NO_NUMBER = ["1", None, True, np.bool_(True), 1j, [1.0]]
 REAL = {"temperature": ("0, or from 1e-30 to 10000", [-.1, float("nan"), float("inf"), 1e-46, 9e-31, 10001, 10 ** 400]),
         "top_p": ("from 1e-30 to 1", [0, -1, 1.01, 1e-46, float("nan"), float("-inf")]),
         "min_p": ("0, or from 1e-30 to 1", [-.1, 2, 1e-46, float("nan")]),
-        "repeat_penalty": ("from 1e-30 to 10000", [0, 1e-46, 1e-40, -2, 1e300, 10 ** 400, float("nan")])}
+        "repeat_penalty": ("from 1e-30 to 10000", [0, 1e-46, 1e-40, -2, 1e300, 10 ** 400, float("nan")]),
+        "presence_penalty": ("from -2 to 2", [-2.1, 3, float("nan"), float("inf"), 10 ** 400]),
+        "frequency_penalty": ("from -2 to 2", [-2.1, 3, float("nan"), float("-inf")])}
 WHOLE = {"top_k": ("a whole number from 0 to 2147483647", [-1, 1.5, 1.0, 1 << 31, 10 ** 400, 10 ** 9999]),
          "seed": ("a whole number from 0 to 4294967295", [-1, .5, 1 << 32, 10 ** 400])}
 @pytest.mark.parametrize("name", REAL | WHOLE)
@@ -159,6 +178,19 @@ def test_values_out_of_range(name: str):
     with pytest.raises(ValueError, match=f"^{name}: expected {expected}, found ") as e: Sampling(**{name: value})
     assert "\n" not in str(e.value) and len(str(e.value)) < 150
 
+@pytest.mark.parametrize("bias,expected", [
+  ([1.0], "bias: expected numbers by token, found list"), ({-1: 1.0}, "bias: expected a token's number, found -1"),
+  ({"5": 1.0}, "bias: expected a token's number, found '5'"), ({True: 1.0}, "bias: expected a token's number, found True"),
+  *(({5: value}, "bias of token 5: expected -inf, or from -10000 to 10000, found ")
+    for value in (float("nan"), float("inf"), 10001, 10 ** 400, "1", None, True, 1j))])
+def test_a_wrong_bias(bias, expected: str):
+  with pytest.raises(ValueError) as e: Sampling(bias=bias)
+  assert str(e.value).startswith(expected) and "\n" not in str(e.value) and len(str(e.value)) < 150
+
+def test_a_bias_for_no_token():
+  assert Sampling(bias={2: -1.5}).bias_row(3).tolist() == [0, 0, -1.5]
+  with pytest.raises(ValueError, match="^bias: token 3: expected 0 to 2$"): Sampling(bias={3: 1.0}).bias_row(3)
+
 def test_values_at_their_limits(everything: Sampler, logits: np.ndarray):
   """The smallest and the largest of each do what they say"""
   best, seen = int(logits.argmax()), tuple(np.flatnonzero(logits > 0).tolist())
@@ -168,6 +200,139 @@ def test_values_at_their_limits(everything: Sampler, logits: np.ndarray):
   assert set(everything(logits, Sampling(1.0, repeat_penalty=1e-30), 12, seen)) == {best}
   s = Sampling(1.0, repeat_penalty=1e4)
   assert abs(np.isin(everything(logits, s, 400, seen), seen).mean() - probabilities(logits, s, seen)[list(seen)].sum()) < .1
+
+# ---- bias and penalties ----
+
+@pytest.mark.parametrize("s", [Sampling(1.0, presence_penalty=1.5), Sampling(1.0, frequency_penalty=.7), Sampling(1.0, frequency_penalty=-1.0),
+                               Sampling(.9, 0, .9, 0, 1.3, presence_penalty=-.5, frequency_penalty=.5, bias={3: 2.0, 500: -1.0})], ids=str)
+def test_penalties_and_bias(s: Sampling, logits: np.ndarray):
+  best = tuple(np.argsort(-logits)[:6].tolist())
+  seen, produced = (*best[:3], 9), (*best[2:], *best[3:], best[4])   # one is in the prompt alone, one three times in the answer
+  assert_drawn_from(Sampler(V, s.features)(logits, s, 400, seen, produced), probabilities(logits, s, seen, produced))
+
+def test_a_bias_comes_first():
+  """Before the penalties, and a greedy choice follows it"""
+  x = np.full(V, -9, np.float32)
+  x[[10, 20]] = [4, 3]
+  assert Sampler(V, Sampling(bias={20: 1.5}).features)(x, Sampling(bias={20: 1.5}))[0] == 20
+  s = Sampling(bias={10: 3.0}, repeat_penalty=2.0)   # 7 / 2 is 3.5, 4 / 2 + 3 would be 5
+  x[20] = 4.5
+  assert Sampler(V, s.features)(x, s, seen=(10,))[0] == 20
+  mask = {i: float("-inf") for i in range(V) if i not in (700, 701)}
+  for s in (Sampling(bias=mask), Sampling(5.0, bias=mask), Sampling(1.0, 3, .9, .01, 1.5, bias=mask)):
+    assert set(Sampler(V, s.features)(x, s, 12, seen=(10,))) <= {700, 701}
+
+def test_counting():
+  """What a row begins with, and what a step makes of the token that it is fed, is the same as a row that begins later"""
+  prompt, produced = [5, 2, 5, 7], [2, 9, 9, 7, 5, 9]
+  row = Tensor(token_counts(12, prompt, [])).reshape(1, -1)
+  for n, token in enumerate([prompt[-1], *produced]):
+    row, fed = (counted(t, Tensor([token], dtype=dtypes.int32)).realize() for t in (row, Tensor(token_counts(12, prompt, produced[:n])).reshape(1, -1)))
+    want = [2 * produced[:n].count(i) | (i in prompt + produced[:n]) for i in range(12)]
+    assert row.tolist() == fed.tolist() == [want]
+
+# ---- rows of a batch ----
+
+DEVICES = {"CPU": contextlib.nullcontext, "CUDA": on_cuda, "METAL": on_metal, "plain ops": plain_ops}
+
+def random_row(rng: np.random.Generator) -> Sampling:
+  def maybe(value, other): return value if rng.random() < .5 else other
+  return Sampling(maybe(rng.choice([.3, 1.0, 7.0]), 0.0), maybe(int(rng.integers(1, 60)), 0), maybe(rng.uniform(.05, .999), 1.0),
+                  maybe(rng.uniform(.001, .3), 0.0), maybe(rng.uniform(.5, 2), 1.0), int(rng.integers(1 << 32)), maybe(rng.uniform(-2, 2), 0.0),
+                  maybe(rng.uniform(-2, 2), 0.0), maybe({int(i): rng.choice([-np.inf, 3.0, -1.0]) for i in rng.integers(0, 300, 40)}, {}))
+
+class Rows:
+  """S rows of everything that `sample` takes"""
+  def __init__(self, rng: np.random.Generator, rows: list[Sampling], vocab: int):
+    self.sampling, S = rows, len(rows)
+    self.logits = np.round(rng.standard_normal((S, vocab)) * 3, 1).astype(np.float32)   # with many ties
+    produced = [rng.integers(0, vocab, 30).tolist() for _ in range(S)]
+    self.counts = np.stack([counts_of(vocab, tuple(rng.integers(0, vocab, 50).tolist()), tuple(p)) for p in produced])
+    self.bias = np.stack([s.bias_row(vocab) for s in self.sampling])
+    self.position = rng.integers(0, 1 << 17, S).astype(np.int32)
+  def __call__(self, function: Callable[..., Tensor], rows: list[int]) -> np.ndarray:
+    """What function, sample or scores, gives for a batch of these rows"""
+    features = Features()
+    for i in rows: features |= self.sampling[i].features
+    values = np.float32([self.sampling[i].values() for i in rows])
+    keys = np.uint32([[self.sampling[i].seed, 0] for i in rows])
+    arrays = self.logits[rows], values, keys, self.position[rows], self.counts[rows], self.bias[rows]
+    logits, *others = (Tensor(a).realize() for a in arrays)
+    return function(logits, features, *others).numpy()
+
+# of a batch, all of whose features some row asks for
+MIX = [Sampling(1.0, seed=3), Sampling(), Sampling(.7, 20, .9, seed=3), Sampling(0.0, repeat_penalty=1.5, bias={7: 9.0}),
+       Sampling(7.0, 0, .5, .02, 1.2, 5, .7, -.3, {i: float("-inf") for i in range(0, 300, 3)})]
+
+@pytest.mark.parametrize("device,vocab", [("CPU", 1000), ("CUDA", 1000), ("METAL", 301)])
+def test_a_row_of_a_batch_is_the_row_alone(device: str, vocab: int):
+  with DEVICES[device]():
+    batch = Rows(np.random.default_rng(vocab), MIX, vocab)
+    everyone = [*range(len(MIX))]
+    tokens, points, back = batch(sample, everyone), batch(scores, everyone), batch(scores, everyone[::-1])
+    assert tokens.dtype == np.int32 and tokens.tolist() == points.argmax(1).tolist() and np.array_equal(points[::-1], back)
+    for i in everyone: assert np.array_equal(batch(scores, [i])[0], points[i]), batch.sampling[i]
+    assert batch(sample, [1]).tolist() == [tokens[1]] == [batch.logits[1].argmax()]   # greedy, which no draw has a part in
+
+def test_many_mixes():
+  """One graph; the rows alone in it too"""
+  rng = np.random.default_rng(0)
+  batch = Rows(rng, [Sampling(1.0, 5, .5, .1, 1.1, 1, bias={3: 1.0}), *(random_row(rng) for _ in range(199))], 300)
+  points = np.concatenate([batch(scores, [0, *range(i, i + 40)])[1:] for i in range(0, 200, 40)])   # the first of each asks for everything
+  for i in range(0, 200, 5): assert np.array_equal(batch(scores, [0, i])[1], points[i]), batch.sampling[i]
+
+def test_a_fault_of_rows_is_noticed(monkeypatch: pytest.MonkeyPatch):
+  """Noise that knows its row; a cut of the row above"""
+  batch = Rows(np.random.default_rng(0), [Sampling(1.0, 20)] * 4, 300)
+  def same() -> bool: return all(np.array_equal(batch(scores, [i])[0], batch(scores, [*range(4)])[i]) for i in range(4))
+  assert same()
+  with monkeypatch.context() as patch:
+    patch.setattr(sampling, "random_bits", lambda key, counter, n: random_bits(key, counter + Tensor.arange(key.shape[0], dtype=dtypes.int32), n))
+    assert not same()
+  monkeypatch.setattr(sampling, "cutoff", lambda x, mass, target: cutoff(x, mass, target).roll(1, 0))
+  assert not same()
+
+def test_every_row_draws_by_its_own_values(logits: np.ndarray):
+  """A batch of other rows and 300 seeds, each of which draws from the same distribution"""
+  s = Sampling(1.1, 25, .9, repeat_penalty=1.2)
+  rng = np.random.default_rng(4)
+  batch = Rows(rng, [replace(s, seed=i) if i % 3 else random_row(rng) for i in range(300)], V)
+  batch.logits[:], batch.counts[:] = logits, counts_of(V, (1, 2, 3))
+  tokens = batch(sample, [*range(300)])
+  assert_drawn_from(np.delete(tokens, np.s_[::3]), probabilities(logits, s, (1, 2, 3)))
+
+@pytest.mark.parametrize("features", [Features(), Features(True), replace(ALL, min_p=False)], ids=str)
+def test_launches_do_not_grow_with_rows(features: Features):
+  def launches(S: int) -> int:
+    def empty(*shape: int, dtype=dtypes.float) -> Tensor: return Tensor.empty(*shape, dtype=dtype)
+    arrays = empty(S, 9), empty(S, 7), empty(S, 2, dtype=dtypes.uint32), empty(S, dtype=dtypes.int32), empty(S, 9, dtype=dtypes.int32), empty(S, 9)
+    with collected_calls() as calls: sample(arrays[0], features, *arrays[1:]).realize()
+    return len(calls)
+  assert launches(1) == launches(8) == launches(64) <= (1 if features == Features() else 12)
+
+@pytest.mark.parametrize("count", [1, 2, 37, 1000])
+def test_random_bits_of_rows(count: int):
+  """As tinygrad has them for one"""
+  keys, counter = np.uint32([[5, 0], [7, 9], [5, 0]]), np.int32([3, 3, 1 << 30])
+  got = random_bits(Tensor(keys), Tensor(counter), count).numpy()
+  for row, key, number in zip(got, keys, counter): assert np.array_equal(row, Tensor.random_bits(Tensor(key), Tensor(np.uint32([number, 0])), count).numpy())
+
+def sorted_cut(x: np.ndarray, mass: np.ndarray, target: int) -> int:
+  bits = x.view(np.uint32)
+  keys = np.where(bits >> 31 == 1, bits ^ 0xffffffff, bits | 0x80000000).astype(np.int64)
+  order = np.argsort(-keys, kind="stable")
+  return int(keys[order][np.searchsorted(np.cumsum(mass[order].astype(np.uint64)), target)])
+
+@pytest.mark.parametrize("device,S,vocab", [("CPU", 1, 1), ("CPU", 3, 20001), ("CUDA", 3, 20001), ("METAL", 2, 1000), ("plain ops", 2, 37)])
+def test_cutoff(device: str, S: int, vocab: int):
+  rng = np.random.default_rng(vocab)
+  x = -np.abs(rng.standard_normal((S, vocab)) * 4).astype(np.float32)
+  x[:, ::7], x[:, 3:4], x[:, 5:9] = -np.inf, 0, x[:, 4:5]
+  mass = (np.exp(x.astype(np.float64)) * 2 ** 40).astype(np.uint64)
+  some, share = rng.integers(1, vocab + 1, S).astype(np.uint32), (mass.sum(1) * rng.uniform(.1, 1, S)).astype(np.uint64)
+  with DEVICES[device]():
+    assert cutoff(Tensor(x), None, Tensor(some)).tolist() == [sorted_cut(*row) for row in zip(x, np.ones((S, vocab)), some)]
+    assert cutoff(Tensor(x), Tensor(mass), Tensor(share)).tolist() == [sorted_cut(*row) for row in zip(x, mass, share)]
 
 def test_noise_is_finite():
   """For the bits at either end and many between; symmetric, so that neither end is special"""
@@ -186,5 +351,8 @@ def test_a_large_vocabulary():
 
 def test_features_follow_the_values():
   assert Sampling().features == Features() == Sampling(top_k=5, top_p=.5, min_p=.1).features  # greedy needs no cut
-  assert Sampling(1.0, 5, .5, .1, 1.1).features == ALL
+  assert Sampling(1.0, 5, .5, .1, 1.1, bias={3: 1.0}).features == ALL
   assert Sampling(.5).features == Features(draw=True) and Sampling(repeat_penalty=1.1).features == Features(penalty=True)
+  assert Sampling(presence_penalty=.1).features == Features(penalty=True) == Sampling(frequency_penalty=-.1).features
+  assert Sampling(.5, top_p=.5).features | Sampling(1.0, 5).features == Sampling(.5, 5, .5).features  # a batch's
+  assert Features() | Features() == Features() and ALL | Features() == ALL == Features() | ALL

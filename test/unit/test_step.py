@@ -1,12 +1,13 @@
 """A step as a value, on the seams where there is more to come: several sequences, a second device, hidden states."""
 from pathlib import Path
 import numpy as np, pytest
-from helpers import SMALL, decoding, generator, prefilling
+from helpers import SMALL, decoding, engine_of, prefilling
 from extra.mkgguf import write_model
 from oracle import Judge, logits as oracle
 from tinygrad import Device, Tensor
 from tinygrad.apps.capture import Replay, read, to_device
-from tinygrad.apps.engine.engine import Generator
+from tinygrad.apps.engine.engine import Engine
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import Transformer
 from tinygrad.nn.cpu import is_cpu
@@ -41,10 +42,10 @@ def test_a_second_device(path: Path):
   """Named by the weights alone: every buffer of a step is there, and every primitive takes the kernels of that device"""
   ids = [5, 17, 200, 3, 44, 91]
   model = Transformer.from_gguf(read_gguf(path), 64, device="CPU:1")
-  g = Generator(model)
-  assert not model.plain_parts(g.decode_step) and not model.plain_parts(g.chunk_step(g.chunk))
-  assert list(g.generate(ids, 8)) == list(generator(path).generate(ids, 8))
-  buffers = {u for step in (*g.decode_steps.values(), *g.prefill_steps.values()) for call in step.calls for u in call.src[1:]}
+  g = Engine(Runner(model), model.pool)
+  assert not model.plain_parts(g.runner.batch.step) and not model.plain_parts(g.runner.chunk_step(32))
+  assert list(g.generate(ids, 8)) == list(engine_of(path).generate(ids, 8))
+  buffers = {u for step in (*g.runner.batch.replays.values(), *g.runner.chunks.values()) for call in step.calls for u in call.src[1:]}
   assert {u.device for u in buffers} == {"CPU:1"}
 
 def test_hidden_states_as_well_as_logits(path: Path):

@@ -10,12 +10,13 @@ wheel, the device, every setting): a later process schedules nothing.
   replay()                                                       # launches them all
 """
 from __future__ import annotations
-import contextlib, enum, functools, hashlib, os, platform, weakref
+import contextlib, ctypes, enum, functools, hashlib, os, platform, weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator
 import numpy as np
 from tinygrad import OVERLAY, WHEEL, Device, Tensor, UOp, dtypes
+from tinygrad.device import Buffer, BufferSpec
 from tinygrad.dtype import AddrSpace, DType, _from_np_dtype, _to_np_dtype
 from tinygrad.engine.jit import graph_split_rewrite, jit_lower
 from tinygrad.engine.realize import capturing, compile_linear, run_linear
@@ -54,6 +55,25 @@ def to_device(values:np.ndarray, device:str|None=None) -> Tensor:
   buffer = UOp.new_buffer(device or Device.DEFAULT, values.size, _from_np_dtype(values.dtype))
   write(t := Tensor(buffer.reshape(values.shape)), values)
   return t
+
+def write_row(t:Tensor, row:int, values:np.ndarray) -> None:
+  """As write, of a row of the tensor"""
+  buffer = t.uop.base.buffer.ensure_allocated()
+  part = buffer.view(values.size, buffer.dtype, row * values.nbytes).ensure_allocated()
+  part.allocator._copyin(part._buf, memoryview(np.ascontiguousarray(values)).cast("B"))
+
+def seen_by_host(values:np.ndarray, device:str) -> tuple[Tensor, np.ndarray|None]:
+  """to_device(values), in memory that the host sees while the device works, and the host's view of it; None where the device has no such memory"""
+  allocator = Device[device].allocator
+  if hasattr(allocator, "host_memory"):
+    address = allocator.host_memory(values.nbytes)
+    buffer = Buffer(device, values.size, _from_np_dtype(values.dtype), options=BufferSpec(external_ptr=address)).allocate()
+    view = np.frombuffer((ctypes.c_char * values.nbytes).from_address(address), values.dtype).reshape(values.shape)
+    view[:] = values
+    return Tensor(UOp.from_buffer(buffer).reshape(values.shape)), view
+  t = to_device(values, device)
+  if not hasattr(allocator, "_as_buffer"): return t, None
+  return t, np.frombuffer(t.uop.base.buffer.as_memoryview(force_zero_copy=True), values.dtype).reshape(values.shape)
 
 # ---- what a recording depends on ----
 

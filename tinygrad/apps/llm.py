@@ -84,6 +84,8 @@ def parser(bench:bool=False) -> Parser:
   add("list_models", action="store_true", help="list the models known by name, their sizes, and which are on this machine")
   add("max_context", "-c", type=int_at_least(2, 0), metavar="N",
       help=f"tokens the cache holds (default {DEFAULT_CONTEXT}, or what --benchmark needs; 0: all that the model can)")
+  add("cache_tokens", type=int_at_least(2), metavar="N", help="tokens the cache holds of all sequences together (default: what fits beside the "
+      "weights, at most 16 contexts)")
   add("prompt", "-p", metavar="TEXT", help="answer TEXT and leave")
   add("file", "-f", metavar="FILE", help="answer the text of FILE and leave; - is stdin")
   add("raw_prompt", nargs="?", const=True, metavar="TEXT", help="continue TEXT (or --prompt's, or --file's) as it is, without the chat template")
@@ -196,9 +198,9 @@ def main(argv:list[str]|None=None) -> int|None:
   context = sys.maxsize if args.max_context == 0 else args.max_context or max(DEFAULT_CONTEXT, room)
   start = time.perf_counter()
   doing(f"opening {args.model}")
-  model = load(args.model, context, progress=sys.stderr.isatty())
-  if args.max_context and args.max_context > model.generator.max_context:
-    note(f"--max_context {args.max_context} is more than the model's own context: using {model.generator.max_context}")
+  model = load(args.model, context, sys.stderr.isatty(), args.cache_tokens)
+  if args.max_context and args.max_context > model.engine.max_context:
+    note(f"--max_context {args.max_context} is more than the model's own context: using {model.engine.max_context}")
   Device[Device.DEFAULT].synchronize()
   load_seconds = time.perf_counter() - start
   options = Options(dataclasses.replace(model.sampling, **work.sampling), None if args.count == -1 else args.count, tuple(args.stop),

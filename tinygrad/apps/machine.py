@@ -61,6 +61,15 @@ def device_name() -> str:
   if kind == "CPU": what.append(f"{(n := cpu_threads())} thread{'s' * (n > 1)}")
   return f"{Device.DEFAULT} ({', '.join(what)})" if what else Device.DEFAULT
 
+def free_memory(device:str) -> int|None:
+  """Bytes that the device has left: a card's own, else the machine's. None where the system does not say"""
+  if device.split(":")[0] == "CUDA":
+    from tinygrad.runtime.autogen import cuda
+    free, whole = ctypes.c_size_t(), ctypes.c_size_t()
+    return free.value if cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(whole)) == 0 else None
+  try: return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  except (ValueError, OSError): return None   # a Mac does not
+
 # ---- other processes ----
 
 BEGUN = time.perf_counter()

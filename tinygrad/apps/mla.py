@@ -23,14 +23,15 @@ from tinygrad.apps.rope import Rope, Yarn, rope_table
 from tinygrad.dtype import DType
 from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.intrinsics import target_of
-from tinygrad.nn.mla_attention import latent_attention
+from tinygrad.nn.mla_attention import attention_plan, latent_attention, plan_shape
 from tinygrad.nn.moe import FeedForward, feed_forward, mixture
 from tinygrad.nn.norm_linear import attention_output, norm_linear
 from tinygrad.nn.primitive import PLAIN, rehearsal
 from tinygrad.nn.routing import Gating, Routing
+from tinygrad.nn.split_plan import PlanShape
 from tinygrad.nn.step import PAGE, Step
 
-PREFILL_STEPS = 32, 512  # prompt tokens a step; the larger where there are kernels for many, and more than a few tokens
+PREFILL_SIZES = 32, 128, 256, 512   # tokens of a prompt's chunks; all but the least where there are kernels for many
 
 @dataclass(frozen=True)
 class Config:
@@ -181,33 +182,41 @@ def _zeros(shape:tuple[int, ...], dtype:DType, device:str) -> Tensor: return Ten
 
 Run = Callable[..., Any]
 def apply(fxn:Callable, *args:Any) -> Any: return fxn(*args)
+def plan_attention(step:Step, shape:PlanShape) -> Tensor: return attention_plan(step, shape)
 def output_head(step:Step, x:Tensor, norm:RMSNorm, output:QuantizedLinear) -> Tensor: return norm_linear(step, x, norm, [output])[0]
 
 class Transformer:
-  """The model and its cache of one sequence: a vector of kv_lora_rank + rope_dim numbers a block and token."""
-  def __init__(self, config:Config, token_embd:QuantizedEmbedding, blocks:list[Block], output_norm:RMSNorm, output:QuantizedLinear, max_context:int):
+  """The model and its cache: a vector of kv_lora_rank + rope_dim numbers a block and token, in pages that sequences share.
+  pool: how many pages it is to have, the one that is nobody's among them; it is asked when the weights are loaded. None: what one sequence needs"""
+  def __init__(self, config:Config, token_embd:QuantizedEmbedding, blocks:list[Block], output_norm:RMSNorm, output:QuantizedLinear, max_context:int,
+               pool:Callable[[Transformer], int]|None=None):
     self.config, self.token_embd, self.blk, self.output_norm, self.output = config, token_embd, blocks, output_norm, output
     self.max_context, c = max_context, config
     self.device = token_embd.device
     target = target_of(self.device)
-    small, large = PREFILL_STEPS
-    self.max_step = large if max_context >= large and (is_cpu(self.device) or target is not None and target.mma is not None) else small
-    self.pages = -(-(max_context + self.max_step) // PAGE)   # of a sequence: a step of prefill is padded to its size, wherever it starts
-    rows = self.pages * PAGE
-    self.rope = Rope(rope_table(c.rope_dim, c.rope_base, rows, c.yarn, self.device), c.nope_dim + c.rope_dim, c.nope_dim)
+    many = is_cpu(self.device) or target is not None and target.mma is not None
+    self.prefill_sizes = tuple(size for size in PREFILL_SIZES if size == PREFILL_SIZES[0] or many and size <= max_context)
+    self.pages = -(-(max_context + self.prefill_sizes[-1]) // PAGE)   # of a sequence: a step of prefill is padded to its size, wherever it starts
+    self.row_bytes = len(blocks) * c.cache_dim * (4 if target is None else 2)   # of the cache, a token
+    self.pool = self.pages + 1 if pool is None else pool(self)
+    self.rope = Rope(rope_table(c.rope_dim, c.rope_base, self.pages * PAGE, c.yarn, self.device), c.nope_dim + c.rope_dim, c.nope_dim)
     # half where a GPU has kernels, memory is what decoding waits for there; float32 elsewhere
     kept = dtypes.float if target is None else dtypes.half
     zeros = Replay()   # so that what fills the cache is compiled once and kept on disk
-    self.cache = [zeros.run(_zeros, (rows, c.cache_dim), kept, self.device) for _ in blocks]
+    self.cache = [zeros.run(_zeros, (self.pool * PAGE, c.cache_dim), kept, self.device) for _ in blocks]
     zeros()
 
   # Each takes the ids of a step's tokens, int32 (T,). `run` is what a function and its arguments are given to, part by part: applied here, or
   # recorded (apps/capture.py).
   def _before(self, n:int, step:Step, ids:Tensor, run:Run) -> Tensor:
     """float32 (T, D) in front of block n"""
-    x = run(QuantizedEmbedding.__call__, self.token_embd, ids)
+    x, step = run(QuantizedEmbedding.__call__, self.token_embd, ids), self._planned(step, run)
     for block, cache in zip(self.blk[:n], self.cache): x, _ = run(Block.__call__, block, step, x, cache, self.rope)  # the cache is written in place
     return x
+  def _planned(self, step:Step, run:Run) -> Step:
+    """The step with what all blocks' attention shares"""
+    shape = plan_shape(step, self.blk[0].attn.attn_k_b, self.cache[0])
+    return step if shape is None else replace(step, plan=run(plan_attention, step, shape))
   def hidden(self, step:Step, ids:Tensor, run:Run=apply) -> Tensor:
     """-> float32 (T, D) before the last norm; every block's rows are written"""
     return self._before(len(self.blk), step, ids, run)
@@ -226,7 +235,7 @@ class Transformer:
     kinds = {type(block.ffn): block for block in reversed(self.blk)}    # blocks of a kind have the same shapes
     ids = Tensor.empty(step.tokens, dtype=dtypes.int32, device=self.device)
     with rehearsal() as choices:
-      x = self.token_embd(ids)
+      x, step = self.token_embd(ids), self._planned(step, apply)
       for block in kinds.values(): block(step, x, self.cache[0], self.rope)
       self.head(step, x)
     return list(dict.fromkeys(choice.primitive.__name__ for choice in choices if choice.form == PLAIN))
@@ -240,13 +249,15 @@ class Transformer:
       if isinstance(part, QuantizedLinear): return part.nbytes
       return sum(visit(p) for p in vars(part).values()) if isinstance(part, (Block, Attention, MLP, MoE)) else 0
     return total + sum(visit(b) for b in self.blk)
-  def cache_bytes(self, depth:int) -> int: return sum(c.shape[1] * c.dtype.itemsize for c in self.cache) * depth
+  def cache_bytes(self, depth:int) -> int: return self.row_bytes * depth
 
   @staticmethod
   def from_gguf(f:GGUFFile, max_context:int|None=None,
-                progress:Callable[[list[GGUFTensor]], Iterable[GGUFTensor]]=lambda tensors: tensors, device:str|None=None) -> Transformer:
+                progress:Callable[[list[GGUFTensor]], Iterable[GGUFTensor]]=lambda tensors: tensors, device:str|None=None,
+                pool:Callable[[Transformer], int]|None=None) -> Transformer:
     """Loads every tensor that decoding reads onto the device, by default the one that tinygrad takes, one after another; each is checked before the
-    first is read. max_context: tokens, the model's own context by default. progress wraps the list of tensors to load, as tqdm does.
+    first is read. max_context: tokens, the model's own context by default. progress wraps the list of tensors to load, as tqdm does. pool: see the
+    class.
     Raises GGUFError for a missing key or tensor and for a wrong shape."""
     c = Config.from_gguf(f)
     f = _unpadded(f, c)
@@ -270,7 +281,8 @@ class Transformer:
       return Block(attn, MoE(ffn_norm, w[b + "ffn_gate_inp.weight"], routing, *matrices("_exps"), shared))
     embd = w["token_embd.weight"]
     output = w["output.weight"] if "output.weight" in w else QuantizedLinear(embd.kind, embd.shape, embd.planes)  # tied
-    return Transformer(c, embd, [block(i) for i in range(c.n_blocks)], norm("output_norm"), output, max_context or c.context_length)
+    return Transformer(c, embd, [block(i) for i in range(c.n_blocks)], norm("output_norm"), output, max_context or c.context_length,
+                       pool)
 
 # ---- checkpoint surgery ----
 

@@ -1,7 +1,7 @@
 """Models by name, and `load` for Python: a GGUF file becomes a model that answers.
 
 A name is found, or downloaded, as a file (gguf.py reads it); the device is opened and checked; the file becomes a tokenizer, a chat template and a
-Transformer (mla.py), which the engine's Generator runs. `Answer` is a continuation as text, for terminal.py and whoever imports `load`.
+Transformer (mla.py), which an Engine runs. `Answer` is a continuation as text, for terminal.py and whoever imports `load`.
 """
 from __future__ import annotations
 import ctypes, difflib, os, shutil, time
@@ -10,15 +10,19 @@ from typing import Any, Iterable, Iterator
 import numpy as np
 from tinygrad import Device, disk_cache
 from tinygrad.apps.chat import Chat
-from tinygrad.apps.engine.engine import Generator
+from tinygrad.apps.engine.engine import Engine
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor, read_gguf
 from tinygrad.apps.mla import Config, Transformer
 from tinygrad.apps.reasoning import ANSWER, Piece, Reasoning, beginning
 from tinygrad.apps.engine.sampling import Sampling
+from tinygrad.apps.engine.sequence import Request, Sequence
+from tinygrad.apps.machine import free_memory
 from tinygrad.apps.screen import doing, safe_line
 from tinygrad.apps.tokenizer import Tokenizer
 from tinygrad.device import ALL_DEVICES
 from tinygrad.helpers import Context, DEV, OSX, getenv
+from tinygrad.nn.step import PAGE
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +44,7 @@ ALIASES = {
 }
 BUILT_IN = ROOT / "models" / "tiny-glm-Q4_0.gguf"
 DEFAULT_CONTEXT = 4096
+SEQUENCES, SHARE = 16, .9   # whose whole contexts the cache holds where it is not told; of the free memory, which it takes at most
 # the sampling that a model's makers advise, by (tokenizer.ggml.pre, tokens of the vocabulary): models of any size share a pre, the built-in one too
 ADVISED: dict[tuple[str, int], dict[str, Any]] = {
   ("glm4", 154880): dict(temperature=1.0, top_p=.95),
@@ -160,14 +165,16 @@ class Until:
 class Answer:
   """The continuation of `ids`: iterate, once, for its pieces. It ends before the first of the `stops` in the answer (a stop in the reasoning does not
   count). tokens: how many have come; began, first, last: when the call, the first token and the last one came, by time.perf_counter; done: whether
-  the model ended it, or a stop did. Iterating raises ValueError, ContextFull; Superseded where a later call has come between."""
+  the model ended it, or a stop did; full: whether the context has no room for more of it. Iterating raises ValueError, ContextFull."""
   def __init__(self, model:Model, ids:list[int], count:int|None=None, sampling:Sampling=Sampling(), stops:tuple[str, ...]=()):
     self.model, self.ids, self.count, self.sampling, self.until = model, ids, count, sampling, Until(stops)
     self.tokens, self.done, self.began, self.first, self.last = 0, False, 0.0, 0.0, 0.0
+    self.sequence: Sequence|None = None
 
   def __iter__(self) -> Iterator[Piece]:
-    tokenizer, self.began = self.model.tokenizer, time.perf_counter()
-    tokens, reasoning = self.model.generator.generate(self.ids, self.count, self.sampling, tokenizer.stop_ids), None
+    tokenizer, engine, self.began = self.model.tokenizer, self.model.engine, time.perf_counter()
+    self.sequence = engine.add(Request(self.ids, self.sampling, tokenizer.stop_ids, self.count))
+    tokens, reasoning = engine.stream(self.sequence), None
     try:
       for token in tokens:
         self.last = time.perf_counter()
@@ -176,13 +183,13 @@ class Answer:
           self.done = True
           break
         self.tokens += 1
-        reasoning = reasoning or Reasoning(tokenizer, self.ids)  # only now the generator has checked that the ids are tokens
+        reasoning = reasoning or Reasoning(tokenizer, self.sequence.ids[:self.sequence.prompt])
         yield from self._cut(reasoning.push(token))
         if self.until.found: break
       if reasoning is not None and not self.until.found: yield from self._cut(reasoning.flush())
       if text := self.until.push("", last=True): yield Piece(ANSWER, text)
       self.done |= self.until.found
-    finally: tokens.close()
+    finally: engine.abort(self.sequence)
 
   def _cut(self, pieces:Iterable[Piece]) -> Iterator[Piece]:
     """The pieces, with the answer's cut before a stop"""
@@ -193,26 +200,28 @@ class Answer:
       if self.until.found: return
 
   @property
+  def full(self) -> bool: return self.sequence is not None and self.sequence.full
+  @property
   def seconds_to_first(self) -> float: return self.first - self.began
   @property
   def tokens_a_second(self) -> float|None: return (self.tokens - 1) / (self.last - self.first) if self.tokens > 1 else None
 
 class Model:
-  """A loaded model. tokenizer: encode and decode; generator: the cache and the recorded steps, for one sequence at a time; name: the file's own;
-  sampling: what its makers advise (the methods draw greedily unless they are given one)."""
+  """A loaded model. tokenizer: encode and decode; engine: answers as many at once as there are; name: the file's own; sampling: what its makers
+  advise (the methods draw greedily unless they are given one). Its methods may be called from several threads, and their iterators mixed."""
   def __init__(self, transformer:Transformer, tokenizer:Tokenizer, chat:Chat|None, chat_error:str="", name:str="", sampling:Sampling=Sampling()):
-    self.transformer, self.tokenizer, self.generator = transformer, tokenizer, Generator(transformer)
+    self.transformer, self.tokenizer, self.engine = transformer, tokenizer, Engine(Runner(transformer), transformer.pool)
     self.name, self.sampling, self._chat, self._chat_error = name, sampling, chat, chat_error
 
   def logits(self, ids:list[int]|np.ndarray) -> np.ndarray:
     """ids: (T,) tokens -> numpy float32 (T, vocab), the logits after each. Raises ValueError, ContextFull."""
-    return self.generator.logits(ids)
+    return self.engine.logits(ids)
 
   def generate(self, ids:list[int]|np.ndarray, count:int|None=None, sampling:Sampling=Sampling(), stop:bool=True) -> Iterator[int]:
     """The tokens that continue ids, up to `count` of them, the context's end or (stop) the model's end of turn, which is not yielded. The
-    cache's rows of a common beginning are reused. Raises ValueError, ContextFull; Superseded where a later call has come between."""
+    cache's rows of a common beginning are reused. Raises ValueError, ContextFull."""
     ends = self.tokenizer.stop_ids if stop else frozenset()
-    for token in self.generator.generate(ids, count, sampling, ends):
+    for token in self.engine.generate(ids, count, sampling, ends):
       if token not in ends: yield token
 
   def render(self, messages:list[dict[str, Any]], **template) -> list[int]:
@@ -232,12 +241,20 @@ class Model:
     render, ValueError, ContextFull."""
     return self.complete(self.render(messages, **template), count, sampling, stops)
 
-def load(path:str|Path, max_context:int|None=None, progress:bool=False) -> Model:
+def pool_pages(model:Transformer, cache_tokens:int|None) -> int:
+  """Pages of the cache, nobody's among them: for `cache_tokens`; without it, what fits beside the weights, but no more than SEQUENCES contexts need"""
+  if cache_tokens is not None: return -(-cache_tokens // PAGE) + 1
+  free, page = free_memory(model.device), model.row_bytes * PAGE
+  fitting = int(free * SHARE) // page if free is not None else 0
+  return max(min(SEQUENCES * model.pages, fitting), model.pages) + 1
+
+def load(path:str|Path, max_context:int|None=None, progress:bool=False, cache_tokens:int|None=None) -> Model:
   """A model from a GGUF file (any part of one) or a name of --list-models, on the default device (DEV). max_context: tokens the cache holds, at most
-  the model's own context; 4096 by default. progress: whether stderr shows how far it is. Raises GGUFError, UserError; ValueError for a max_context
-  that is no whole number of 2 or more, MemoryError."""
-  if max_context is not None and (isinstance(max_context, bool) or not hasattr(max_context, "__index__") or max_context < 2):
-    raise ValueError(f"max_context: expected a whole number of 2 or more, found {max_context!r}")
+  the model's own context; 4096 by default. progress: whether stderr shows how far it is. cache_tokens: of all sequences together; see pool_pages.
+  Raises GGUFError, UserError; ValueError for a max_context or cache_tokens that is no whole number of 2 or more, MemoryError."""
+  for name, value in (("max_context", max_context), ("cache_tokens", cache_tokens)):
+    if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__") or value < 2):
+      raise ValueError(f"{name}: expected a whole number of 2 or more, found {value!r}")
   f = read_gguf(find_model(str(path)))
   config = Config.from_gguf(f)  # first: another architecture is refused before anything else is read
   if progress: doing(f"{f.path.name}: reading the vocabulary")
@@ -254,4 +271,5 @@ def load(path:str|Path, max_context:int|None=None, progress:bool=False) -> Model
   except GGUFError as e: chat_error = str(e)
   sampling, context = advised_sampling(f, tokenizer), min(max_context or DEFAULT_CONTEXT, config.context_length)
   name = f.key("general.name", str, default=None) or f.path.stem
-  return Model(Transformer.from_gguf(f, context, *([bar] if progress else [])), tokenizer, chat, chat_error, name, sampling)
+  transformer = Transformer.from_gguf(f, context, *([bar] if progress else []), pool=lambda model: pool_pages(model, cache_tokens))
+  return Model(transformer, tokenizer, chat, chat_error, name, sampling)

@@ -110,9 +110,9 @@ class Printed:
 def print_stream(answer:Answer, options:Options, prompt:str|None=None) -> Printed:
   """Prints an answer to stdout as it comes, and notes and figures to stderr; Ctrl-C stops it. prompt: the raw prompt, which is printed before what
   continues it. Raises ContextFull, ValueError."""
-  printed, screen, generator = Printed(), Screen(prompt is not None, options.hide_think), answer.model.generator
+  printed, screen, engine = Printed(), Screen(prompt is not None, options.hide_think), answer.model.engine
   pieces = iter(answer)
-  doing(f"{'reading' if generator.kernels_a_token else 'preparing kernels, reading'} {len(answer.ids)} tokens (Ctrl-C twice breaks off)")
+  doing(f"{'reading' if engine.kernels_a_token else 'preparing kernels, reading'} {len(answer.ids)} tokens (Ctrl-C twice breaks off)")
   try:
     with stopping() as asked:
       try:
@@ -132,7 +132,7 @@ def print_stream(answer:Answer, options:Options, prompt:str|None=None) -> Printe
     doing("")
   screen.end()
   if printed.stopped: note("[stopped]")
-  elif generator.full and not answer.done: note(f"[the context of {generator.max_context} tokens is full]")
+  elif answer.full and not answer.done: note(f"[the context of {engine.capacity} tokens is full]")
   if options.stats or (options.stats is None and sys.stdout.isatty() and sys.stderr.isatty()):
     rate = f", {r:.1f} tok/s" if (r := answer.tokens_a_second) else ""
     first = f", the first after {answer.seconds_to_first:.2f} s" if answer.tokens else ""
@@ -293,7 +293,7 @@ class Conversation:
 
   def fitting(self, messages:list[Message]) -> tuple[list[Message], list[int]]:
     """The newest turns that leave room for an answer, and their prompt's ids. Raises Refused where the last question alone is too long."""
-    ids, capacity = self.prompt(messages), self.model.generator.max_context
+    ids, capacity = self.prompt(messages), self.model.engine.capacity
     room = max(min(capacity // 4, self.options.count or capacity), 1)
     starts = [i for i, m in enumerate(messages) if m["role"] == "user"]
     if len(ids) + room <= capacity: return messages, ids
@@ -434,6 +434,6 @@ def chat_loop(model:Model, options:Options, system:str="", introduction:str="") 
   doing("")
   conversation = Conversation(model, options, system)
   if conversation.terminal:
-    note(f"{introduction or f'{model.name} on {Device.DEFAULT}'}, a context of {model.generator.max_context} tokens")
+    note(f"{introduction or f'{model.name} on {Device.DEFAULT}'}, a context of {model.engine.capacity} tokens, {model.engine.pool.rows} in all")
     note("/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
   conversation.run()

@@ -18,6 +18,7 @@ from tinygrad.helpers import prod
 from tinygrad.nn.cpu_layout import ROWS, Layout, threads
 from tinygrad.nn.kernel import UNIT, Norm, Rope, Unit, Weight, empty, optional
 from tinygrad.nn.routing import LEAST_SUM, Gating, Routing
+from tinygrad.nn.step import PAGE
 from tinygrad.renderer import Estimates
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
@@ -137,63 +138,78 @@ m = __builtin_elementwise_max(__builtin_elementwise_max(a, -a), __builtin_elemen
   }
 }
 #endif
-/* x as products want it: X; S: the sums of 16; P: 32 in fixed point, or scaled by the place of a byte in its word */
-FN void stage(const float* x, const float* norm, float factor, int n, float* X, float* P, float* S) {
+/* x as products want it: X; S: the sums of 16; P: 32 in fixed point, or scaled by the place of a byte in its word. It is one of `columns` that
+   lie beside each other unit by unit, 32 numbers of each, or 2 sums */
+FN void stage(const float* x, const float* norm, float factor, int n, long columns, float* X, float* P, float* S) {
   for (int i = 0; i < n; i += 16) {
     v16f v = *(const v16f*)(x + i);
     if (norm) v = v * factor * *(const v16f*)(norm + i);
-    *(v16f*)(X + i) = v; S[i / 16] = sum16(v);
-#ifdef CODES
-    if (i % 32) fixed(X + i - 16, P + i - 16);
-#else
+    *(v16f*)(X + i % 32) = v; S[i % 32 / 16] = sum16(v);
+#ifndef CODES
     const float a = 1.0f / 256, b = 1.0f / 65536;
     const v16f place = {1, a, b, 1, 1, a, b, 1, 1, a, b, 1, 1, a, b, 1};
-    *(v16f*)(P + i) = v * place;
+    *(v16f*)(P + i % 32) = v * place;
 #endif
+    if (i % 32 == 0) continue;
+#ifdef CODES
+    fixed(X, P);
+#endif
+    X += columns * 32; P += columns * 32; S += columns * 2;
   }
 }
+#define EACH _Pragma("clang loop unroll(full)") for (int c = 0; c < columns; c++)
 """
+
+COLUMNS = 4  # that a group of 16 rows is multiplied by at a time
 
 def stage_buffers(width:int) -> str: return f"float X[{width}], P[{width}], S[{width // 16}];\n"
 
-def unit_dot(unit:Unit, part:int, start:int) -> list[str]:
-  """Statements that add to *y the products of the weights of a scale, the one numbered `part` in a unit that starts at number `start` of X"""
+def unit_dot(unit:Unit, part:int, index:int) -> list[str]:
+  """Statements that add to each column's y[c] the products of the weights of a scale, the one numbered `part` of unit `index` of a block"""
   scale, minimum = unit.scales[part]
   count, products, fixed = UNIT // len(unit.scales), [], []
-  weights = range(part * count, (part + 1) * count)
-  if unit.floats is not None: products = [f"t[{k % 4}] += {unit.floats[k].text} * X[{start + k}];" for k in weights]
+  weights, numbers = range(part * count, (part + 1) * count), f"({index} * columns + c) * {UNIT}"
+  if unit.floats is not None:
+    products = [f"{{ const v16f w = {unit.floats[k].text}; EACH t[c][{k % 4}] += w * X[{numbers} + {k}]; }}" for k in weights]
   else:
     for k in weights[::4]:
-      word = f"{{ v16u q = {unit.words[k // 4].text};"
-      codes = ("q & 255u", "q & 65280u", "q & 16711680u", "q >> 24")
-      products.append(word + "".join(f"t[{i}] += FLOAT({code}) * P[{start + k + i}];" for i, code in enumerate(codes)) + "}")
-      fixed.append(word + "".join(f"CODES(n{i}, q, (const byte*)(P + {start}) + {i * UNIT + k});" for i in range(3)) + "}")
-  lines = ["v16f t[4] = {0};", *products, "const v16f t0 = (t[0] + t[1]) + (t[2] + t[3]);"]
-  if fixed:
-    dot = f"((INTEGER(n2) * 65536.0f + INTEGER(n1) * 256.0f) + INTEGER(n0)) * P[{start + 24}]"
-    lines = ["#ifdef CODES", "v16d n0 = {0}, n1 = {0}, n2 = {0};", *fixed, f"const v16f t0 = {dot};", "#else", *lines, "#endif"]
-  sums = [f"S[{start // 16 + half}]" for half in range(2)]
+      word, codes = f"const v16u q = {unit.words[k // 4].text};", ("q & 255u", "q & 65280u", "q & 16711680u", "q >> 24")
+      products.append(f"{{ {word} EACH {{ {' '.join(f't[c][{i}] += FLOAT({code}) * P[{numbers} + {k + i}];' for i, code in enumerate(codes))} }} }}")
+      planes = (f"CODES(n[c][{i}], q, (const byte*)(P + {numbers}) + {i * UNIT + k});" for i in range(3))
+      fixed.append(f"{{ {word} EACH {{ {' '.join(planes)} }} }}")
+  sums = [f"S[({index} * columns + c) * 2 + {half}]" for half in range(2)]
   zero = f" - {float(unit.zero)}f * s" if unit.floats is None and unit.zero else ""
-  return [*lines, f"const float s = {sums[part] if len(unit.scales) == 2 else ' + '.join(sums)}; "
-                  f"*y += {scale.text} * (t0{zero}){'' if minimum is None else f' + {minimum.text} * s'};"]
+  names = f"const v16f scale = {scale.text}{'' if minimum is None else f', least = {minimum.text}'};"
+  def add(total:str) -> list[str]:
+    return [names, "EACH {", f"const v16f t0 = {total};", f"const float s = {sums[part] if len(unit.scales) == 2 else ' + '.join(sums)};",
+            f"y[c] += scale * (t0{zero}){'' if minimum is None else ' + least * s'};", "}"]
+  lines = [f"v16f t[{COLUMNS}][4]; EACH for (int i = 0; i < 4; i++) t[c][i] = 0;", *products, *add("(t[c][0] + t[c][1]) + (t[c][2] + t[c][3])")]
+  if not fixed: return lines
+  total = f"((INTEGER(n[c][2]) * 65536.0f + INTEGER(n[c][1]) * 256.0f) + INTEGER(n[c][0])) * P[{numbers} + 24]"
+  clear = f"v16d n[{COLUMNS}][3]; EACH for (int i = 0; i < 3; i++) n[c][i] = (v16d){{0}};"
+  return ["#ifdef CODES", clear, *fixed, *add(total), "#else", *lines, "#endif"]
 
 def dot(name:str, weight:PackedWeight) -> str:
-  """The C function that adds to *y the products of a group of 16 rows, whose stream is at B, with staged activations"""
+  """The C function that adds to y[c], for each of `columns` staged columns of activations, the products of a group of 16 rows, whose stream is at B"""
   layout, width, lines = weight.layout, weight.shape[-1], []
   for index in range(layout.units):
     unit = block_unit(weight, index)
-    for part in range(len(unit.scales)): lines += ["{", *unit_dot(unit, part, index * UNIT), "}"]
-  elements, body = layout.units * UNIT, "\n    ".join(lines)
-  return f"""FN void {name}(const byte* B, const float* X, const float* P, const float* S, v16f* y) {{
-  for (int b = 0; b < {width // elements}; b++, B += {layout.nbytes}, X += {elements}, P += {elements}, S += {elements // 16}) {{
+    for part in range(len(unit.scales)): lines += ["{", *unit_dot(unit, part, index), "}"]
+  units, body = layout.units, "\n    ".join(lines)
+  return f"""FN void {name}(const int columns, const byte* B, const float* X, const float* P, const float* S, v16f* y) {{
+  for (int b = 0; b < {width // (units * UNIT)}; b++) {{
+    /* the next group, into the second cache: several columns take longer than the processor looks ahead */
+    if (columns > 1) for (int i = 0; i < {layout.nbytes}; i += 64) __builtin_prefetch(B + {group_bytes(weight)} + i, 0, 2);
     {body}
+    B += {layout.nbytes}; X += columns * {units * UNIT}; P += columns * {units * UNIT}; S += columns * {units * 2};
   }}
 }}
 """
 
 # ---- launching ----
 
-TYPES = {dtypes.float: "float", dtypes.half: "__fp16", dtypes.int32: "int", dtypes.uint32: "unsigned"}
+TYPES = {dtypes.float: "float", dtypes.half: "__fp16", dtypes.int32: "int", dtypes.uint32: "unsigned",
+         dtypes.uint64: "unsigned long"}
 
 def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], functions:str, body:str, jobs:int=0, mem:int=0) -> list[Tensor]:
   """Runs a kernel in C on the first tensor's device; its buffers have the names given. Returns the outs, written.
@@ -227,11 +243,11 @@ def mul_mat_decode(vectors:Tensor, weight:PackedWeight, ids:Tensor|None=None) ->
   body = f"""{stage_buffers(width)}
   while (job < last) {{
     long item = job / {groups}, g = job % {groups};
-    stage(x + item / {items // prod(vectors.shape[:-1])} * {width}L, 0, 0, {width}, X, P, S);
+    stage(x + item / {items // prod(vectors.shape[:-1])} * {width}L, 0, 0, {width}, 1, X, P, S);
     const byte* W = (const byte*)w + (long){f"clamp(ids[item], {matrices})" if ids is not None else "item"} * {groups * size};
     for (; g < {groups} && job < last; g++, job++) {{
       v16f s = 0;
-      dot(W + g * {size}, X, P, S, &s);
+      dot(1, W + g * {size}, X, P, S, &s);
       put(y + item * {rows}L + g * 16, s, {rows} - (int)g * 16);
     }}
   }}"""
@@ -263,100 +279,130 @@ def norm_linear_decode(vector:Tensor, norm:Norm|None, weights:Sequence[PackedWei
     if residual is not None and i == 0: finish += f"for (int r = 0; r < 16 && g * 16 + r < {rows}; r++) s[r] += residual[g * 16 + r];"
     body += f"""for (; job < last && job < {first + row_groups(weight)}; job++) {{
     int g = job - {first}; v16f s = 0;
-    dot{i}((const byte*)w{i} + g * {group_bytes(weight)}L, X, P, S, &s);
+    dot{i}(1, (const byte*)w{i} + g * {group_bytes(weight)}L, X, P, S, &s);
     {finish} put(y{i} + g * 16, s, {rows} - g * 16);
   }}
   """
     first += row_groups(weight)
-  stage = f"stage(x, {f'norm, rms(x, {width}, {norm.eps!r}f)' if norm else '0, 0'}, {width}, X, P, S);\n  "
+  stage = f"stage(x, {f'norm, rms(x, {width}, {norm.eps!r}f)' if norm else '0, 0'}, {width}, 1, X, P, S);\n  "
   parts = {"norm": norm, "linear": weights, "rope": rope, "residual": residual}
   name = "_".join([part for part, there in parts.items() if there is not None] + [weight.label for weight in weights])
   outs = {f"y{i}": empty(vector, 1, weight.shape[0]) for i, weight in enumerate(weights)}
   return launch(name, outs, ins, functions, stage_buffers(width) + stage + body, first, sum(weight.nbytes for weight in weights))
 
-# ---- attention of a token ----
+# ---- attention ----
 
-def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, start:Tensor) -> tuple[Tensor, Tensor]:
-  """A token's queries in latent space, and its row of the cache, [RMSNorm(kv[:L]) | RoPE(kv[L:])], written at start. query: float32 (1, H·head); kv:
-  float32 (1, L+R); k_b: (H, L, nope); cache: (rows, L+R); start: int32 (1,) -> float32 (1, H, L), and the cache. The thread with the first job writes
-  the row."""
-  (H, L, nope), dim, groups, size = k_b.shape, cache.shape[1], row_groups(k_b), group_bytes(k_b)
-  body = f"""if (job == 0) {{
-    float f = rms(kv, {L}, {norm.eps!r}f);
-    {TYPES[cache.dtype]}* row = cache + start[0] * {dim}L; const float* turn = rope + start[0] * {rope.table.shape[1] * 2}L;
-    for (int i = 0; i < {L}; i++) row[i] = kv[i] * f * norm[i];
-    for (int i = 0; i < {dim - L}; i += 2) {{
-      float a = kv[{L} + i], b = kv[{L} + i + 1], c = turn[i], s = turn[i + 1];
-      row[{L} + i] = a * c - b * s; row[{L} + i + 1] = a * s + b * c;
+def row_of(position:str, table:str="tables") -> str:
+  """C: the cache's row of a position of a sequence, whose pages the table holds"""
+  return f"({table}[({position}) / {PAGE}] * {PAGE}L + ({position}) % {PAGE})"
+
+def store_row(norm:Norm, cache:Tensor, rope:Rope, token:str, position:str, table:str="tables") -> str:
+  """C: a token's row of the cache, [RMSNorm(kv[:L]) | RoPE(kv[L:])], at its position"""
+  latent, dim = norm.weight.shape[0], cache.shape[1]
+  return f"""{{
+    const float *from = kv + {token} * {dim}, *turn = rope + {position} * {rope.table.shape[1] * 2}L;
+    {TYPES[cache.dtype]}* row = cache + {row_of(position, table)} * {dim}; float f = rms(from, {latent}, {norm.eps!r}f);
+    for (int i = 0; i < {latent}; i++) row[i] = from[i] * f * norm[i];
+    for (int i = 0; i < {dim - latent}; i += 2) {{
+      float a = from[{latent} + i], b = from[{latent} + i + 1], c = turn[i], s = turn[i + 1];
+      row[{latent} + i] = a * c - b * s; row[{latent} + i + 1] = a * s + b * c;
     }}
-  }}
+  }}"""
+
+def write_rows(kv:Tensor, norm:Norm, cache:Tensor, rope:Rope, start:Tensor, tables:Tensor) -> Tensor:
+  """The cache, (rows, L+R), with a row for each token of kv, float32 (T, L+R): one of each sequence, or T of the one that there is.
+  start: int32 (S,); tables: int32 (S, P)"""
+  (T, dim), (S, P) = kv.shape, tables.shape
+  store = store_row(norm, cache, rope, "job", "(start[0] + job)") if S == 1 else \
+          store_row(norm, cache, rope, "job", "start[job]", f"(tables + job * {P})")
+  ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "start": start, "tables": tables}
+  return launch(f"cache_rows_{T}_{dim}_{S}", {"cache": cache}, ins, "", f"for (; job < last; job++) {store}", T, T * dim * 8)[0]
+
+def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, start:Tensor,
+                        tables:Tensor) -> tuple[Tensor, Tensor]:
+  """A token's queries in latent space, and its row of the cache written at start. query: float32 (1, H·head); kv: float32 (1, L+R); k_b: (H, L, nope);
+  cache: (rows, L+R); start: int32 (1,); tables: int32 (1, P) -> float32 (1, H, L), and the cache. The thread with the first job writes the row."""
+  (H, L, nope), groups, size = k_b.shape, row_groups(k_b), group_bytes(k_b)
+  body = f"""if (job == 0) {store_row(norm, cache, rope, "0", "start[0]")}
   {stage_buffers(nope)}for (; job < last;) {{
     long h = job / {groups}, g = job % {groups};
-    stage(q + h * {rope.head}, 0, 0, {nope}, X, P, S);
+    stage(q + h * {rope.head}, 0, 0, {nope}, 1, X, P, S);
     for (; g < {groups} && job < last; g++, job++) {{
       v16f s = 0;
-      dot((const byte*)w + job * {size}L, X, P, S, &s);
+      dot(1, (const byte*)w + job * {size}L, X, P, S, &s);
       put(q_latent + h * {L} + g * 16, s, {L} - (int)g * 16);
     }}
   }}"""
   outs = {"q_latent": empty(query, 1, H, L), "cache": cache}
-  ins = {"q": query, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": start, "w": k_b.planes["stream"]}
+  ins = {"q": query, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": start, "tables": tables, "w": k_b.planes["stream"]}
   q_latent, written = launch(f"latent_query_{k_b.label}", outs, ins, dot("dot", k_b), body, H * groups, k_b.nbytes)
   return q_latent, written
 
-DECODE_KEYS = 16  # positions of the cache that a thread reads at a time
+DECODE_KEYS = 16  # positions of the cache, of one page, that a thread reads at a time
 
 def attention_takes(latent:int, dim:int) -> bool:
   """Whether mla_attention_decode takes such a latent and such rows of the cache: whole vectors"""
   return latent % ROWS == 0 and dim % ROWS == 0
 
-def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tensor, scale:float) -> Tensor:
-  """softmax(query·key·scale)·value of one token. q_latent: float32 (1, H, L); query: float32 (1, H·head), each head's last numbers rotated; cache:
-  (rows, L+R); start: int32 (1,) -> float32 (1, H, L). A thread takes a share of the heads and reads the cache once for all of them:
+def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tensor, tables:Tensor, scale:float) -> Tensor:
+  """softmax(query·key·scale)·value of a token of each sequence. q_latent: float32 (S, H, L); query: float32 (S, H·head), each head's last numbers
+  rotated; cache: (rows, L+R); start: int32 (S,); tables: int32 (S, P) -> float32 (S, H, L). Threads share the work, the keys of all heads of all
+  sequences. A thread reads the cache once for all its heads of a sequence:
 
-    for 16 keys of the cache:
-      for each head of the thread:
-        score = query · key, for each of the 16
-        now = max(top, scores), shrink = exp(top - now), weight = exp(score - now)
-        total = total · shrink + Σ weight
-        context = context · shrink + Σ weight · key[:L]
-    context /= total, for each head"""
-  (_, H, L), dim = q_latent.shape, cache.shape[1]
+    for each sequence:
+      for 16 keys of the cache:
+        for each head of the thread:
+          score = query · key, for each of the 16
+          now = max(top, scores), shrink = exp(top - now), weight = exp(score - now)
+          total = total · shrink + Σ weight
+          context = context · shrink + Σ weight · key[:L]
+      context /= total, for each head"""
+  (S, H, L), dim = q_latent.shape, cache.shape[1]
   head = query.shape[1] // H
-  key = f"p < some ? (float)cache[(from + p) * {dim}L + i] : 0"
+  key = f"p < some ? (float)rows[p * {dim} + i] : 0"
   product = f"*(v16f*)(query + h * {dim} + i) * *(v16f*)(keys + (p + k) * {dim} + i)"
-  body = f"""int n = start[0] + 1;
-  float query[{H * dim}], keys[{DECODE_KEYS * dim}], top[{H}], total[{H}];
-  for (int h = job; h < last; h++) {{
-    top[h] = -1e30f; total[h] = 0;
-    for (int i = 0; i < {L}; i++) {{ query[h * {dim} + i] = q_latent[h * {L} + i] * {scale!r}f; context[h * {L} + i] = 0; }}
-    for (int i = {L}; i < {dim}; i++) query[h * {dim} + i] = q[h * {head} + {head - dim} + i] * {scale!r}f;
-  }}
-  for (int from = 0; from < n; from += {DECODE_KEYS}) {{
-    int some = n - from < {DECODE_KEYS} ? n - from : {DECODE_KEYS};
-    for (int p = 0; p < {DECODE_KEYS}; p++) for (int i = 0; i < {dim}; i++) keys[p * {dim} + i] = {key};
-    for (int h = job; h < last; h++) {{
-      v16f score = -1e30f; float* y = context + h * {L};
-      for (int p = 0; p < some; p += 4) {{
-        v16f t[4] = {{0}};
-        for (int i = 0; i < {dim}; i += 16) for (int k = 0; k < 4; k++) t[k] += {product};
-        for (int k = 0; k < 4; k++) if (p + k < some) score[p + k] = sum16(t[k]);
-      }}
-      float old = top[h], now = old;
-      for (int p = 0; p < some; p++) now = score[p] > now ? score[p] : now;
-      float shrink = exp1(old - now); v16f weight = exp16(score - now);
-      top[h] = now; total[h] *= shrink;
-      for (int p = 0; p < some; p++) total[h] += weight[p];
-      for (int i = 0; i < {L}; i += 16) {{
-        v16f s = *(v16f*)(y + i) * shrink;
-        for (int p = 0; p < some; p++) s += weight[p] * *(v16f*)(keys + p * {dim} + i);
-        *(v16f*)(y + i) = s;
+  body = f"""float query[{H * dim}], keys[{DECODE_KEYS * dim}], top[{H}], total[{H}];
+  long all = 0, before = 0;
+  for (int s = 0; s < {S}; s++) all += (start[s] + 1L) * {H};
+  long begin = core * all / cores, end = (core + 1) * all / cores;
+  for (int s = 0; s < {S}; s++, tables += {tables.shape[1]}, q_latent += {H * L}, q += {query.shape[1]}, context += {H * L}) {{
+    int n = start[s] + 1;
+    /* the heads whose work begins in the thread's share */
+    int first = clamp((begin - before + n - 1) / n, {H + 1}), last = clamp((end - before + n - 1) / n, {H + 1});
+    before += n * {H}L;
+    if (first == last) continue;
+    for (int h = first; h < last; h++) {{
+      top[h] = -1e30f; total[h] = 0;
+      for (int i = 0; i < {L}; i++) {{ query[h * {dim} + i] = q_latent[h * {L} + i] * {scale!r}f; context[h * {L} + i] = 0; }}
+      for (int i = {L}; i < {dim}; i++) query[h * {dim} + i] = q[h * {head} + {head - dim} + i] * {scale!r}f;
+    }}
+    for (int from = 0; from < n; from += {DECODE_KEYS}) {{
+      int some = n - from < {DECODE_KEYS} ? n - from : {DECODE_KEYS};
+      const {TYPES[cache.dtype]}* rows = cache + {row_of("from")} * {dim};
+      for (int p = 0; p < {DECODE_KEYS}; p++) for (int i = 0; i < {dim}; i++) keys[p * {dim} + i] = {key};
+      for (int h = first; h < last; h++) {{
+        v16f score = -1e30f; float* y = context + h * {L};
+        for (int p = 0; p < some; p += 4) {{
+          v16f t[4] = {{0}};
+          for (int i = 0; i < {dim}; i += 16) for (int k = 0; k < 4; k++) t[k] += {product};
+          for (int k = 0; k < 4; k++) if (p + k < some) score[p + k] = sum16(t[k]);
+        }}
+        float old = top[h], now = old;
+        for (int p = 0; p < some; p++) now = score[p] > now ? score[p] : now;
+        float shrink = exp1(old - now); v16f weight = exp16(score - now);
+        top[h] = now; total[h] *= shrink;
+        for (int p = 0; p < some; p++) total[h] += weight[p];
+        for (int i = 0; i < {L}; i += 16) {{
+          v16f s = *(v16f*)(y + i) * shrink;
+          for (int p = 0; p < some; p++) s += weight[p] * *(v16f*)(keys + p * {dim} + i);
+          *(v16f*)(y + i) = s;
+        }}
       }}
     }}
-  }}
-  for (int h = job; h < last; h++) for (int i = 0; i < {L}; i++) context[h * {L} + i] /= total[h];"""
-  outs, ins = {"context": empty(q_latent, 1, H, L)}, {"q_latent": q_latent, "q": query, "cache": cache, "start": start}
-  return launch(f"mla_attention_{H}_{L}_{dim - L}", outs, ins, "", body, H, cache.nbytes())[0]
+    for (int h = first; h < last; h++) for (int i = 0; i < {L}; i++) context[h * {L} + i] /= total[h];
+  }}"""
+  outs, ins = {"context": empty(q_latent, S, H, L)}, {"q_latent": q_latent, "q": query, "cache": cache, "start": start, "tables": tables}
+  return launch(f"mla_attention_{H}_{L}_{dim - L}{f'_{S}' if S > 1 else ''}", outs, ins, "", body, S * H, cache.nbytes())[0]
 
 # ---- feed-forward of a token ----
 
@@ -396,11 +442,11 @@ def gate_up_chosen(vector:Tensor, norm:Norm, gate:PackedWeight, up:PackedWeight,
   sel names, int32 (1, K), times scale, float32 (1, K) -> (1, K, F)"""
   (*stack, F, D), groups, chosen = gate.shape, row_groups(gate), 1 if sel is None else sel.shape[1]
   expert = f"clamp(sel[k], {stack[0]})" if stack else "0"
-  body = f"""{stage_buffers(D)}stage(x, norm, rms(x, {D}, {norm.eps!r}f), {D}, X, P, S);
+  body = f"""{stage_buffers(D)}stage(x, norm, rms(x, {D}, {norm.eps!r}f), {D}, 1, X, P, S);
   for (; job < last; job++) {{
     long k = job / {groups}, g = job % {groups}, at = (long){expert} * {groups} + g; v16f a = 0, b = 0;
-    dot_gate((const byte*)gate + at * {group_bytes(gate)}, X, P, S, &a);
-    dot_up((const byte*)up + at * {group_bytes(up)}, X, P, S, &b);
+    dot_gate(1, (const byte*)gate + at * {group_bytes(gate)}, X, P, S, &a);
+    dot_up(1, (const byte*)up + at * {group_bytes(up)}, X, P, S, &b);
     put(y + k * {F} + g * 16, a / (1 + exp16(-a)) * b{' * scale[k]' if stack else ''}, {F} - (int)g * 16);
   }}"""
   ins = {"x": vector, "norm": norm.weight, **optional(sel=sel, scale=scale), "gate": gate.planes["stream"], "up": up.planes["stream"]}
@@ -422,11 +468,11 @@ def expert_gate_up_decode(vector:Tensor, norm:Norm, gate:PackedWeight, up:Packed
 def expert_down_decode(hidden:Tensor, down:PackedWeight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, PackedWeight]|None=None) -> Tensor:
   """As expert_down of nn/moe.py, of one token. A row's sum runs through all chosen experts; the shared expert's is a launch of its own."""
   (E, D, F), chosen, groups = down.shape, sel.shape[1], row_groups(down)
-  body = f"""{stage_buffers(chosen * F)}stage(x, 0, 0, {chosen * F}, X, P, S);
+  body = f"""{stage_buffers(chosen * F)}stage(x, 0, 0, {chosen * F}, 1, X, P, S);
   for (; job < last; job++) {{
     v16f s = 0;
     for (int k = 0; k < {chosen}; k++)
-      dot((const byte*)w + ((long)clamp(sel[k], {E}) * {groups} + job) * {group_bytes(down)}, X + k * {F}, P + k * {F}, S + k * {F // 16}, &s);
+      dot(1, (const byte*)w + ((long)clamp(sel[k], {E}) * {groups} + job) * {group_bytes(down)}, X + k * {F}, P + k * {F}, S + k * {F // 16}, &s);
     for (int r = 0; r < 16 && job * 16 + r < {D}; r++) s[r] += residual[job * 16 + r];
     put(y + job * 16, s, {D} - (int)job * 16);
   }}"""
@@ -457,17 +503,25 @@ def embedding(ids:Tensor, weight:PackedWeight) -> Tensor:
   return launch(name, {"y": empty(ids, T, D)}, {"ids": ids, "w": weight.planes["stream"]}, "", body, T, D * T * 8)[0]
 
 def argmax(values:Tensor) -> Tensor:
-  """As argmax of nn/embedding.py: by one thread, the largest value first and then its place"""
-  count = values.shape[0]
-  body = f"""v16f best = x[0]; float top = x[0]; int i = 0;
-  for (; i + 16 <= {count}; i += 16) best = __builtin_elementwise_max(best, *(const v16f*)(x + i));
-  for (int r = 0; r < 16; r++) top = best[r] > top ? best[r] : top;
-  for (; i < {count}; i++) top = x[i] > top ? x[i] : top;
-  for (i = 0; i < {count} - 1 && x[i] != top; i++);
-  y[0] = i;"""
-  return launch(f"argmax_{count}", {"y": empty(values, 1, dtype=dtypes.int32)}, {"x": values}, "", body)[0]
+  """As argmax of nn/embedding.py: a row by one thread, the largest value first and then its place"""
+  rows, count = values.shape
+  body = f"""for (x += job * {count}; job < last; job++, x += {count}) {{
+    v16f best = x[0]; float top = x[0]; int i = 0;
+    for (; i + 16 <= {count}; i += 16) best = __builtin_elementwise_max(best, *(const v16f*)(x + i));
+    for (int r = 0; r < 16; r++) top = best[r] > top ? best[r] : top;
+    for (; i < {count}; i++) top = x[i] > top ? x[i] : top;
+    for (i = 0; i < {count} - 1 && x[i] != top; i++);
+    y[job] = i;
+  }}"""
+  return launch(f"argmax_{count}_{rows}", {"y": empty(values, rows, dtype=dtypes.int32)}, {"x": values}, "", body, rows)[0]
 
-def advance(start:Tensor, token:Tensor) -> Tensor:
+def advance(start:Tensor, token:Tensor, tables:Tensor, log:Tensor) -> tuple[Tensor, Tensor]:
   """As advance of nn/embedding.py"""
-  outs, ins = {"moved": empty(start, 1, dtype=dtypes.int32)}, {"start": start, "token": token}
-  return launch("advance", outs, ins, "", "moved[0] = start[0] = start[0] + (token[0] >= 0);")[0]
+  (S, P), N = tables.shape, log.shape[1]
+  outs, ins = {"moved": empty(start, S, dtype=dtypes.int32), "log": log}, {"start": start, "token": token, "tables": tables}
+  body = f"""for (int i = 0; i < {S}; i++) {{
+    log[i * {N} + start[i] % {N}] = token[i];
+    moved[i] = start[i] = start[i] + (tables[i * {P}L] > 0);
+  }}"""
+  moved, log = launch(f"advance_{S}", outs, ins, "", body)
+  return moved, log

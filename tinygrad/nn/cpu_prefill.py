@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple, Sequence
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import prod
-from tinygrad.nn.cpu import ROTATE, TYPES, PackedWeight, block_unit, choose_experts, group_bytes, launch, optional
+from tinygrad.nn.cpu import ROTATE, TYPES, PackedWeight, block_unit, choose_experts, group_bytes, launch, optional, row_of, write_rows
 from tinygrad.nn.cpu_layout import ROWS
 from tinygrad.nn.kernel import UNIT, Norm, Rope, Unit, empty
 from tinygrad.nn.routing import Routing
@@ -205,23 +205,14 @@ def mul_mat_prefill(tokens:Tensor, weight:PackedWeight) -> Tensor:
 
 # ---- attention ----
 
-def latent_query_prefill(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, start:Tensor) -> tuple[Tensor, Tensor]:
+def latent_query_prefill(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, start:Tensor,
+                         tables:Tensor) -> tuple[Tensor, Tensor]:
   """As latent_query_decode, of T tokens; start is the first one's"""
-  (H, L, nope), T, dim = k_b.shape, query.shape[0], cache.shape[1]
-  body = f"""for (; job < last; job++) {{
-    const float* from = kv + job * {dim}; const float* turn = rope + (start[0] + job) * {rope.table.shape[1] * 2}L;
-    {TYPES[cache.dtype]}* row = cache + (start[0] + job) * {dim}L; float f = rms(from, {L}, {norm.eps!r}f);
-    for (int i = 0; i < {L}; i++) row[i] = from[i] * f * norm[i];
-    for (int i = 0; i < {dim - L}; i += 2) {{
-      float a = from[{L} + i], b = from[{L} + i + 1], c = turn[i], s = turn[i + 1];
-      row[{L} + i] = a * c - b * s; row[{L} + i + 1] = a * s + b * c;
-    }}
-  }}"""
-  ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "start": start}
-  written = launch(f"cache_rows_{T}_{dim}_{L}", {"cache": cache}, ins, "", body, T, T * dim * 8)[0]
-  return linear(pack_tiles(query, heads=H, width=nope), k_b, T), written
+  H, _, nope = k_b.shape
+  written = write_rows(kv, norm, cache, rope, start, tables)
+  return linear(pack_tiles(query, heads=H, width=nope), k_b, query.shape[0]), written
 
-PREFILL_KEYS = 64                      # positions of the cache that a thread reads at a time
+PREFILL_KEYS = 64                      # positions of the cache, of one page, that a thread reads at a time
 QUERY_TILES = 8                        # that share what is read of the cache
 QUERY_COLUMNS = QUERY_TILES * COLUMNS
 
@@ -240,8 +231,9 @@ def load_queries(latent:int, dim:int, head:int, scale:float) -> str:
 
 def load_keys(latent:int, dim:int, kind:str) -> str:
   """C: the cache's rows from position `from` on, of the C type `kind`: keys[group of 16][number][position], values[position][number]"""
-  return f"""for (int p = 0; p < {PREFILL_KEYS}; p++) {{
-        const {kind}* row = cache + (from + p < length ? from + p : 0) * {dim}L;
+  return f"""const {kind}* rows = cache + {row_of("from")} * {dim};
+      for (int p = 0; p < {PREFILL_KEYS}; p++) {{
+        const {kind}* row = rows + (from + p < length ? p : 0) * {dim};
         float* to = keys + p / 16 * {dim * 16} + p % 16;
         for (int i = 0; i < {dim}; i++) to[i * 16] = row[i];
         for (int i = 0; i < {latent}; i++) values[p * {latent} + i] = row[i];
@@ -270,7 +262,7 @@ def online_softmax(heads:int, latent:int) -> str:
           if (now > old) for (int i = 0; i < {latent // 32}; i++) {{ y[i * 24 + c] *= shrink; y[i * 24 + 12 + c] *= shrink; }}
         }}"""
 
-def mla_attention_prefill(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tensor, scale:float) -> Tensor:
+def mla_attention_prefill(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tensor, tables:Tensor, scale:float) -> Tensor:
   """As mla_attention_decode, of T tokens from start on, each seeing the cache up to its own row. A column is a head's query of a token, in order; a
   thread takes every n-th of the jobs, as later tokens see more of the cache. A job, 8 tiles of queries:
 
@@ -309,7 +301,7 @@ top[{QUERY_COLUMNS}], total[{QUERY_COLUMNS}];
     for (long n = begin; n < end; n++) for (int i = 0; i < {L // 16}; i++)
       *(v16f*)(context + n * {L}L + i * 16) = sums[(n - begin) / 12 * {sums} + i / 2 * 24 + i % 2 * 12 + (n - begin) % 12] / total[n - begin];
   }}"""
-  outs, ins = {"context": empty(q_latent, T, H, L)}, {"q_latent": q_latent, "q": query, "cache": cache, "start": start}
+  outs, ins = {"context": empty(q_latent, T, H, L)}, {"q_latent": q_latent, "q": query, "cache": cache, "start": start, "tables": tables}
   return launch(f"mla_attention_{T}_{H}_{L}_{dim - L}", outs, ins, TIMES, body, jobs, cache.nbytes())[0]
 
 # ---- feed-forward ----

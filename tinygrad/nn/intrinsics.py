@@ -13,7 +13,8 @@ Place = Callable[[UOp, int], tuple[UOp, UOp]]   # (lane, number of one of its el
 class Mma:
   """c + a·b by a tensor core, on matrices whose elements a warp's lanes hold. a is half (M, K), b is half (K, N), c is float32 (M, N).
   A lane holds counts[0] elements of a, counts[1] of b and counts[2] of c; the functions a, b and c place them.
-  instructions: how many make the product. Each takes an equal share of K, and of a lane's elements of a and b."""
+  instructions: how many make the product. Each takes an equal share of K, and of a lane's elements of a and b.
+  on_words: statements that add the product of words, two neighbouring elements each, to variables; None: there are none."""
   M: int
   N: int
   K: int
@@ -23,7 +24,13 @@ class Mma:
   c: Place
   renderer: str                # the name under which the renderer defines the instruction
   instructions: int = 1
+  on_words: str|None = None    # {0} … {3} point to a lane's elements of c; then the words of a, the words of b
 
+  def accumulate(self, a_words:list[UOp], b_words:list[UOp], sums:list[UOp]) -> UOp:
+    """Adds a·b to a lane's elements of c. sums: where they are. Returns a zero: what comes behind its store, to anywhere, comes behind the sums'.
+    tinygrad knows of no other event."""
+    assert self.on_words is not None
+    return UOp(Ops.CUSTOM, dtypes.float, src=(*sums, *a_words, *b_words), arg=f"0.0f; {self.on_words}")
   def __call__(self, a_elements:list[UOp], b_elements:list[UOp], sums:list[UOp]) -> list[UOp]:
     """A lane's elements of a, b and c -> its elements of c + a·b"""
     a_share, b_share = len(a_elements) // self.instructions, len(b_elements) // self.instructions
@@ -38,9 +45,15 @@ class Mma:
 def _ptx_a(lane:UOp, i:int) -> tuple[UOp, UOp]: return lane // 4 + i // 2 % 2 * 8, lane % 4 * 2 + i % 2 + i // 4 * 8
 def _ptx_b(lane:UOp, i:int) -> tuple[UOp, UOp]: return lane % 4 * 2 + i % 2 + i // 2 * 8, lane // 4
 def _ptx_c(lane:UOp, i:int) -> tuple[UOp, UOp]: return lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2
-MMA_CUDA = Mma(16, 8, 16, (8, 4, 4), _ptx_a, _ptx_b, _ptx_c, "CUDA")
+def _ptx_on_words(shape:str, a:list[int], b:list[int]) -> str:
+  """The instruction on the words of those numbers"""
+  def registers(first:int, count:int) -> str: return "{{" + ", ".join(f"%{i}" for i in range(first, first + count)) + "}}"
+  sums, inputs = registers(0, 4), f"{registers(4, len(a))}, {registers(4 + len(a), len(b))}"
+  return (f'asm("mma.sync.aligned.{shape}.row.col.f32.f16.f16.f32 {sums}, {inputs}, {sums};" : ' +
+          ", ".join(f'"+f"(*{{{i}}})' for i in range(4)) + " : " + ", ".join(f'"r"({{{i}}})' for i in (*a, *b)) + ");")
+MMA_CUDA = Mma(16, 8, 16, (8, 4, 4), _ptx_a, _ptx_b, _ptx_c, "CUDA", on_words=_ptx_on_words("m16n8k16", [4, 5, 6, 7], [8, 9]))
 # m16n8k8 takes the first half of a lane's elements of a and b, and then the second
-MMA_TURING = replace(MMA_CUDA, instructions=2)
+MMA_TURING = replace(MMA_CUDA, instructions=2, on_words=_ptx_on_words("m16n8k8", [4, 5], [8]) + " " + _ptx_on_words("m16n8k8", [6, 7], [9]))
 
 # Metal, simdgroup_matrix: the same for a, b and c
 def _simdgroup(lane:UOp, i:int) -> tuple[UOp, UOp]: return lane // 16 * 4 + lane // 2 % 4, lane // 8 % 2 * 4 + lane % 2 * 2 + i
@@ -54,11 +67,18 @@ class Target:
   dot4: str|None = None        # {2} + Σ of the four int8 products of {0} and {1}; int32
   wait: str|None = None        # statements: the next kernel may start; go on when the kernels before this one are done
   mma: Mma|None = None
+  byte_perm: str|None = None   # the four bytes of {0} and {1} that the digits of {2} number, the lowest first; uint32
+  and_or: str|None = None      # {0} & {1} | {2}, of words, in one instruction where two of them are constants; uint32
+  fma_halves: str|None = None  # {0} · {1} + {2}, each two halves of a word, rounded once; uint32
   lanes: int = 32              # of a warp
   shared_bytes: int = 32768    # of a block
 
 TARGETS = {
   "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", "__shfl_sync(0xffffffffu, {0}, {1})", "__dp4a((int)({0}), {1}, {2})", mma=MMA_CUDA,
+                 byte_perm="__byte_perm({0}, {1}, {2})",
+                 and_or='[](uint a, uint b, uint c) {{ uint d; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }}'
+                        "({0}, {1}, {2})",
+                 fma_halves="tg_bitcast<uint>(__hfma2(tg_bitcast<half2>((uint)({0})), tg_bitcast<half2>((uint)({1})), tg_bitcast<half2>((uint)({2}))))",
                  shared_bytes=49152),
   "METAL": Target("simd_shuffle_xor({{0}}, (ushort){o})", "simd_shuffle({0}, (ushort){1})", mma=MMA_METAL),
 }
@@ -114,6 +134,23 @@ def dot4(target:Target, left:UOp, right:UOp, total:UOp) -> UOp:
   """total + Σ left[i]·right[i] over the four int8 of two words, int32"""
   assert target.dot4 is not None
   return UOp(Ops.CUSTOMI, dtypes.int, src=(left, right, total), arg=target.dot4)
+
+def word(value:int) -> UOp: return UOp.const(value, dtypes.uint32)
+
+def byte_perm(target:Target, low:UOp, high:UOp, digits:int) -> UOp:
+  """Four of the eight bytes of two words: `digits` numbers them, the lowest first"""
+  assert target.byte_perm is not None
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(low, high, word(digits)), arg=target.byte_perm)
+
+def and_or(target:Target, value:UOp, mask:int, bits:int) -> UOp:
+  """value & mask | bits"""
+  assert target.and_or is not None
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(value, word(mask), word(bits)), arg=target.and_or)
+
+def fma_halves(target:Target, left:UOp, right:UOp, total:UOp) -> UOp:
+  """left · right + total, for each of the two halves of a word"""
+  assert target.fma_halves is not None
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(left, right, total), arg=target.fma_halves)
 
 def opaque_zero(text:str, *after:UOp) -> UOp:
   """A zero that tinygrad takes for an unknown 0 or 1. text: the zero in C; the target's compiler sees what it is. An index that it is added to

@@ -31,13 +31,14 @@ from types import FunctionType
 from typing import Any, Callable, Iterable, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.nn.intrinsics import Target, group_sum, opaque_zero
+from tinygrad.nn.intrinsics import Target, group_sum, opaque_zero, pdl_wait
 from tinygrad.nn.step import Step
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops
 
 UNIT = 32    # weights
 SLOTS = 4    # of a part of a matrix-vector launch; a caller's own begin behind those of all its parts
+WAITED = 99  # the number of a register, see behind_wait
 LOG2_E = 1.4426950408889634
 
 # ---- weights ----
@@ -46,11 +47,13 @@ LOG2_E = 1.4426950408889634
 class Unit:
   """32 weights of a row in a lane's registers: weight = scale · value + minimum, float32.
   words: eight uint32 of four codes each, byte by byte; a value is code - zero. floats: 32 values, where words is empty.
+  nibbles: where codes have 4 bits, four uint32 as they lie in memory: words 2j and 2j+1 are the low and the high nibbles of the bytes of number j.
   scales: (scale, minimum or None) of the whole unit, or of each half."""
   words: list[UOp]
   scales: list[tuple[UOp, UOp|None]]
   zero: int = 0
   floats: list[UOp]|None = None
+  nibbles: list[UOp]|None = None
 
   def value(self, i:int) -> UOp:
     if self.floats is not None: return self.floats[i]
@@ -137,6 +140,13 @@ def gated(index:UOp, *conditions:UOp|None) -> UOp:
   """The index where all conditions hold. None: a condition that always does"""
   checked = [condition for condition in conditions if condition is not None]
   return index.valid(reduce(UOp.bitwise_and, checked)) if checked else index
+
+def behind_wait(target:Target, buffers:dict[str, UOp], *loads:UOp) -> dict[str, UOp]:
+  """The buffers, whose loads come behind the wait for the kernels before, which comes behind `loads`. An index with wait_zero would have all of these
+  for sources, and tinygrad simplifies each index again and again."""
+  if target.wait is None: return buffers
+  waited = UOp.placeholder((1,), dtypes.int, slot=WAITED, addrspace=AddrSpace.REG)[0].store(pdl_wait(target, *loads).cast(dtypes.int))
+  return {name: buffer.after(waited) for name, buffer in buffers.items()}
 
 def local(size:int, dtype:DType, slot:int) -> UOp: return UOp.placeholder((size,), dtype, slot=slot, addrspace=AddrSpace.LOCAL)
 

@@ -2,16 +2,16 @@
 
   query = [k_b·q_nope | q_rope];  context = softmax(query · rows · scale) · rows[:L]      # of a head; v_b follows in attention_output
 
-A head's query is brought into the cache's space by k_b; its rotated part is rotated already. One token on a target with kernels: the queries and the
-token's row of the cache in a launch, then nn/split_kv.py. Many tokens on one with tensor cores: nn/mla_prefill.py. Where a row lies and how it is
-written is nn/latent_cache.py's; on the CPU, nn/cpu.py and nn/cpu_prefill.py.
+A head's query is brought into the cache's space by k_b; its rotated part is rotated already. A token of each sequence on a target with kernels: the
+queries and the tokens' rows of the cache in a launch, then nn/split_kv.py, by a plan where there are several (nn/split_plan.py). Many tokens on one
+with tensor cores: nn/mla_prefill.py. Where a row lies and how it is written is nn/latent_cache.py's; on the CPU, nn/cpu.py and nn/cpu_prefill.py.
 """
 from __future__ import annotations
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn import cpu, cpu_prefill, mla_prefill, split_kv
+from tinygrad.nn import cpu, cpu_few, cpu_prefill, mla_prefill, split_kv, split_plan
 from tinygrad.nn.intrinsics import target_of
-from tinygrad.nn.kernel import UNIT, Norm, Rope, Weight, empty, launch, load4
-from tinygrad.nn.latent_cache import CacheRow, cache_row, visible_rows, write_rows
+from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Norm, Rope, Weight, branch, empty, launch, load4
+from tinygrad.nn.latent_cache import CacheRow, Pages, cache_row, visible_rows, write_rows
 from tinygrad.nn.matmul import matmul
 from tinygrad.nn.matvec import Operand, linear_part, matvec
 from tinygrad.nn.norm_linear import as_half, decode_target, mul_mat, prefill_target, single_segment
@@ -32,42 +32,76 @@ def latent_attention(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cach
   scores = (query @ keys.transpose(-1, -2)) * scale  # (T, H, C)
   return (scores + unseen.unsqueeze(1)).softmax(-1) @ keys[..., :L], cache
 
+@primitive(outputs=lambda step, shape: empty(step.start, *split_plan.plan_size(shape), dtype=dtypes.int32))
+def attention_plan(step:Step, shape:split_plan.PlanShape) -> Tensor:
+  """How latent_attention cuts the work of a step of several sequences, for all blocks of a model: int32, see nn/split_plan.py"""
+  return split_plan.plan_ops(shape, step)
+
 # ---- forms ----
+
+def splits_take(step:Step, k_b:Weight, cache:Tensor) -> bool:
+  """Whether nn/split_kv.py serves the step"""
+  (heads, latent, _), target = k_b.shape, decode_target(step, k_b, k_b.shape[2])
+  return target is not None and split_kv.takes(target, heads, latent, cache.shape[1] - latent)
+
+def plan_shape(step:Step, k_b:Weight, cache:Tensor) -> split_plan.PlanShape|None:
+  """What attention_plan is asked for. None: the step needs no plan"""
+  if not step.few_tokens or not splits_take(step, k_b, cache): return None
+  return split_kv.plan_shape(target_of(k_b.device), *k_b.shape[:2], Pages.of(cache, step.tables))
+
+@attention_plan.form("decode", takes=lambda step, shape: step.few_tokens and target_of(step.start.device) is not None)
+def attention_plan_decode(step:Step, shape:split_plan.PlanShape) -> Tensor:
+  target = target_of(step.start.device)
+  assert target is not None
+  return split_plan.plan_launch(target, shape, step)
 
 @latent_attention.form("cpu_decode", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        cpu.takes(k_b) and step.one_token and cpu.attention_takes(k_b.shape[1], cache.shape[1]))
 def latent_attention_cpu(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
-  q_latent, cache = cpu.latent_query_decode(q, kv, k_b, norm, cache, rope, step.start)
-  return cpu.mla_attention_decode(q_latent, q, cache, step.start, scale), cache
+  q_latent, cache = cpu.latent_query_decode(q, kv, k_b, norm, cache, rope, step.start, step.tables)
+  return cpu.mla_attention_decode(q_latent, q, cache, step.start, step.tables, scale), cache
+
+@latent_attention.form("cpu_few", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
+                       cpu.takes(k_b) and step.few_tokens and cpu.attention_takes(k_b.shape[1], cache.shape[1]))
+def latent_attention_cpu_few(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
+  return cpu_few.latent_attention_few(q, kv, k_b, norm, cache, rope, step.start, step.tables, scale)
 
 @latent_attention.form("cpu_prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        cpu.takes(k_b) and step.many_tokens and cpu_prefill.attention_takes(k_b.shape[1]))
 def latent_attention_cpu_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope,
                                  scale:float) -> tuple[Tensor, Tensor]:
-  start = step.start
-  q_latent, cache = cpu_prefill.latent_query_prefill(q, kv, k_b, norm, cache, rope, start)
-  return cpu_prefill.mla_attention_prefill(q_latent, q, cache, start, scale), cache
+  q_latent, cache = cpu_prefill.latent_query_prefill(q, kv, k_b, norm, cache, rope, step.start, step.tables)
+  return cpu_prefill.mla_attention_prefill(q_latent, q, cache, step.start, step.tables, scale), cache
 
 @latent_attention.form("decode", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
-                       step.one_token and (target := decode_target(step, k_b, k_b.shape[2])) and
-                       split_kv.takes(target, *k_b.shape[:2], cache.shape[1] - k_b.shape[1]))
+                       splits_take(step, k_b, cache) and (step.one_token or step.plan is not None))
 def latent_attention_decode(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
-  """Three launches: queries and the cache's row; splits of the cache; their combination"""
-  (H, L, nope), dim, target = k_b.shape, cache.shape[1], target_of(k_b.device)
+  """Three launches: queries and the cache's rows; splits of the cache; their combination. How a sequence of several is cut depends on the others'
+  lengths (nn/split_plan.py): float32 sums in another order, and rounded at other places."""
+  (H, L, nope), T, target, pages = k_b.shape, step.tokens, target_of(k_b.device), Pages.of(cache, step.tables)
   assert target is not None
-  tiles = split_kv.uses_tensor_cores(target, L, dim - L)
+  tiles = split_kv.uses_tensor_cores(target, L, pages.dim - L)
+  heads = split_kv.padded(H) if tiles else H
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     head = UOp.special(H, "gidx1")
-    def out_index(_:UOp, row:UOp) -> UOp: return split_kv.query_place(head, row, L) if tiles else head * L + row
+    def vector(token:UOp) -> Load4: return load4(buffers["q"], (token * H + head) * rope.head)
+    def out_index(token:UOp, row:UOp) -> UOp:
+      return token * (heads * L) + (split_kv.query_place(head, row, L) if tiles else head * L + row)
+    def store_rows(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:
+      row, number, blocks, stores = CacheRow(target, pages, L, norm.eps, threads, slot=SLOTS), block * H + head, (block.vmax + 1) * H, []
+      if T == 1: return cache_row(row, buffers, UOp.const(0), thread, wait_zero, number.eq(0))   # one block writes it, the others load nothing for it
+      for turn, first in enumerate(range(0, T, blocks)):   # a block writes a token's row, if there are so many tokens
+        loop, zero = branch(turn, first + number < T)
+        stores.append(UOp.group(*cache_row(row, buffers, first + number + zero, thread, wait_zero)).end(loop))
+      return stores
     part = linear_part(L, single_segment(k_b.matrix(buffers, "w"), head * L), buffers["q_latent"], k_b.integer, out_index)
-    def store_row(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:  # one block writes it, the others load nothing for it
-      return cache_row(CacheRow(target, L, dim, norm.eps, threads, slot=4), buffers, block * 0, thread, wait_zero, block.eq(0) & head.eq(0))
-    return matvec(target, Operand([nope // UNIT], lambda _: load4(buffers["q"], head * rope.head)), [part], extra_stores=store_row, items=H)
-  q_latent = empty(q, 1, split_kv.padded(H), L, dtype=dtypes.half) if tiles else empty(q, 1, H, L)
-  ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, **k_b.args("w")}
-  q_latent, cache = launch(f"latent_query_{k_b.label}", {"q_latent": q_latent, "cache": cache}, ins, body)
-  sums, stats = split_kv.split_kv(target, q_latent[0], q.reshape(H, -1), cache, step.start, scale)
-  return split_kv.mla_combine(target, sums, stats, cache, step.start).unsqueeze(0), cache
+    return matvec(target, Operand([nope // UNIT], vector, tokens=T), [part], store_rows, items=H)
+  q_latent = empty(q, T, heads, L, dtype=dtypes.half if tiles else dtypes.float)
+  ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, "tables": step.tables, **k_b.args("w")}
+  outs, mem = {"q_latent": q_latent, "cache": cache}, None if T == 1 else k_b.nbytes + q.nbytes() + q_latent.nbytes()
+  q_latent, cache = launch(f"latent_query_{T}_{k_b.label}", outs, ins, body, mem)
+  sums, stats = split_kv.split_kv(target, q_latent, q.reshape(T, H, -1), cache, step, scale)
+  return split_kv.mla_combine(target, sums, stats, cache, step), cache
 
 @latent_attention.form("prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        (target := prefill_target(step, k_b, k_b.shape[2])) and mla_prefill.takes(target, k_b.shape[1], cache.shape[1]))
@@ -75,11 +109,10 @@ def latent_attention_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:No
   """Three launches: the cache's rows; queries; attention. float32 or half q -> half (T, H, L)"""
   (H, L, _), dim, target, threads = k_b.shape, cache.shape[1], target_of(k_b.device), 128
   assert target is not None
-  start = step.start
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, thread = UOp.special(step.tokens, "gidx0"), UOp.special(threads, "lidx0")
-    return cache_row(CacheRow(target, L, dim, norm.eps, threads, slot=0), buffers, token, thread, token * 0)
-  ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "start": start}
+    return cache_row(CacheRow(target, Pages.of(cache, step.tables), L, norm.eps, threads, slot=0), buffers, token, thread, token * 0)
+  ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, "tables": step.tables}
   cache = launch(f"cache_rows_{step.tokens}_{dim}", {"cache": cache}, ins, body)[0]
   q_latent = matmul(target, as_half(q).reshape(-1, H, q.shape[1] // H), k_b, dtype=dtypes.half)
-  return mla_prefill.mla_prefill(target, q_latent, q, cache, start, scale), cache
+  return mla_prefill.mla_prefill(target, q_latent, q, cache, step, scale), cache

@@ -7,13 +7,14 @@ cache is read from device memory: what a warp has read as keys it reads again as
 """
 from __future__ import annotations
 from dataclasses import dataclass, replace
-from typing import Callable
+from typing import Callable, NamedTuple
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import Target, shuffle
 from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local, total
-from tinygrad.nn.latent_cache import MASKED_SCORE, row_offset
+from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages
 from tinygrad.nn.matmul import SLAB, depth_of
+from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
 
 BLOCK_TOKENS, STEP_POSITIONS, WARPS = 16, 32, 4   # of a block
@@ -28,22 +29,23 @@ def takes(target:Target, latent:int, dim:int) -> bool:
 class PrefillLaunch:
   """What the code of mla_prefill depends on"""
   target: Target
+  pages: Pages
   tokens: int     # T
   heads: int      # H
   latent: int     # L
-  dim: int        # L+R, numbers of a row of the cache
   head_dim: int   # numbers of a head of q; the last R are rotated
-  capacity: int   # C, positions
   scale: float    # of the scores
+  @property
+  def dim(self) -> int: return self.pages.dim
 
-def mla_prefill(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, start:Tensor, scale:float) -> Tensor:
-  """q_latent: (T, H, L); q: (T, H·head_dim), each head's last R numbers rotated; cache: half (C, L+R), with the tokens from start on written;
-  start: int32 (1,) -> half (T, H, L), softmax(q·k·scale)·v, a token attending to the positions up to its own"""
-  (tokens, heads, latent), (capacity, dim) = q_latent.shape, cache.shape
-  shape = PrefillLaunch(target, tokens, heads, latent, dim, q.shape[1] // heads, capacity, scale)
+def mla_prefill(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, step:Step, scale:float) -> Tensor:
+  """q_latent: (T, H, L); q: (T, H·head_dim), each head's last R numbers rotated; cache: half (C, L+R), with the step's tokens written
+  -> half (T, H, L), softmax(q·k·scale)·v, a token attending to the positions up to its own"""
+  (tokens, heads, latent), dim = q_latent.shape, cache.shape[1]
+  shape = PrefillLaunch(target, Pages.of(cache, step.tables), tokens, heads, latent, q.shape[1] // heads, scale)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return prefill_kernel(shape, buffers)
   outs = {"context": empty(cache, tokens, heads, latent, dtype=dtypes.half)}
-  ins = {"q_latent": q_latent, "q": q, "cache": cache, "start": start}
+  ins = {"q_latent": q_latent, "q": q, "cache": cache, "start": step.start, "tables": step.tables}
   return launch(f"mla_prefill_{tokens}_{heads}_{latent}_{dim - latent}", outs, ins, body, cache.nbytes())[0]
 
 def prefill_kernel(shape:PrefillLaunch, buffers:dict[str, UOp]) -> list[UOp]:
@@ -60,17 +62,22 @@ def prefill_kernel(shape:PrefillLaunch, buffers:dict[str, UOp]) -> list[UOp]:
   queries = thread.load_queries()
   state = PrefillState.initial(thread.tiles, len(thread.tile_rows), (thread.groups, NEIGHBOURS, thread.mma.counts[2]))
   step = UOp.range(thread.last_position() // STEP_POSITIONS + 1, 0)
-  start = step * STEP_POSITIONS
-  shared = thread.share_scores([thread.partial_scores(queries, start, column) for column in range(STEP_POSITIONS // thread.mma.N)])
-  weights, rescales, updates = [], [], []   # the first two by tile
+  at, following = thread.step(step)
+  shared = thread.share_scores([thread.partial_scores(queries, at, column) for column in range(STEP_POSITIONS // thread.mma.N)], following)
+  weights, rescales, updates = [], [], [thread.ahead.update(step, at.page, following)]   # the first two by tile
   for tile in range(thread.tiles):
-    tile_weights, tile_rescales, stores = thread.softmax(state.after(step), tile, thread.scores(shared, tile, start))
+    tile_weights, tile_rescales, stores = thread.softmax(state.after(step), tile, thread.scores(shared, tile, at.start))
     weights.append(tile_weights)
     rescales.append(tile_rescales)
     updates += stores
   for group in range(thread.groups):
-    for neighbour in range(NEIGHBOURS): updates += thread.update_sums(state.after(step), (group, neighbour), weights, rescales, start)
+    for neighbour in range(NEIGHBOURS): updates += thread.update_sums(state.after(step), (group, neighbour), weights, rescales, at)
   return thread.store_context(state.after(UOp.group(*updates).end(step)))
+
+class PrefillStep(NamedTuple):
+  """A step of the loop"""
+  start: UOp   # its first position
+  page: UOp
 
 @dataclass(frozen=True)
 class PrefillState:
@@ -108,7 +115,8 @@ class PrefillThread:
     thread = UOp.special(WARPS * lanes, "lidx0")
     self.warp, self.lane = thread // lanes, thread % lanes
     self.first_latent = self.warp * (shape.latent // WARPS)
-    self.first_position = buffers["start"][0].load().maximum(0).minimum(shape.capacity - 1).cast(dtypes.weakint)
+    self.first_position = shape.pages.position(buffers)
+    self.ahead = PageAhead(shape.pages.page(buffers, UOp.const(0)), slot=1)
     self.own_slabs = [i * WARPS + self.warp for i in range(-(-self.slabs // WARPS))]
     self.places_a, self.places_b, self.places_c = ([place(self.lane, i) for i in range(count)]
                                                    for place, count in zip((self.mma.a, self.mma.b, self.mma.c), self.mma.counts))
@@ -126,9 +134,15 @@ class PrefillThread:
     """Of the block's tokens"""
     return self.first_position + (self.block * BLOCK_TOKENS + BLOCK_TOKENS - 1).minimum(self.shape.tokens - 1)
 
-  def load_row(self, position:UOp, number:UOp, inside:UOp|None=None) -> UOp:
-    """A number of a position's row of the cache; of the cache's last row, where the position is behind it"""
-    return self.buffers["cache"][gated(row_offset(position.minimum(self.shape.capacity - 1), self.shape.dim) + number, inside)].load()
+  def step(self, step:UOp) -> tuple[PrefillStep, UOp]:
+    """A step of the loop, and the page of the next one"""
+    start = step * STEP_POSITIONS
+    following = self.shape.pages.page(self.buffers, start + STEP_POSITIONS)
+    return PrefillStep(start, self.ahead.read(step)), following
+
+  def load_row(self, at:PrefillStep, position:int|UOp, number:UOp, inside:UOp|None=None) -> UOp:
+    """A number of the row of a step's position. Rows behind the last token's are some of its page, or page 0's: finite, and of no weight"""
+    return self.buffers["cache"][gated(self.shape.pages.row(at.page, at.start + position) + number, inside)].load()
 
   def latent_index(self, first:UOp, place:tuple[int, int], column:UOp) -> UOp:
     """Of a product's column, where `first` is the warp's first latent number. A lane's numbers of the products (group, 0 … 3) are neighbours."""
@@ -155,19 +169,20 @@ class PrefillThread:
     rotated = self.buffers["q"][index.valid((slab < self.slabs) & (first >= shape.latent))].load()
     return latent.cast(dtypes.half) + rotated.cast(dtypes.half)   # one of them is 0
 
-  def partial_scores(self, queries:list[list[list[UOp]]], start:UOp, column:int) -> list[list[UOp]]:
+  def partial_scores(self, queries:list[list[list[UOp]]], at:PrefillStep, column:int) -> list[list[UOp]]:
     """By tile: the lane's elements of c (tokens, positions), over the warp's quarter of the numbers, for a product's positions"""
     sums = [[UOp.const(0.0, dtypes.float)] * self.mma.counts[2] for _ in range(self.tiles)]
     for i, slab in enumerate(self.own_slabs):
       inside = slab < self.slabs if self.slabs % WARPS else None
       for part in range(self.parts):
-        keys = [self.load_row(start + (column * self.mma.N + position), slab * SLAB + depth_of(self.mma, part, depth), inside)
+        keys = [self.load_row(at, column * self.mma.N + position, slab * SLAB + depth_of(self.mma, part, depth), inside)
                 for depth, position in self.places_b]
         sums = [self.mma(query, keys, score) for query, score in zip(queries[i * self.parts + part], sums)]
     return sums
 
-  def share_scores(self, partial_scores:list[list[list[UOp]]]) -> UOp:
-    """Partial scores (by column of positions, tile and element) in shared memory behind a barrier, (warps, tokens, SCORES_PITCH)"""
+  def share_scores(self, partial_scores:list[list[list[UOp]]], following:UOp) -> UOp:
+    """Partial scores (by column of positions, tile and element) in shared memory behind a barrier, (warps, tokens, SCORES_PITCH). The next step's
+    page is loaded before it."""
     scores = local(WARPS * BLOCK_TOKENS * SCORES_PITCH, dtypes.float, 0)
     stores = []
     for column, tiles in enumerate(partial_scores):
@@ -175,7 +190,7 @@ class PrefillThread:
         for value, (row, position) in zip(elements, self.places_c):
           token = self.warp * BLOCK_TOKENS + tile * self.mma.M + row
           stores.append(scores[token * SCORES_PITCH + column * self.mma.N + position].store(value))
-    return scores.after(UOp(Ops.BARRIER, src=tuple(stores)))
+    return scores.after(UOp(Ops.BARRIER, src=(*stores, following)))
 
   def scores(self, shared:UOp, tile:int, start:UOp) -> list[list[UOp]]:
     """By product of the step's positions: the lane's elements of a (tokens, positions), in base 2"""
@@ -211,13 +226,13 @@ class PrefillThread:
       stores.append(weight_sum.store(weight_sum.load() * rescales[i] + total(self.of_row(weights, row), UOp.add)))
     return [[weight.cast(dtypes.half) for weight in product] for product in weights], rescales, stores
 
-  def update_sums(self, state:PrefillState, place:tuple[int, int], weights:list[list[list[UOp]]], rescales:list[list[UOp]], start:UOp) -> list[UOp]:
+  def update_sums(self, state:PrefillState, place:tuple[int, int], weights:list[list[list[UOp]]], rescales:list[list[UOp]], at:PrefillStep) -> list[UOp]:
     """The stores of the weighted sums of a product's latent numbers, in all tiles"""
     sums = [[state.weighted_sum(tile, place, i).load() * rescales[tile][self.tile_rows.index(row)] for i, (row, _) in enumerate(self.places_c)]
             for tile in range(self.tiles)]
     for slab in range(STEP_POSITIONS // SLAB):
       for part in range(self.parts):
-        values = [self.load_row(start + (slab * SLAB + depth_of(self.mma, part, depth)), self.latent_index(self.first_latent, place, column))
+        values = [self.load_row(at, slab * SLAB + depth_of(self.mma, part, depth), self.latent_index(self.first_latent, place, column))
                   for depth, column in self.places_b]
         sums = [self.mma(weights[tile][slab * self.parts + part], values, sums[tile]) for tile in range(self.tiles)]
     return [state.weighted_sum(tile, place, i).store(value) for tile in range(self.tiles) for i, value in enumerate(sums[tile])]

@@ -12,13 +12,13 @@ in the others a block has one token.
 from __future__ import annotations
 from typing import NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn import cpu, cpu_prefill
+from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, optional, silu
 from tinygrad.nn.matmul import expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
 from tinygrad.nn.matvec import DeferredMatrix, MatvecPart, Operand, RowSegments, linear_part, matvec
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
-from tinygrad.nn.norm_linear import decode_target, mul_mat, norm_linear, operand_of, prefill_target, single_segment
+from tinygrad.nn.norm_linear import decode_target, few_target, mul_mat, norm_linear, operand_of, prefill_target, single_segment
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.routing import Routing, TopKInKernel, choose_experts, choose_experts_prefill, sort_by_expert
 from tinygrad.nn.step import Step
@@ -45,6 +45,10 @@ def gate_up(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weigh
 @gate_up.form("cpu_decode", takes=lambda step, x, norm, gate, up, router: cpu.takes(*present(gate, up, router)) and step.one_token)
 def gate_up_cpu(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
   return cpu.gate_up_decode(x, norm, gate, up, router)
+
+@gate_up.form("cpu_few", takes=lambda step, x, norm, gate, up, router: cpu.takes(*present(gate, up, router)) and step.few_tokens)
+def gate_up_cpu_few(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
+  return cpu_few.gate_up_few(x, norm, gate, up, router)
 
 @gate_up.form("cpu_prefill", takes=lambda step, x, norm, gate, up, router: cpu.takes(*present(gate, up, router)) and step.many_tokens)
 def gate_up_cpu_prefill(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
@@ -87,6 +91,13 @@ def feed_forward_prefill(step:Step, x:Tensor, norm:Norm, weights:FeedForward) ->
   hidden = gate_up_prefill(target, rms_norm_half(target, x, norm)[0], weights[:2])
   return matmul(target, hidden, weights.down, x)
 
+@feed_forward.form("few", takes=lambda step, x, norm, weights: few_target(step, weights.gate, *weights.gate.shape))
+def feed_forward_few(step:Step, x:Tensor, norm:Norm, weights:FeedForward) -> Tensor:
+  target = target_of(weights.gate.device)
+  assert target is not None
+  hidden, _ = few_tokens.few_gate_up(target, few_tokens.columns(target, x, norm)[0], weights.gate, weights.up)
+  return few_tokens.few_matmul(target, hidden, [weights.down], x)[0]
+
 # ---- the chosen experts ----
 
 @primitive(outputs=lambda step, x, norm, gate, up, logits, routing:
@@ -100,6 +111,10 @@ def expert_gate_up(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logit
 @expert_gate_up.form("cpu_decode", takes=lambda step, x, norm, gate, up, logits, routing: cpu.takes(gate, up) and step.one_token)
 def expert_gate_up_cpu(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
   return cpu.expert_gate_up_decode(x, norm, gate, up, logits, routing)
+
+@expert_gate_up.form("cpu_few", takes=lambda step, x, norm, gate, up, logits, routing: cpu.takes(gate, up) and step.few_tokens)
+def expert_gate_up_cpu_few(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
+  return cpu_few.expert_gate_up_few(x, norm, gate, up, logits, routing)
 
 @expert_gate_up.form("cpu_prefill", takes=lambda step, x, norm, gate, up, logits, routing: cpu.takes(gate, up) and step.many_tokens)
 def expert_gate_up_cpu_prefill(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
@@ -145,6 +160,10 @@ def shared_down(shared:Shared|None) -> list[Weight]: return [] if shared is None
 @expert_down.form("cpu_decode", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.one_token)
 def expert_down_cpu(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
   return cpu.expert_down_decode(hidden, down, sel, residual, shared)
+
+@expert_down.form("cpu_few", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.few_tokens)
+def expert_down_cpu_few(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
+  return cpu_few.expert_down_few(hidden, down, sel, residual, shared)
 
 @expert_down.form("cpu_prefill", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.many_tokens)
 def expert_down_cpu_prefill(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
@@ -212,3 +231,19 @@ def mixture_prefill(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routi
   each = grouped_matmul(target, hidden, experts.down, order, routing.count)
   if shared is not None: x = matmul(target, gate_up_prefill(target, normed, shared[:2]), shared.down, x)
   return (x + each.sum(1)).contiguous()
+
+@mixture.form("few", takes=lambda step, x, norm, router, routing, experts, shared:
+              few_target(step, router, x.shape[1], experts.down.shape[2], *(weights.down.shape[1] for weights in (shared,) if weights)))
+def mixture_few(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None) -> Tensor:
+  """By tensor cores; the router's logits, beside the shared expert's gate and up, as good as float32"""
+  target = target_of(router.device)
+  assert target is not None
+  normed, low = few_tokens.columns(target, x, norm, low=True)
+  if shared is None: logits = few_tokens.few_router(target, normed, low, router)
+  else:
+    beside, (logits,) = few_tokens.few_gate_up(target, normed, shared.gate, shared.up, router, low)
+    x, = few_tokens.few_matmul(target, beside, [shared.down], x)
+  sel, scale = choose_experts_prefill(target, logits, routing, overlaps=True)
+  order = sort_by_expert(target, sel, router.shape[0], overlaps=True)
+  hidden = few_tokens.few_expert_gate_up(target, normed, experts[:2], order, scale)
+  return few_tokens.few_sum(target, x, few_tokens.few_expert_down(target, hidden, experts.down, order, routing.count), routing.count)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import prod
-from tinygrad.nn import cpu, cpu_prefill
+from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import UNIT, Load4, Matrix, Norm, Rope, Weight, empty, launch, load4, optional, position_of, rotated
 from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
@@ -28,6 +28,11 @@ def prefill_target(step:Step, weight:Weight, *widths:int) -> Target|None:
   """The target whose tensor cores take this step: many tokens, vectors of several whole units"""
   target = target_of(weight.device) if step.many_tokens else None
   return target if target is not None and target.mma is not None and all(width % UNIT == 0 and width > UNIT for width in widths) else None
+
+def few_target(step:Step, weight:Weight, *widths:int) -> Target|None:
+  """The target whose tensor cores take this step: a few tokens, vectors of whole units"""
+  target = target_of(weight.device) if step.few_tokens and few_tokens.LEAST_TOKENS <= step.tokens <= few_tokens.MOST_TOKENS else None
+  return target if target is not None and few_tokens.takes(target) and all(width % UNIT == 0 for width in widths) else None
 
 def as_half(x:Tensor) -> Tensor: return x if x.dtype == dtypes.half else x.cast(dtypes.half).contiguous()
 
@@ -52,6 +57,9 @@ def mul_mat(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
 
 @mul_mat.form("cpu_decode", takes=lambda x, weight, ids: cpu.takes(weight) and one_row(x))
 def mul_mat_cpu(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: return cpu.mul_mat_decode(x, weight, ids)
+
+@mul_mat.form("cpu_few", takes=lambda x, weight, ids: ids is None and cpu_few.takes_rows(x, weight))
+def mul_mat_cpu_few(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: return cpu_few.mul_mat_few(x, weight)
 
 @mul_mat.form("cpu_prefill", takes=lambda x, weight, ids: cpu.takes(weight))
 def mul_mat_cpu_prefill(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
@@ -104,6 +112,10 @@ def norm_linear(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], r
 def norm_linear_cpu(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   return cpu.norm_linear_decode(x, norm, weights, rope, step.start if rope else None, residual)
 
+@norm_linear.form("cpu_few", takes=lambda step, x, norm, weights, rope, residual: cpu.takes(*weights) and step.few_tokens)
+def norm_linear_cpu_few(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
+  return cpu_few.norm_linear_few(x, norm, weights, rope, step.start if rope else None, residual)
+
 @norm_linear.form("cpu_prefill", takes=lambda step, x, norm, weights, rope, residual: cpu.takes(*weights) and step.many_tokens)
 def norm_linear_cpu_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   return cpu_prefill.norm_linear_prefill(x, norm, weights, rope, step.start if rope else None, residual)
@@ -115,7 +127,7 @@ def norm_linear_msl(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight
   return [mul_mat_msl(x, weights[0], residual=residual)]
 
 @norm_linear.form("decode", takes=lambda step, x, norm, weights, rope, residual:
-                  decode_target(step, weights[0], x.shape[1]))
+                  decode_target(step, weights[0], x.shape[1]) and not few_target(step, weights[0], x.shape[1]))
 def norm_linear_decode(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   target = target_of(weights[0].device)
   assert target is not None
@@ -146,6 +158,12 @@ def norm_linear_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[We
   rotated_or_sum = matmul(target, normed, first, residual, rope=rope, start=start, dtype=dtypes.float if rope is None else dtypes.half)
   return [rotated_or_sum, *[matmul(target, normed, weight) for weight in rest]]
 
+@norm_linear.form("few", takes=lambda step, x, norm, weights, rope, residual: few_target(step, weights[0], x.shape[1]))
+def norm_linear_few(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
+  target = target_of(weights[0].device)
+  assert target is not None
+  return few_tokens.few_matmul(target, few_tokens.columns(target, x, norm)[0], weights, residual, rope, step.start)
+
 # ---- what attention ends with ----
 
 @primitive(outputs=lambda step, context, v_b, weight, residual: empty(residual, *residual.shape), composite=True)
@@ -160,3 +178,10 @@ def attention_output_prefill(step:Step, context:Tensor, v_b:Weight, weight:Weigh
   assert target is not None
   heads = matmul_scaled(target, as_half(context), v_b)
   return matmul(target, heads.reshape(residual.shape[0], -1), weight, residual)
+
+@attention_output.form("few", takes=lambda step, context, v_b, weight, residual: few_target(step, v_b, v_b.shape[2], v_b.shape[1]))
+def attention_output_few(step:Step, context:Tensor, v_b:Weight, weight:Weight, residual:Tensor) -> Tensor:
+  target = target_of(v_b.device)
+  assert target is not None
+  heads = few_tokens.few_heads(target, few_tokens.columns(target, context)[0], v_b)
+  return few_tokens.few_matmul(target, heads, [weight], residual)[0]

@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, group_reduce, group_sum
-from tinygrad.nn.kernel import SLOTS, empty, exp, launch, local, optional, total
+from tinygrad.nn.kernel import SLOTS, behind_wait, empty, exp, launch, local, optional, total
 from tinygrad.uop.ops import Ops
 
 class Gating(enum.IntEnum):
@@ -110,8 +110,8 @@ class TopKInKernel:
       weight, values = weight / total(values, UOp.add), [value / total(values, UOp.add) for value in values]
     return (weight / total(values, UOp.add).maximum(LEAST_SUM) if self.routing.normalize else weight) * self.routing.scale
 
-def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
-  """choose_experts in a launch. In the kernel:
+def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing, overlaps:bool=False) -> tuple[Tensor, Tensor]:
+  """choose_experts in a launch. overlaps: it starts while those before it run. In the kernel:
 
   TopKInKernel of the token's logits                          # a block a token
   thread k < count: experts[k], weights[k] = expert(k), weight(k)
@@ -119,6 +119,7 @@ def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing) -> tup
   (T, E), K = logits.shape, routing.count
   threads = -(-max(E, K) // target.lanes) * target.lanes
   def body(buffers:dict[str, UOp]) -> list[UOp]:
+    if overlaps: buffers = behind_wait(target, buffers)
     token, thread = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0")
     top_k = TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token)
     top_k.barrier(thread, threads, UOp.const(0), [])
@@ -130,8 +131,8 @@ def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing) -> tup
   experts, weights = launch(f"choose_experts_{T}_{E}_{K}_{routing.gating}", outs, ins, body)
   return experts, weights
 
-def sort_by_expert(target:Target, chosen:Tensor, experts:int) -> tuple[Tensor, Tensor]:
-  """The choices of each expert, in order. chosen: int32 (T, K), a token's distinct experts -> order, int32 (E, T): choices, token · K + k, of
+def sort_by_expert(target:Target, chosen:Tensor, experts:int, overlaps:bool=False) -> tuple[Tensor, Tensor]:
+  """The choices of each expert, in order. overlaps: the launch starts while those before it run. chosen: int32 (T, K), a token's distinct experts -> order, int32 (E, T): choices, token · K + k, of
   which the first counts[e] of row e are written; and counts, int32 (E,). In the kernel:
 
   hits = which of a thread's consecutive choices are the expert's   # a block an expert
@@ -143,6 +144,7 @@ def sort_by_expert(target:Target, chosen:Tensor, experts:int) -> tuple[Tensor, T
   threads, n_choices = group_size * group_size, T * K
   per_thread = -(-n_choices // threads)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
+    if overlaps: buffers = behind_wait(target, buffers)
     expert, thread, own = UOp.special(experts, "gidx0"), UOp.special(threads, "lidx0"), []
     group, member = thread // group_size, thread % group_size
     for i in range(per_thread):

@@ -1,4 +1,5 @@
-"""Absorbed attention of one token over the latent cache, whose written rows are cut into equal splits: split_kv, then mla_combine.
+"""Absorbed attention of one token a sequence over the latent cache, whose written rows are cut into splits: split_kv, then mla_combine.
+One sequence is cut into equal splits. Several are cut by a plan (nn/split_plan.py), whose items are the splits of all of them.
 
 Two forms of split_kv: split_kv_mma by tensor cores, split_kv_simt on every other target. Both make the same float32 sums of a split:
 
@@ -13,11 +14,14 @@ Two forms of split_kv: split_kv_mma by tensor cores, split_kv_simt on every othe
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Callable
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import MMA_CUDA, Target, group_reduce, group_sum, of_lane, pdl_wait
-from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local, position_of
-from tinygrad.nn.latent_cache import MASKED_SCORE, row_offset
+from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local
+from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages
+from tinygrad.nn.split_plan import PlanShape, item_of, items_of
+from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
 
 MULTIPROCESSORS = 132              # of a large GPU
@@ -59,14 +63,20 @@ def head_columns(heads:int) -> int:
   tiles = -(-heads // 8)
   return -(-tiles // -(-tiles // 3))
 
-def plan_splits(target:Target, heads:int, latent:int, cache:Tensor) -> tuple[int, int]:
-  """(splits, step): how many splits fill the machine once, and the positions that a block reads at once. A split is whole steps."""
-  positions, dim = cache.shape
-  if uses_tensor_cores(target, latent, dim - latent):
-    step, blocks = MMA_STEP, MULTIPROCESSORS // -(-heads // (8 * head_columns(heads)))
-  else:
-    step, blocks = SIMT_WARPS * POSITIONS_AT_ONCE, SIMT_BLOCKS * MULTIPROCESSORS // (heads // group_heads(heads))
-  return max(min(blocks, -(-positions // step)), 1), step
+def machine_splits(target:Target, heads:int, latent:int, rope:int) -> tuple[int, int]:
+  """(splits, step): how many splits fill the machine once, and the positions that a block reads at once. A split is whole steps, and a step lies
+  within a page."""
+  if uses_tensor_cores(target, latent, rope): return max(MULTIPROCESSORS // -(-heads // (8 * head_columns(heads))), 1), MMA_STEP
+  return max(SIMT_BLOCKS * MULTIPROCESSORS // (heads // group_heads(heads)), 1), SIMT_WARPS * POSITIONS_AT_ONCE
+
+def plan_splits(target:Target, heads:int, latent:int, pages:Pages) -> tuple[int, int]:
+  """(splits, step) of one sequence"""
+  splits, step = machine_splits(target, heads, latent, pages.dim - latent)
+  return min(splits, pages.capacity // step), step
+
+def plan_shape(target:Target, heads:int, latent:int, pages:Pages) -> PlanShape:
+  """How several sequences are cut"""
+  return PlanShape.of(pages, *machine_splits(target, heads, latent, pages.dim - latent))
 
 def split_length(last:UOp, splits:int, step:int) -> UOp:
   """Positions of a split, when `last` is the last position written"""
@@ -78,47 +88,84 @@ def split_length(last:UOp, splits:int, step:int) -> UOp:
 class SplitLaunch:
   """What the code of split_kv depends on"""
   target: Target
+  pages: Pages
   heads: int      # H
   latent: int     # L
-  dim: int        # L+R, numbers of a row of the cache
   head_dim: int   # numbers of a head of q; the last R are rotated
-  splits: int
+  splits: int     # of all sequences
   step: int       # positions that a block reads at once
+  plan: PlanShape|None   # of several sequences
   scale: float    # of the scores
+  @property
+  def dim(self) -> int: return self.pages.dim
   @property
   def scale_log2e(self) -> float: return self.scale * LOG2_E   # exp(x) is 2^(x · log2(e))
 
-def split_kv(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, start:Tensor, scale:float) -> tuple[Tensor, Tensor]:
-  """q_latent: float32 (H, L), or half (padded(H), L) in the order of query_place where uses_tensor_cores; q: float32 (H, nope+R), the last R
-  numbers rotated; cache: half (C, L+R), written up to position start; start: int32 (1,) -> sums: float32 (splits, H, L), weighted sums of a split;
-  stats: float32 (splits, H, 2), its row_max (in base 2) and weight_sum. Splits behind it are not written."""
-  (heads, head_dim), latent, dim = q.shape, q_latent.shape[1], cache.shape[1]
-  splits, step = plan_splits(target, heads, latent, cache)
-  shape = SplitLaunch(target, heads, latent, dim, head_dim, splits, step, scale)
-  kernel = split_kv_mma if uses_tensor_cores(target, latent, dim - latent) else split_kv_simt
+def split_kv(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, step:Step, scale:float) -> tuple[Tensor, Tensor]:
+  """q_latent: float32 (T, H, L), or half (T, padded(H), L) in the order of query_place where uses_tensor_cores; q: float32 (T, H, nope+R), the last R
+  numbers rotated; cache: half (C, L+R), written up to each token's position -> sums: float32 (splits, H, L), weighted sums of a split;
+  stats: float32 (splits, H, 2), its row_max (in base 2) and weight_sum. Splits that have no positions are not written."""
+  (_, heads, head_dim), latent, pages = q.shape, q_latent.shape[2], Pages.of(cache, step.tables)
+  splits, at_once = plan_splits(target, heads, latent, pages)
+  plan = plan_shape(target, heads, latent, pages) if step.plan is not None else None
+  if plan is not None: splits = plan.items
+  shape, rope = SplitLaunch(target, pages, heads, latent, head_dim, splits, at_once, plan, scale), pages.dim - latent
+  kernel = split_kv_mma if uses_tensor_cores(target, latent, rope) else split_kv_simt
   def body(buffers:dict[str, UOp]) -> list[UOp]: return kernel(shape, buffers)
   outs = {"sums": empty(cache, splits, heads, latent), "stats": empty(cache, splits, heads, 2)}
-  ins = {"q_latent": q_latent, "q": q, "cache": cache, "start": start}
-  sums, stats = launch(f"mla_{kernel.__name__}_{splits}_{heads}_{latent}_{dim - latent}", outs, ins, body, cache.nbytes())
+  ins = {"q_latent": q_latent, "q": q, "cache": cache, "tables": step.tables, **step_buffers(step)}
+  sums, stats = launch(f"mla_{kernel.__name__}_{step.tokens}_{splits}_{heads}_{latent}_{rope}", outs, ins, body, cache.nbytes())
   return sums, stats
 
+def step_buffers(step:Step) -> dict[str, Tensor]:
+  """What tells a kernel where the splits are"""
+  return {"start": step.start} if step.plan is None else {"plan": step.plan}
+
 class Split:
-  """The positions that a block reads: a split's, of those up to `last`, the last one written. active: there are any."""
-  def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp], index:UOp, wait_zero:UOp):
-    self.shape, self.index, self.wait_zero = shape, index, wait_zero
-    self.last = position_of(buffers)
-    self.length = split_length(self.last, shape.splits, shape.step)
-    self.first = index * self.length
-    self.active = self.first <= self.last
+  """The positions that a block reads: of a sequence's, up to `last`, the last one written. active: there are any."""
+  def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp], index:UOp):
+    self.shape, self.buffers, self.index = shape, buffers, index
+    if shape.plan is None:
+      self.sequence, self.last = UOp.const(0), shape.pages.position(buffers)
+      length = split_length(self.last, shape.splits, shape.step)
+      self.first = index * length
+      self.active = self.first <= self.last
+      written = (self.last - self.first) // shape.step + 1
+      self.count = self.active.where(written.minimum(length // shape.step), 0)
+    else:
+      item = item_of(shape.plan, buffers, index)
+      self.sequence, self.first, self.count, self.last = item.sequence, item.first, item.steps, item.last
+      self.active = self.count > 0
+    first_page = self.page_of(self.first)
+    self.ahead = PageAhead(first_page, slot=3)
+    self.wait_zero = pdl_wait(shape.target, first_page)
+
+  def page_of(self, position:UOp) -> UOp:
+    """Of the last position's, where the position is not written"""
+    return self.shape.pages.page(self.buffers, position.minimum(self.last), self.sequence)
 
   def steps(self) -> UOp:
     """The loop over the split's steps"""
-    written = (self.last - self.first) // self.shape.step + 1
-    return UOp.range(self.active.where(written.minimum(self.length // self.shape.step), 0), 0)
+    return UOp.range(self.count, 0)
 
+  def at(self, step:UOp) -> SplitStep:
+    """A step of the loop"""
+    start, page = self.first + step * self.shape.step, self.ahead.read(step)
+    following = self.page_of(start + self.shape.step)
+    return SplitStep(self, start, page, following, self.ahead.update(step, page, following))
+
+@dataclass(frozen=True)
+class SplitStep:
+  """A step of a split's loop. following: the next step's page; update: the store that keeps it till then"""
+  split: Split
+  start: UOp       # its first position
+  page: UOp
+  following: UOp
+  update: UOp
   def row(self, position:UOp) -> UOp:
-    """The offset of a position's row in the cache; of the last row, where the position is not written"""
-    return row_offset(position.minimum(self.last) + self.wait_zero, self.shape.dim)
+    """The index of the row of one of its positions; of the last row, where the position is not written"""
+    pages, split = self.split.shape.pages, self.split
+    return pages.row(self.page, position.minimum(split.last)) + split.wait_zero * pages.dim
 
 @dataclass(frozen=True)
 class SoftmaxState:
@@ -151,9 +198,10 @@ def split_kv_simt(shape:SplitLaunch, buffers:dict[str, UOp]) -> list[UOp]:
   queries = [thread.load_query(head) for head in range(thread.heads)]
   state = SoftmaxState.initial(thread.heads, thread.latent_share)
   step = thread.split.steps()
-  positions = thread.positions(step)
-  keys = [thread.load_key(position) for position in positions]
-  updates = []
+  at = thread.split.at(step)
+  positions = thread.positions(at)
+  keys = [thread.load_key(at, position) for position in positions]
+  updates = [at.update]
   for head, query in enumerate(queries):
     scores = thread.scores(query, keys, positions)
     updates += thread.update(state.after(step), head, scores, keys, positions)
@@ -170,8 +218,8 @@ class SimtThread:
     index, head_group = UOp.special(shape.splits, "gidx0"), UOp.special(shape.heads // self.heads, "gidx1")
     self.thread = UOp.special(SIMT_WARPS * lanes, "lidx0")
     self.warp, self.lane = self.thread // lanes, self.thread % lanes
-    self.wait_zero = pdl_wait(shape.target)
-    self.split = Split(shape, buffers, index, self.wait_zero)
+    self.split = Split(shape, buffers, index)
+    self.wait_zero = self.split.wait_zero
     self.first_head = head_group * self.heads
 
   def latent_number(self, i:int) -> UOp: return (i // 4 * self.shape.target.lanes + self.lane) * 4 + i % 4
@@ -179,20 +227,20 @@ class SimtThread:
 
   def load_query(self, head:int) -> list[UOp]:
     """The lane's share of a head's query, float32, times scale · log2(e)"""
-    shape, number = self.shape, self.first_head + head
+    shape, number = self.shape, self.split.sequence * self.shape.heads + self.first_head + head
     rotated = number * shape.head_dim + shape.head_dim - (shape.dim - shape.latent)   # where the rotated part begins
     latent_places = [number * shape.latent + self.latent_number(i) for i in range(self.latent_share)]
     rope_places = [rotated + self.rope_number(i) for i in range(self.rope_share)]
     return [self.buffers["q_latent"][place + self.wait_zero].load() * shape.scale_log2e for place in latent_places] + \
            [self.buffers["q"][place + self.wait_zero].load() * shape.scale_log2e for place in rope_places]
 
-  def positions(self, step:UOp) -> list[UOp]:
+  def positions(self, at:SplitStep) -> list[UOp]:
     """The warp's positions of a step"""
-    return [self.split.first + (step * POSITIONS_AT_ONCE + i) * SIMT_WARPS + self.warp for i in range(POSITIONS_AT_ONCE)]
+    return [at.start + i * SIMT_WARPS + self.warp for i in range(POSITIONS_AT_ONCE)]
 
-  def load_key(self, position:UOp) -> list[UOp]:
+  def load_key(self, at:SplitStep, position:UOp) -> list[UOp]:
     """The lane's share of a position's row, as float32; the first latent_share are its share of the value"""
-    row = self.split.row(position)
+    row = at.row(position)
     places = [row + self.latent_number(i) for i in range(self.latent_share)] + \
              [row + self.shape.latent + self.rope_number(i) for i in range(self.rope_share)]
     return [self.buffers["cache"][place].load().cast(dtypes.float) for place in places]
@@ -261,12 +309,12 @@ def split_kv_mma(shape:SplitLaunch, buffers:dict[str, UOp]) -> list[UOp]:
   queries = [[thread.load_query(column, piece) for piece in range(thread.warp_pieces)] for column in range(thread.columns)]
   state = SoftmaxState.initial(thread.columns, LANE_SUMS)
   step = thread.split.steps()
-  start = thread.split.first + step * shape.step
-  values = thread.load_values(start)
-  scores = thread.share_scores(thread.partial_scores(queries, start), values)
-  updates = []
+  at = thread.split.at(step)
+  values = thread.load_values(at)
+  scores = thread.share_scores(thread.partial_scores(queries, at), values, at.following)
+  updates = [at.update]
   for column in range(thread.columns):
-    rescale, weights, stores = thread.softmax(state.after(step), column, thread.scores(scores, column, start))
+    rescale, weights, stores = thread.softmax(state.after(step), column, thread.scores(scores, column, at.start))
     updates += stores + thread.update_sums(state.after(step), column, rescale, weights, values)
   state = state.after(UOp.group(*updates).end(step))
   return [store for column in range(thread.columns) for store in thread.store_stats(state, column) + thread.store_sums(state, column)]
@@ -294,8 +342,8 @@ class MmaThread:
     self.warp, lane = thread // 32, thread % 32
     self.lane_group, self.in_group = lane // 4, lane % 4
     self.tile, self.share = self.warp // self.shares, self.warp % self.shares
-    self.wait_zero = pdl_wait(shape.target)
-    self.split = Split(shape, buffers, index, self.wait_zero)
+    self.split = Split(shape, buffers, index)
+    self.wait_zero = self.split.wait_zero
     self.first_head, self.first_latent = block * self.heads, self.warp * LATENT_PER_WARP
 
   # ---- where things are ----
@@ -331,29 +379,31 @@ class MmaThread:
     is_latent, is_rotated = number < shape.latent, number >= shape.latent
     head = self.first_head + column * self.mma.N + self.lane_group
     has_latent = None if shape.heads % self.heads == 0 else head < padded(shape.heads)
-    latent = self.load4("q_latent", query_place(head, number, shape.latent) + self.wait_zero * 4, is_latent, has_latent)
+    first = self.split.sequence * (padded(shape.heads) * shape.latent)
+    latent = self.load4("q_latent", first + query_place(head, number, shape.latent) + self.wait_zero * 4, is_latent, has_latent)
     existing, _ = self.head(column, self.lane_group)
-    place = existing * shape.head_dim + shape.head_dim - shape.dim + number + self.wait_zero * 4
+    place = (self.split.sequence * shape.heads + existing + 1) * shape.head_dim - shape.dim + number + self.wait_zero * 4
     rotated = self.load4("q", place, is_rotated, inside)
     return [is_latent.where(own, other.cast(dtypes.half)) for own, other in zip(latent, rotated)]
 
-  def partial_scores(self, queries:list[list[list[UOp]]], start:UOp) -> list[list[UOp]]:
+  def partial_scores(self, queries:list[list[list[UOp]]], at:SplitStep) -> list[list[UOp]]:
     """A column's products of the warp's tile, over the warp's share of the numbers: (positions, heads)"""
     sums = [[UOp.const(0.0, dtypes.float)] * 4 for _ in queries]
-    positions = [start + self.tile * TILE_POSITIONS + self.lane_group + row * 8 for row in range(2)]
+    positions = [at.start + self.tile * TILE_POSITIONS + self.lane_group + row * 8 for row in range(2)]
     for piece in range(self.warp_pieces):
       number, inside = self.piece_number(piece)
-      keys = [self.load4("cache", self.split.row(position) + number, inside) for position in positions]
+      keys = [self.load4("cache", at.row(position) + number, inside) for position in positions]
       sums = [self.mma(fragment_a(keys), query[piece], total) for query, total in zip(queries, sums)]
     return sums
 
-  def load_values(self, start:UOp) -> Values:
+  def load_values(self, at:SplitStep) -> Values:
     """By tile, half of the warp's latent numbers and position of the lane: four neighbouring numbers"""
-    def load(half:int, position:UOp) -> list[UOp]: return self.load4("cache", self.latent_index(self.split.row(position) + self.first_latent, half))
-    return [[[load(half, position) for position in self.tile_positions(start, tile)] for half in range(2)] for tile in range(self.tiles)]
+    def load(half:int, position:UOp) -> list[UOp]: return self.load4("cache", self.latent_index(at.row(position) + self.first_latent, half))
+    return [[[load(half, position) for position in self.tile_positions(at.start, tile)] for half in range(2)] for tile in range(self.tiles)]
 
-  def share_scores(self, partial_scores:list[list[UOp]], values:Values) -> UOp:
-    """Scores in shared memory behind a barrier, (shares, heads, pitch). The values are loaded before it: they do not wait for the scores."""
+  def share_scores(self, partial_scores:list[list[UOp]], values:Values, following:UOp) -> UOp:
+    """Scores in shared memory behind a barrier, (shares, heads, pitch). The values and the next step's page are loaded before it: they do not wait
+    for the scores."""
     scores = local(self.shares * self.heads * self.pitch, dtypes.float, 0)
     stores = []
     for column, elements in enumerate(partial_scores):
@@ -361,7 +411,7 @@ class MmaThread:
         row = self.share * self.heads + column * self.mma.N + self.in_group * 2 + i % 2
         stores.append(scores[row * self.pitch + self.tile * TILE_POSITIONS + self.lane_group + i // 2 * 8].store(value))
     loads = [number for tile in values for half in tile for position in half for number in position]
-    return scores.after(UOp(Ops.BARRIER, src=(*stores, *loads)))
+    return scores.after(UOp(Ops.BARRIER, src=(*stores, *loads, following)))
 
   def scores(self, shared:UOp, column:int, start:UOp) -> list[UOp]:
     """The lane's head's scores of the lane's positions, tile by tile, in base 2"""
@@ -419,27 +469,31 @@ class MmaThread:
 class CombineLaunch:
   """What the code of mla_combine depends on"""
   target: Target
+  pages: Pages
   splits: int
   heads: int    # H
   latent: int   # L
   step: int     # positions that a block of split_kv reads at once
+  plan: PlanShape|None
 
-def mla_combine(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, start:Tensor) -> Tensor:
-  """The context of all splits. sums, stats: what split_kv made of the cache; start: int32 (1,) -> float32 (H, L)"""
-  splits, heads, latent = sums.shape
-  shape = CombineLaunch(target, splits, heads, latent, plan_splits(target, heads, latent, cache)[1])
+def mla_combine(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Step) -> Tensor:
+  """The context of all splits. sums, stats: what split_kv made of the cache -> float32 (T, H, L)"""
+  (splits, heads, latent), pages = sums.shape, Pages.of(cache, step.tables)
+  plan = plan_shape(target, heads, latent, pages) if step.plan is not None else None
+  shape = CombineLaunch(target, pages, splits, heads, latent, plan_splits(target, heads, latent, pages)[1], plan)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return combine_kernel(shape, buffers)
-  ins = {"sums": sums, "stats": stats, "start": start}
-  return launch(f"mla_combine_{splits}_{heads}_{latent}", {"context": empty(sums, heads, latent)}, ins, body)[0]
+  outs, ins = {"context": empty(sums, step.tokens, heads, latent)}, {"sums": sums, "stats": stats, **step_buffers(step)}
+  mem = None if plan is None else sums.nbytes() + stats.nbytes() + outs["context"].nbytes()   # a loop's turns are out of the renderer's reach
+  return launch(f"mla_combine_{step.tokens}_{splits}_{heads}_{latent}", outs, ins, body, mem)[0]
 
 def combine_kernel(shape:CombineLaunch, buffers:dict[str, UOp]) -> list[UOp]:
-  """A block's stores. It has a head and 4 · lanes of the latent numbers; its eight warps take every eighth split each, a lane four numbers.
+  """A block's stores. It has a head of a token and 4 · lanes of the latent numbers; its eight warps take every eighth split each, a lane four numbers.
     row_max = max of the splits' row_max
     weight of a split = 2^(its row_max - row_max)
     weight_sum, sums = Σ weight · its weight_sum, Σ weight · its sums    a warp's splits, then all warps' in shared memory
     context = sums / weight_sum"""
   thread = CombineThread(shape, buffers)
-  weight_sum, sums = thread.warp_sums(thread.row_max())
+  weight_sum, *sums = thread.warp_sums(thread.row_max())
   return [thread.combine_warps(weight_sum, sums)]
 
 class CombineThread:
@@ -449,29 +503,48 @@ class CombineThread:
     self.part, self.head = UOp.special(shape.latent // (4 * self.lanes), "gidx0"), UOp.special(shape.heads, "gidx1")
     self.thread = UOp.special(COMBINE_WARPS * self.lanes, "lidx0")
     self.warp, self.lane = self.thread // self.lanes, self.thread % self.lanes
-    self.wait_zero = pdl_wait(shape.target)
-    last = position_of(buffers)
-    self.written = last // split_length(last, shape.splits, shape.step) + 1   # splits
+    if shape.plan is None:
+      self.sequence, self.first, last = UOp.const(0), UOp.const(0), shape.pages.position(buffers)
+      self.written = last // split_length(last, shape.splits, shape.step) + 1   # splits
+      self.wait_zero = pdl_wait(shape.target)
+    else:
+      self.sequence = UOp.special(shape.pages.sequences, "gidx2")
+      self.first, self.written = items_of(shape.plan, buffers, self.sequence)
+      self.wait_zero = pdl_wait(shape.target, self.written)
+
+  def over_splits(self, first:UOp, step:int, number:int, initial:list[float], values_of:Callable[[UOp], list[UOp]],
+                  op:Callable[[UOp, UOp], UOp]) -> list[UOp]:
+    """op over values_of(split), one by one, of the sequence's splits first, first + step, … One sequence's are at most as many as fill the machine,
+    and are all in flight at once; of several, most have few: a loop."""
+    if self.shape.plan is None:
+      values = [values_of(first + start) for start in range(0, self.shape.splits, step)]
+      return [reduce(op, column) for column in zip(*values)]
+    registers = UOp.placeholder((len(initial),), dtypes.float, slot=2 + number, addrspace=AddrSpace.REG)
+    registers = registers.after(UOp.group(*(registers[i].store(value) for i, value in enumerate(initial))))
+    turn = UOp.range((self.written + step - 1) // step, number)
+    own = registers.after(turn)
+    updates = [own[i].store(op(own[i].load(), value)) for i, value in enumerate(values_of(first + turn * step))]
+    registers = registers.after(UOp.group(*updates).end(turn))
+    return [registers[i].load() for i in range(len(initial))]
 
   def stat(self, split:UOp, i:int) -> UOp:
-    index = (split * self.shape.heads + self.head) * 2 + i + self.wait_zero
+    index = ((self.first + split) * self.shape.heads + self.head) * 2 + i + self.wait_zero
     return self.buffers["stats"][index.valid(split < self.written)].load()
 
   def row_max(self) -> UOp:
     """Of all splits, in every lane"""
-    splits = [self.lane + first for first in range(0, self.shape.splits, self.lanes)]
-    maxima = [(split < self.written).where(self.stat(split, ROW_MAX), MASKED_SCORE) for split in splits]
-    return group_reduce(self.shape.target, reduce(UOp.maximum, maxima), self.lanes, UOp.maximum)
+    def row_max_of(split:UOp) -> list[UOp]: return [(split < self.written).where(self.stat(split, ROW_MAX), MASKED_SCORE)]
+    own, = self.over_splits(self.lane, self.lanes, 0, [MASKED_SCORE], row_max_of, UOp.maximum)
+    return group_reduce(self.shape.target, own, self.lanes, UOp.maximum)
 
-  def warp_sums(self, row_max:UOp) -> tuple[UOp, list[UOp]]:
-    """(weight_sum, the lane's four sums) of the warp's splits"""
-    weight_sums, sums = [], []
-    for split in [self.warp + first for first in range(0, self.shape.splits, COMBINE_WARPS)]:
+  def warp_sums(self, row_max:UOp) -> list[UOp]:
+    """weight_sum and the lane's four sums, of the warp's splits"""
+    def weighted(split:UOp) -> list[UOp]:
       weight = (split < self.written).where((self.stat(split, ROW_MAX) - row_max).exp2(), 0.0)
-      weight_sums.append(weight * self.stat(split, WEIGHT_SUM))
-      number = (split * self.shape.heads + self.head) * self.shape.latent + (self.part * self.lanes + self.lane) * 4
-      sums.append([weight * self.buffers["sums"][(number + i + self.wait_zero).valid(split < self.written)].load() for i in range(4)])
-    return reduce(UOp.add, weight_sums), [reduce(UOp.add, column) for column in zip(*sums)]
+      number = ((self.first + split) * self.shape.heads + self.head) * self.shape.latent + (self.part * self.lanes + self.lane) * 4
+      sums = [weight * self.buffers["sums"][(number + i + self.wait_zero).valid(split < self.written)].load() for i in range(4)]
+      return [weight * self.stat(split, WEIGHT_SUM), *sums]
+    return self.over_splits(self.warp, COMBINE_WARPS, 1, [0.0] * 5, weighted, UOp.add)
 
   def combine_warps(self, weight_sum:UOp, sums:list[UOp]) -> UOp:
     """The store of a number of the context. Threads past the block's numbers store none."""
@@ -483,5 +556,5 @@ class CombineThread:
     number = self.thread.minimum(block_numbers - 1)
     total = reduce(UOp.add, [shared_sums[warp * block_numbers + number].load() for warp in range(COMBINE_WARPS)])
     total_weight = reduce(UOp.add, [weight_sums[warp].load() for warp in range(COMBINE_WARPS)])
-    index = self.head * self.shape.latent + self.part * block_numbers + number
+    index = (self.sequence * self.shape.heads + self.head) * self.shape.latent + self.part * block_numbers + number
     return self.buffers["context"][index.valid(self.thread < block_numbers)].store(total / total_weight)

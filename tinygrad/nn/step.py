@@ -20,6 +20,7 @@ class Step:
   tokens: int                   # T, of all sequences together
   start: Tensor
   tables: Tensor
+  plan: Tensor|None = None      # how attention's work is cut, of several sequences on a GPU (nn/split_plan.py)
 
   @staticmethod
   def decode(start:Tensor, tables:Tensor) -> Step: return Step(Phase.DECODE, start.shape[0], start, tables)

@@ -52,6 +52,9 @@ class Ring:
 
 class CUDAAllocator(_wheel.CUDAAllocator):
   ring: Ring|None = None
+  def host_memory(self, nbytes:int) -> int:
+    """The address of pinned memory, the same on the card, which writes there while the host looks on. It is the process's"""
+    return self.alloc(nbytes, BufferSpec(host=True)).value
   def alloc(self, size:int, options:BufferSpec|None=None) -> Any:
     try: return super().alloc(size, options)
     except MemoryError as e: raise MemoryError(f"{e}; {e.__cause__}") from None  # the wheel says what was asked for, its cause what there is

@@ -1,18 +1,20 @@
 """Tokens in, tokens out. Knows no text, no block format and no target."""
 from __future__ import annotations
-import operator, os, threading
-from typing import Iterable, Iterator
+import operator, os, threading, time, weakref
+from typing import Any, Callable, Iterable, Iterator, Protocol
 import numpy as np
-from tinygrad.apps.capture import read, write
-from tinygrad.apps.engine.runner import Runner
+from tinygrad.apps.engine.cache import Pool, Table, pages_for
 from tinygrad.apps.engine.sampling import Sampling
-from tinygrad.apps.mla import Transformer
+from tinygrad.apps.engine.scheduler import DECODE, Scheduler
+from tinygrad.apps.engine.sequence import BatchRow, Request, Sequence, State
 
-_one_at_a_time = threading.RLock()  # not a generator's own: what is recorded, and the CPU's threads, are the process's
+_one_at_a_time = threading.RLock()  # not an engine's own: what is recorded, and the CPU's threads, are the process's
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 def _forked() -> None:
   """What another thread holds is never given back in the child, which has only the one that forked"""
   global _one_at_a_time
   _one_at_a_time = threading.RLock()
+  for engine in _engines: engine.news, engine.driver, engine.dirty = threading.Condition(), None, True
 os.register_at_fork(after_in_child=_forked)
 
 def _whole(name:str, value:object) -> int:
@@ -22,101 +24,259 @@ def _whole(name:str, value:object) -> int:
   except TypeError: pass
   raise ValueError(f"{name}: expected a whole number, found {' '.join(repr(value)[:60].split())}")
 
+def tokens_of(ids:Iterable[int], vocab:int) -> list[int]:
+  """ids as ints. Raises ValueError, one line, for what is no list of tokens below `vocab`, and for an empty one."""
+  shape = getattr(ids, "shape", None)
+  if not isinstance(ids, Iterable) or isinstance(ids, (str, bytes)) or (shape is not None and len(shape) != 1):
+    raise ValueError(f"tokens: expected a list of numbers, found {type(ids).__name__}{'' if shape is None else f' of shape {shape}'}")
+  tokens = [_whole("token", i) for i in ids]
+  if not tokens: raise ValueError("no tokens: give at least one")
+  if (wrong := next((i for i in tokens if not 0 <= i < vocab), None)) is not None:
+    raise ValueError(f"token {str(wrong)[:40]}: expected 0 to {vocab - 1}")
+  return tokens
+
 class ContextFull(Exception):
   """The prompt does not fit. str(e) is one line."""
 
-class Superseded(RuntimeError):
-  """A later call took the generator over, whose one sequence an older iterator went on with. str(e) is one line."""
+class Steps(Protocol):
+  """What the engine needs of a runner. The device does what it is given in order, and calls return before it is done, but for read and wait.
+  table: the pages of a sequence's rows, in order; what it does not name is page 0."""
+  sizes: tuple[int, ...]   # of a prompt's chunks, ascending
+  few: int                 # tokens for which the largest is not taken
+  max_context: int
+  vocab_size: int
+  in_flight: int           # launches that may be unread: 2, or 1 where a launch is done when it returns
+  kernels_a_token: int     # launches of the newest decode step; 0 before the first
 
-class Generator(Runner):
-  """An engine of one sequence: prefill, decode and what stays between turns. A call takes over from the one before it, whose iterator then raises
-  Superseded; threads take turns."""
-  def __init__(self, model:Transformer):
-    super().__init__(model)
-    self.cached: list[int] = []   # the tokens whose rows the cache holds
-    self.calls = 0                # that changed it: an iterator goes on while none has come after its own
+  def prefill(self, ids:list[int], start:int, size:int, table:list[int]) -> None:
+    """Writes the rows of ids, `size` at most, the first of them at position `start`; what it writes past them, up to `size`, does not count"""
+  def set_batch(self, rows:list[BatchRow]) -> None:
+    """What launch runs from here on. Launches that were not read are forgotten."""
+  def set_table(self, row:int, table:list[int]) -> None:
+    """A row of the batch has got a page"""
+  def launch(self) -> None:
+    """A decode step: writes each row's token at its position; the token that it chooses is the next, and the position one more"""
+  def read(self) -> np.ndarray:
+    """int32 (rows,): what the oldest launch that was not read chose, when it is done"""
+  def wait(self) -> None:
+    """Until the device is done"""
+  def logits(self, ids:list[int], start:int, table:list[int]) -> np.ndarray:
+    """As prefill, of sizes[0] ids at most -> float32 (len(ids), vocab), the logits after each"""
 
-  def _chunks(self, ids:list[int], start:int, many:int) -> Iterator[tuple[int, int]]:
-    """Steps of `chunk` or `many` tokens that cover ids[start:] and write no row before. The last one is padded: rows past the sequence's end are
-    written again before they are read, and the cache has room for them past the context's end."""
-    at = start
-    while at < len(ids):
-      size = many if len(ids) - at > self.few else self.chunk
-      part = ids[at:at + size]
-      write(self.ids[size], np.array(part + [0] * (size - len(part)), np.int32))
-      yield at, size
-      at += size
+AHEAD = 4  # chunks of a prompt that the device is given before it is waited for, where no answer runs
+
+class Engine:
+  """Sequences decode together, each as if it were alone.
+
+  What counts is on the host: a sequence's ids, its rows, its table. The device's batch follows from them and can be set anew at any time; what was in
+  flight is computed again then. So an exception loses nothing, wherever it comes.
+
+  A step is launched before the one before it is read, so a sequence's end is seen one step late. The row that was written too much lies past those
+  that count, in a page whose next holder writes it before reading it, as the device works in order. Before the batch changes (a sequence joins, ends
+  or gives way), what is in flight is read.
+
+  Whoever waits for a token drives: it does pieces of work, for all sequences, until its own token is there. One thread drives at a time, the others
+  wait for news. The driver alone touches the device, the scheduler and the pool; `add` and `abort` leave it word."""
+  def __init__(self, runner:Steps, pages:int, max_rows:int=64, max_stall:float=.05):
+    """pages: of the cache, page 0 included. max_rows: answers that run at once. max_stall: seconds that one of them waits at most for a prompt."""
+    self.runner, self.pool = runner, Pool(pages)
+    self.scheduler = Scheduler(self.pool, runner.sizes, runner.few, max_rows, max_stall)
+    self.capacity = min(runner.max_context, self.pool.rows)  # tokens of one sequence
+    self.newest: Sequence|None = None                        # that was added
+    self.recorded: set[int] = set()                          # sizes of chunks that ran before: a first run tells no time
+    self.news = threading.Condition()                        # guards `driver`
+    self.driver: int|None = None                             # the thread that drives
+    self.dirty = True                                        # set during work; where that was left half done, _recover goes first
+    _engines.add(self)
+
+  def _recover(self) -> None:
+    self.batch: list[Sequence] = []      # what is set on the device
+    self.sent: list[int] = []            # how many pages of each it knows
+    self.flying = 0                      # launches not read
+    self.concerned: list[Sequence] = []  # those whom an error of the device is about
+    self.chunks: list[int] = []          # sizes of those that were not waited for
+    self.chunk_seconds, self.decode_seconds, self.timed = 0.0, 0.0, False
+    self.scheduler.recover()
 
   # ---- use ----
-  def prefill(self, ids:Iterable[int], sampling:Sampling=Sampling()) -> None:
-    """Makes the cache hold ids[:-1], reusing the longest prefix it holds already, and the token buffer ids[-1]: decode may start at len(ids)-1.
-    Raises ContextFull for a prompt that leaves no room for an answer, ValueError for an empty one or what is no token."""
-    ids = self._tokens(ids)
-    if len(ids) >= self.max_context:
-      raise ContextFull(f"the prompt has {len(ids)} tokens, max_context is {self.max_context}: nothing is left for an answer")
-    todo = len(ids) - 1
-    with _one_at_a_time:
-      self.calls += 1
-      kept = next((i for i, (a, b) in enumerate(zip(self.cached, ids[:todo])) if a != b), min(len(self.cached), todo))
-      self.cached = self.cached[:kept]
-      if todo - kept > self.chunk // 4:
-        for at, size in self._chunks(ids[:todo], kept, self.many): self.prefill_step(size, at)
-      else:
-        for at in range(kept, todo):  # a few tokens cost less than a chunk, and the step is the answer's
-          self.feed(ids[at])
-          self.decode(sampling.features, at)
-      self.cached = ids[:todo]
-      self.feed(ids[-1])
-      self.set_sampling(sampling, ids)
+  def add(self, request:Request) -> Sequence:
+    """A sequence that whoever drives computes from here on. Raises ValueError for what is no prompt, ContextFull for one that leaves no room for an
+    answer."""
+    ids = self._tokens(request.ids)
+    if request.limit is not None and _whole("count", request.limit) < 0: raise ValueError(f"count: expected 0 or more, found {request.limit}")
+    if len(ids) >= self.capacity:
+      limit = f"max_context is {self.capacity}" if self.capacity == self.max_context else f"the cache holds {self.capacity}"
+      raise ContextFull(f"the prompt has {len(ids)} tokens, {limit}: nothing is left for an answer")
+    self.newest = s = Sequence(Request(ids, request.sampling, request.stop, request.limit), self.capacity - len(ids))
+    self.scheduler.live.append(s)
+    return s
+
+  def step(self) -> bool:
+    """Does a piece of work for all. False where there is none."""
+    return self._drive(self._work)
+
+  def stream(self, s:Sequence) -> Iterator[int]:
+    """Its tokens from the first on, a stop token last, as they come. Raises what it failed with."""
+    at = s.prompt
+    def news() -> bool: return len(s.ids) > at or s.state is State.ENDED
+    while True:
+      while not news():
+        if self._drive(self._work, news) is False and not news(): raise RuntimeError("this sequence is none of the engine's")
+      if len(s.ids) > at:
+        at += 1
+        yield s.ids[at - 1]
+      elif s.error is not None: raise s.error
+      else: return
+
+  def abort(self, s:Sequence) -> None:
+    """Ends it, unless it has ended. While a thread drives, that is left to the next piece of work: this never waits for it, as the garbage collector
+    may close an iterator anywhere."""
+    s.aborted = True
+    self._drive(self._aborts, lambda: self.driver is not None)
 
   def generate(self, ids:Iterable[int], count:int|None=None, sampling:Sampling=Sampling(), stop:frozenset[int]=frozenset()) -> Iterator[int]:
-    """Continues ids: yields each new token, a stop token last. Ends after `count` tokens or when the context is full.
-    Raises Superseded where a later call of this generator has come between, ValueError and ContextFull as prefill does."""
-    ids = self._tokens(ids)
+    """Continues ids: yields each new token, a stop token last. Ends after `count` tokens or when the context is full; closing it aborts the answer.
+    Raises as add and stream do."""
     if count is not None and _whole("count", count) < 0: raise ValueError(f"count: expected 0 or more, found {count}")
-    with _one_at_a_time:
-      self.prefill(ids, sampling)
-      call = self.calls
-    room, fed = self.max_context - len(ids), ids[-1]
-    for _ in range(room if count is None else min(count, room)):
-      with _one_at_a_time:
-        if call != self.calls: raise Superseded("this answer cannot go on: a later call has used its generator, which holds one sequence")
-        token = int(read(self.decode(sampling.features, len(self.cached)))[0])
-        self.cached.append(fed)
-      fed = token
-      yield token
-      if token in stop: return
+    s = self.add(Request(ids, sampling, stop, count))
+    try: yield from self.stream(s)
+    finally:
+      if s.state is not State.ENDED: self.abort(s)
+
+  def prefill(self, ids:Iterable[int], sampling:Sampling=Sampling()) -> None:
+    """Makes the cache hold ids[:-1]; the device may not be done with them. Raises as generate does."""
+    for _ in self.generate(ids, 0, sampling): pass
 
   def logits(self, ids:Iterable[int]) -> np.ndarray:
-    """float32 (T, vocab): the logits after each token. The cache then holds ids."""
-    ids = self._tokens(ids)
-    if len(ids) > self.max_context: raise ContextFull(f"{len(ids)} tokens do not fit in max_context {self.max_context}")
-    out = np.empty((len(ids), self.model.config.vocab_size), np.float32)
-    with _one_at_a_time:
-      self.forget()
-      replay, logits = self.logits_step
-      for at, size in self._chunks(ids, 0, self.chunk):
-        self.run_chunk(replay, size, at)
-        out[at:at + size] = read(logits)[:len(ids) - at]
-      self.cached = ids
-    return out
+    """float32 (T, vocab): the logits after each token, none of whose rows is taken from the cache. The cache then holds ids."""
+    tokens = self._tokens(ids)
+    if len(tokens) > self.capacity: raise ContextFull(f"{len(tokens)} tokens do not fit in max_context {self.capacity}")
+    return self._drive(lambda: self._logits(tokens))
 
   def forget(self) -> None:
-    """The next prompt starts with an empty cache."""
-    with _one_at_a_time: self.calls, self.cached = self.calls + 1, []
+    """Prompts start with an empty cache from here on; sequences that have begun go on."""
+    self._drive(lambda: self.pool.reset(self.scheduler.tables))
+  def wait(self) -> None:
+    """Until the device is done"""
+    self._drive(self.runner.wait)
+
+  @property
+  def max_context(self) -> int: return self.runner.max_context
+  @property
+  def kernels_a_token(self) -> int: return self.runner.kernels_a_token
   @property
   def full(self) -> bool:
-    """Whether the last answer ended because the context did"""
-    return len(self.cached) >= self.max_context - 1
+    """Whether the newest sequence fills the context"""
+    return self.newest is not None and self.newest.full
 
-  # ---- helpers ----
-  def _tokens(self, ids:Iterable[int]) -> list[int]:
-    vocab = self.model.config.vocab_size
-    shape = getattr(ids, "shape", None)
-    if not isinstance(ids, Iterable) or isinstance(ids, (str, bytes)) or (shape is not None and len(shape) != 1):
-      raise ValueError(f"tokens: expected a list of numbers, found {type(ids).__name__}{'' if shape is None else f' of shape {shape}'}")
-    tokens = [_whole("token", i) for i in ids]
-    if not tokens: raise ValueError("no tokens: give at least one")
-    if (wrong := next((i for i in tokens if not 0 <= i < vocab), None)) is not None:
-      raise ValueError(f"token {str(wrong)[:40]}: expected 0 to {vocab - 1}")
-    return tokens
+  # ---- one drives ----
+  def _drive(self, work:Callable[[], Any], enough:Callable[[], bool]=lambda: False) -> Any:
+    """work() as the driver, when no other thread is; None if enough() holds before"""
+    me = threading.get_ident()
+    try:
+      with self.news:
+        while self.driver not in (None, me) and not enough(): self.news.wait()  # me: a second interrupt came while the first one left
+        if enough(): return None
+        self.driver = me
+      with _one_at_a_time: return self._whole_or_recovered(work)
+    finally:
+      if self.driver == me:
+        with self.news:
+          self.driver = None
+          self.news.notify_all()
+
+  def _whole_or_recovered(self, work:Callable[[], Any]) -> Any:
+    """work(), after what an exception left half done is made whole. An error of the device ends the sequences that it is about."""
+    if self.dirty: self._recover()
+    self.dirty, self.concerned = True, []
+    try: result = work()
+    except Exception as e:
+      if not (concerned := self.concerned): raise
+      self._recover()
+      for s in concerned: self.scheduler.end(s, "error", e)
+      result = True
+    self.dirty = False
+    return result
+
+  # ---- pieces of work ----
+  def _work(self) -> bool:
+    self._aborts()
+    if (chunk := self.scheduler.next_chunk()) is not None: self._chunk(*chunk)
+    elif self.scheduler.running: self._decode()
+    elif self.flying: self._read()
+    else: return False
+    return True
+
+  def _aborts(self) -> None:
+    for s in [s for s in self.scheduler.live if s.aborted]: self.scheduler.end(s, "abort")
+
+  def _chunk(self, s:Sequence, size:int) -> None:
+    """The next rows of a prompt, behind what is in flight"""
+    ids, self.concerned = s.ids[s.rows:min(s.rows + size, len(s.ids) - 1)], [s]
+    start = time.perf_counter()
+    self.runner.prefill(ids, s.rows, size, list(s.table.pages))
+    self.chunk_seconds += time.perf_counter() - start
+    while self.flying: self._read()
+    self.concerned = [s]
+    self.scheduler.chunk_done(s, len(ids))
+    self.chunks.append(size)
+    answers = bool(self.scheduler.running)
+    if not answers and size in self.recorded and len(self.chunks) < AHEAD: return
+    start = time.perf_counter()
+    self.runner.wait()
+    seconds = self.chunk_seconds + time.perf_counter() - start
+    if answers: self.scheduler.spent += seconds
+    if self.recorded.issuperset(self.chunks) and len({*self.chunks}) == 1: self.scheduler.took(size, seconds / len(self.chunks))
+    self.recorded.update(self.chunks)
+    self.chunks, self.chunk_seconds = [], 0.0
+
+  def _decode(self) -> None:
+    """Launches a step of all that run, and reads the one before it; or only reads what is in flight, as the batch is about to change"""
+    running = self.scheduler.running
+    if self.flying and (self.batch != running or any(s.left <= self.flying for s in running)): return self._read()
+    while not self.scheduler.provide(self.flying):
+      if self.flying: return self._read()
+      self._preempt()
+    if not (running := self.scheduler.running): return
+    self.concerned, self.chunks, self.chunk_seconds = running, [], 0.0
+    if self.batch != running:
+      self.runner.set_batch([s.batch_row for s in running])
+      self.batch, self.sent, self.timed = running, [len(s.table.pages) for s in running], False
+    for row, s in enumerate(running):
+      if len(s.table.pages) != self.sent[row]:
+        self.runner.set_table(row, list(s.table.pages))
+        self.sent[row] = len(s.table.pages)
+    start = time.perf_counter()
+    self.runner.launch()
+    self.flying += 1
+    self.decode_seconds += time.perf_counter() - start
+    self.scheduler.spent = 0.0
+    if self.flying == self.runner.in_flight: self._read()
+
+  def _read(self) -> None:
+    """The tokens of the oldest launch in flight. A row that has ended meanwhile made one too much."""
+    self.concerned = self.batch
+    start = time.perf_counter()
+    tokens = self.runner.read()
+    self.flying -= 1
+    if self.timed: self.scheduler.took(DECODE, self.decode_seconds + time.perf_counter() - start)
+    self.decode_seconds, self.timed = 0.0, True  # a batch's first step may record one
+    for s, token in zip(self.batch, tokens, strict=True):
+      if s.state is State.RUNNING: self.scheduler.accept(s, int(token))
+
+  def _preempt(self) -> None:
+    self.scheduler.preempt()
+    self.batch = []  # whoever comes back has another table
+
+  def _logits(self, ids:list[int]) -> np.ndarray:
+    table, rows, size, out = Table(), 0, self.runner.sizes[0], np.empty((len(ids), self.runner.vocab_size), np.float32)
+    while self.flying: self._read()
+    self.concerned = []
+    while not self.pool.allocate(table, pages_for(len(ids))): self._preempt()
+    try:
+      for at in range(0, len(ids), size): out[at:at + size] = self.runner.logits(ids[at:at + size], at, list(table.pages))
+      rows = len(ids)
+    finally: self.pool.release(table, ids, rows)
+    return out
+
+  def _tokens(self, ids:Iterable[int]) -> list[int]: return tokens_of(ids, self.runner.vocab_size)

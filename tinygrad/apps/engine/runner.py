@@ -1,103 +1,197 @@
-"""Records a model's decode and prefill steps once (capture.Replay), and owns the device's buffers that they read: the token, where it stands, a
-prompt's ids, the sampling's values."""
+"""Runs a model's steps on its device: decode steps of a batch of sequences, and chunks of a prompt. Each kind is recorded once (capture.Replay).
+
+A decode step reads and writes the device's buffers alone (Batch): the tokens, where they stand, their tables of pages, how they are drawn. Its tokens
+are the next step's, so that one may be launched before the ids of the one before it are read. The host learns a step's ids from the log, in memory
+that it sees while the device goes on."""
 from __future__ import annotations
-import functools, sys
+import functools, sys, time
+from collections import deque
+from dataclasses import dataclass
+from typing import Sequence
 import numpy as np
-from tinygrad import Tensor, dtypes
-from tinygrad.apps.capture import Replay, to_device, write
-from tinygrad.apps.engine.sampling import Features, Sampling, sample
-from tinygrad.apps.mla import PREFILL_STEPS, Transformer
+from tinygrad import Device, Tensor
+from tinygrad.apps.capture import Replay, read, seen_by_host, to_device, write, write_row
+from tinygrad.apps.engine.sampling import VALUES, Features, Sampling, counted, sample, token_counts
+from tinygrad.apps.engine.sequence import BatchRow
+from tinygrad.apps.mla import Transformer
 from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.embedding import advance
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.step import Step
 
+ROWS = 1, 2, 4, 8, 16, 32, 64   # of recorded decode steps; a batch takes the least that holds it
+LOG = 4                         # steps whose ids a log holds
+WRITES = 64                      # after which the device is waited for: what it is to copy is kept until then
+PATIENCE = 10.0                 # seconds without an id after which the device is asked whether it has failed
+
 @functools.cache
 def _say_once(line:str) -> None: print(line, file=sys.stderr)
 
-def next_token(step:Step, logits:Tensor, features:Features, values:Tensor, key:Tensor, seen:Tensor, token:Tensor) -> tuple[Tensor, ...]:
-  """The end of a decode step: logits, float32 (1, vocab), become the next token, and the position moves on"""
-  counter, noted = key, None
-  if features.draw:  # a token's draw is numbered by its position
-    counter = step.start.cast(dtypes.uint32).cat(Tensor.zeros(1, dtype=dtypes.uint32, device=logits.device))
-  if features.penalty: noted = seen.assign(Tensor.arange(seen.shape[0]).to(seen.device).eq(token).cast(dtypes.uint8).maximum(seen))
-  chosen = token.assign(sample(logits.reshape(-1), features, values, key, counter, noted))
-  return chosen, advance(step.start, chosen)
+@dataclass(frozen=True)
+class Draw:
+  """How a batch's tokens are drawn: by `features`, and by rows as sampling.sample takes them"""
+  features: Features
+  values: Tensor
+  key: Tensor
+  counts: Tensor|None
+  bias: Tensor|None
+
+def next_tokens(step:Step, logits:Tensor, draw:Draw, token:Tensor, log:Tensor) -> tuple[Tensor, ...]:
+  """The end of a decode step: logits, float32 (S, vocab), become the next tokens, which are logged, and the positions move on"""
+  counts = None if draw.counts is None else draw.counts.assign(counted(draw.counts, token))
+  chosen = token.assign(sample(logits, draw.features, draw.values, draw.key, step.start, counts, draw.bias))
+  return chosen, *advance(step.start, chosen, step.tables, log)
+
+class Batch:
+  """What decode steps of `size` rows read and write on the device. A row that is not there has a table of zeros: it stands still, and writes what is
+  nobody's."""
+  def __init__(self, model:Transformer, size:int):
+    self.model, self.size = model, size
+    def zeros(*shape:int, dtype:type=np.int32) -> Tensor: return to_device(np.zeros(shape, dtype), model.device)
+    self.token, self.start, self.tables = zeros(size), zeros(size), zeros(size, model.pages)
+    self.values, self.key = zeros(size, VALUES, dtype=np.float32), zeros(size, 2, dtype=np.uint32)
+    self.log, self.logged = seen_by_host(np.full((size, LOG), -1, np.int32), model.device)
+    self.positions = np.zeros(0, np.int64)    # of the rows that are there, before the next step
+    self.features = Features()
+    self.replays: dict[Features, Replay] = {}
+
+  # what few batches need, and is large
+  @functools.cached_property
+  def counts(self) -> Tensor: return to_device(np.zeros((self.size, self.model.config.vocab_size), np.int32), self.model.device)
+  @functools.cached_property
+  def bias(self) -> Tensor: return to_device(np.zeros((self.size, self.model.config.vocab_size), np.float32), self.model.device)
+
+  @property
+  def step(self) -> Step: return Step.decode(self.start, self.tables)
+
+  def set(self, rows:Sequence[BatchRow]) -> None:
+    """These are the rows from now on"""
+    absent, vocab = self.size - len(rows), self.model.config.vocab_size
+    tables = np.zeros((self.size, self.model.pages), np.int32)
+    for row, own in zip(tables, rows): row[:len(own.table)] = own.table
+    write(self.token, np.int32([own.token for own in rows] + [0] * absent))
+    write(self.start, np.int32([own.position for own in rows] + [0] * absent))
+    write(self.tables, tables)
+    write(self.values, np.float32([own.sampling.values() for own in rows] + [Sampling().values()] * absent))
+    write(self.key, np.uint32([(own.sampling.seed, 0) for own in rows] + [(0, 0)] * absent))
+    self.features = functools.reduce(Features.__or__, (own.sampling.features for own in rows), Features())
+    for i, own in enumerate(rows):
+      if self.features.penalty: write_row(self.counts, i, token_counts(vocab, own.ids[:own.prompt], own.ids[own.prompt:]))
+      if self.features.bias: write_row(self.bias, i, own.sampling.bias_row(vocab))
+    self.positions = np.array([own.position for own in rows])
+
+  def record(self, compiled:bool=True) -> Replay:
+    """A step by these features: it reads the tokens and their positions, and writes the next of both"""
+    features, replay = self.features, Replay(compiled)
+    logits = self.model.logits(self.step, self.token, replay.run)
+    draw = Draw(features, self.values, self.key, self.counts if features.penalty else None, self.bias if features.bias else None)
+    replay.run(next_tokens, self.step, logits, draw, self.token, self.log)
+    return replay
+  def replay(self) -> Replay:
+    if self.features not in self.replays: self.replays[self.features] = self.record()
+    return self.replays[self.features]
 
 class Runner:
-  """What a step reads and writes lives on the model's device: the token to feed next, which a decode step replaces by the one it chose, its position,
-  the ids of a chunk of a prompt, the sampling's values."""
+  """See the head of the file. sizes: tokens of a prompt's chunks, the least first. batch: whose steps are launched."""
   def __init__(self, model:Transformer):
-    self.model, self.max_context, device = model, model.max_context, model.device
-    self.chunk, self.many = PREFILL_STEPS[0], model.max_step   # tokens of a prompt's steps
-    self.few = self.many // (2 if is_cpu(device) else 4)  # tokens that smaller steps take sooner: on a CPU, padding costs what tokens do
-    self.next_position: int|None = 0                      # what decode_start holds; None while a step is under way, or where one failed
-    self.token = to_device(np.zeros(1, np.int32), device)
-    self.values = to_device(np.zeros(5, np.float32), device)
-    self.key = to_device(np.zeros(2, np.uint32), device)
-    self.seen = to_device(np.zeros(model.config.vocab_size, np.uint8), device)
-    self.ids = {size: to_device(np.zeros(size, np.int32), device) for size in {self.chunk, self.many}}  # what a step of a prompt reads
-    # a step moves the position on itself: nothing in its graph changes from token to token
-    self.decode_start, self.prefill_start = (to_device(np.zeros(1, np.int32), device) for _ in range(2))
-    self.table = to_device(np.arange(model.pages, dtype=np.int32)[None], device)
-    if plain := model.plain_parts(self.decode_step):
-      kernels = target_of(device) is not None or is_cpu(device)
+    self.model, self.max_context, self.vocab_size, self.sizes = model, model.max_context, model.config.vocab_size, model.prefill_sizes
+    self.few = self.sizes[-1] // (2 if is_cpu(model.device) else 4)   # tokens that smaller chunks take sooner: on a CPU, padding costs what tokens do
+    self.batches: dict[int, Batch] = {}
+    self.batch = self.batch_of(1)
+    self.launched: deque[tuple[Batch, np.ndarray]] = deque()   # the steps not read, and the positions of their rows
+    self.start, self.table = (to_device(np.zeros((1, *shape), np.int32), model.device) for shape in ((), (model.pages,)))   # of a prompt's chunk
+    self.ids = {size: to_device(np.zeros(size, np.int32), model.device) for size in self.sizes}
+    self.chunks: dict[int, Replay] = {}
+    self.writes = 0
+    if plain := model.plain_parts(self.batch.step):
+      kernels = target_of(model.device) is not None or is_cpu(model.device)
       why = f"a dimension of this model is not one that the kernels take ({', '.join(plain)})" if kernels else "no kernels for this device"
-      _say_once(f"{device}: {why}: decoding by plain ops, slowly")
-    self.decode_steps: dict[Features, Replay] = {}
-    self.prefill_steps: dict[int, Replay] = {}
+      _say_once(f"{model.device}: {why}: decoding by plain ops, slowly")
 
-  # ---- recording ----
-  def build_decode(self, features:Features, compiled:bool=True) -> Replay:
-    """Reads the token and its position on the device, and writes the next of both"""
-    replay, step = Replay(compiled), self.decode_step
-    logits = self.model.logits(step, self.token, replay.run)
-    replay.run(next_token, step, logits, features, self.values, self.key, self.seen, self.token)
-    return replay
-  def build_prefill(self, size:int, compiled:bool=True) -> Replay:
-    """Reads the first `size` of ids[size] and writes their rows"""
+  # ---- decoding ----
+  def batch_of(self, count:int) -> Batch:
+    """The least batch of at least so many rows"""
+    size = next(size for size in ROWS if size >= count)
+    if size not in self.batches: self.batches[size] = Batch(self.model, size)
+    return self.batches[size]
+
+  def set_batch(self, rows:Sequence[BatchRow]) -> None:
+    """What the next steps decode. Steps that were not read are forgotten."""
+    self.launched.clear()
+    self.wait()   # else a step forgotten could still log
+    self.batch = self.batch_of(len(rows))
+    self.batch.set(rows)
+
+  def set_table(self, row:int, table:Sequence[int]) -> None:
+    """The pages of a row of the batch, from the next launch on"""
+    padded = np.zeros(self.model.pages, np.int32)
+    padded[:len(table)] = table
+    write_row(self.batch.tables, row, padded)
+    self.writes += 1
+    if self.writes % WRITES == 0: self.wait()
+
+  def launch(self) -> None:
+    """Enqueues a decode step"""
+    batch, replay = self.batch, self.batch.replay()
+    if batch.logged is not None: batch.logged[np.arange(len(batch.positions)), batch.positions % LOG] = -1
+    replay()
+    self.launched.append((batch, batch.positions))
+    batch.positions = batch.positions + 1
+
+  @property
+  def in_flight(self) -> int:
+    """How many steps may be launched and not read: one where the host sees no ids before all is done"""
+    return 1 if self.batch.logged is None else 2
+
+  def read(self) -> np.ndarray:
+    """int32 (rows,): the tokens of the oldest step in flight, when it is done. Raises what the device does where it failed."""
+    batch, positions = self.launched.popleft()
+    rows, columns = np.arange(len(positions)), positions % LOG
+    if batch.logged is None: return read(batch.log)[rows, columns]
+    patience = time.monotonic() + PATIENCE
+    while (tokens := batch.logged[rows, columns]).min() < 0:
+      if time.monotonic() < patience: continue
+      self.wait()
+      if (tokens := batch.logged[rows, columns]).min() < 0: raise RuntimeError(f"{self.model.device}: a step ended without a token")
+    return tokens
+
+  def wait(self) -> None:
+    """Until the device has done all that it was given"""
+    Device[self.model.device].synchronize()
+
+  # ---- prompts ----
+  def chunk_step(self, size:int) -> Step: return Step.prefill(self.start, self.table, size)
+  def record_chunk(self, size:int, compiled:bool=True) -> Replay:
+    """Reads ids[size] and writes their rows"""
     replay = Replay(compiled)
     self.model.prefill(self.chunk_step(size), self.ids[size], replay.run)
     return replay
   @functools.cached_property
   def logits_step(self) -> tuple[Replay, Tensor]:
-    """As a step of prefill of `chunk` tokens, and the float32 (chunk, vocab) that it writes"""
-    replay = Replay()
-    return replay, self.model.logits(self.chunk_step(self.chunk), self.ids[self.chunk], replay.run)
-  @property
-  def decode_step(self) -> Step: return Step.decode(self.decode_start, self.table)
-  def chunk_step(self, size:int) -> Step: return Step.prefill(self.prefill_start, self.table, size)
+    """As the least chunk, and the float32 (size, vocab) that it writes"""
+    replay, size = Replay(), self.sizes[0]
+    return replay, self.model.logits(self.chunk_step(size), self.ids[size], replay.run)
 
-  # ---- running ----
-  def run_chunk(self, replay:Replay, size:int, at:int) -> None:
-    """A recorded step of `size` tokens, the first of them at position `at`"""
-    write(self.prefill_start, np.array([at], np.int32))
+  def prefill(self, ids:Sequence[int], start:int, size:int, table:Sequence[int]) -> None:
+    """Enqueues a chunk: writes the rows of at most `size` tokens from position `start` on. It is padded; what pads it lies behind the sequence's end,
+    in rows that are written again before they are read, or in page 0."""
+    if size not in self.chunks: self.chunks[size] = self.record_chunk(size)
+    self._set_chunk(ids, start, size, table)
+    self.chunks[size]()
+  def logits(self, ids:Sequence[int], start:int, table:Sequence[int]) -> np.ndarray:
+    """As prefill, of at most sizes[0] tokens -> float32 (len(ids), vocab), the logits after each"""
+    replay, logits = self.logits_step
+    self._set_chunk(ids, start, self.sizes[0], table)
     replay()
-
-  def decode(self, features:Features, pos:int) -> Tensor:
-    """Feeds the token on the device at position `pos` and returns the device's token buffer, int32 (1,), now holding the next one"""
-    if features not in self.decode_steps: self.decode_steps[features] = self.build_decode(features)
-    known, self.next_position = self.next_position, None
-    if pos != known: write(self.decode_start, np.array([pos], np.int32))
-    self.decode_steps[features]()
-    self.next_position = pos + 1
-    return self.token
-
-  def prefill_step(self, size:int, at:int) -> None:
-    """Writes the rows of the tokens in ids[size], the first of them at position `at`"""
-    if size not in self.prefill_steps: self.prefill_steps[size] = self.build_prefill(size)
-    self.run_chunk(self.prefill_steps[size], size, at)
-
-  def feed(self, token:int) -> None:
-    """The token that the next decode step reads"""
-    write(self.token, np.array([token], np.int32))
-  def set_sampling(self, sampling:Sampling, ids:list[int]) -> None:
-    """What decode steps draw by; ids: the context, whose tokens a repeat penalty knows"""
-    write(self.values, np.array(sampling.values(), np.float32))
-    write(self.key, np.array([sampling.seed, 0], np.uint32))
-    if sampling.features.penalty: write(self.seen, np.isin(np.arange(self.seen.shape[0]), ids).astype(np.uint8))
+    return read(logits)[:len(ids)]
+  def _set_chunk(self, ids:Sequence[int], start:int, size:int, table:Sequence[int]) -> None:
+    padded = np.zeros((1, self.model.pages), np.int32)
+    padded[0, :len(table)] = table
+    write(self.ids[size], np.int32([*ids, *[0] * (size - len(ids))]))
+    write(self.start, np.int32([start]))
+    write(self.table, padded)
 
   @property
   def kernels_a_token(self) -> int:
     """Launches of the newest decode step; 0 before the first token"""
-    return len(self.decode_steps[next(reversed(self.decode_steps))].calls) if self.decode_steps else 0
+    return len(self.batch.replays[self.batch.features].calls) if self.batch.features in self.batch.replays else 0

@@ -1,60 +1,109 @@
-"""From logits to a token, in the graph. Greedy is temperature 0; else the order is: repeat penalty, temperature, top-k, top-p, min-p, draw."""
+"""From logits to tokens, in the graph, a row for each sequence of a batch. Greedy is temperature 0; else the order is: bias, penalties, temperature,
+top-k, top-p, min-p, draw.
+
+A row's token depends on its own logits, values, seed and position alone, bit for bit: all sums over the vocabulary are of whole numbers, which come
+out the same in whatever order a kernel adds them, and the noise of a row is made from its seed and position."""
 from __future__ import annotations
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Mapping, Sequence
+import numpy as np
 from tinygrad import Tensor, dtypes
+from tinygrad.nn.cutoff import cutoff, ordered
 from tinygrad.nn.embedding import argmax
 
 LEAST = 1e-30  # but for 0: smaller ones, or what is divided by them, would be lost in float32
+VALUES = 7     # numbers of a row of values
 
 @dataclass(frozen=True)
 class Sampling:
-  temperature: float = 0.0     # 0: the most likely token
-  top_k: int = 0               # keep the k most likely tokens; 0: all
-  top_p: float = 1.0           # keep the fewest most likely tokens whose probabilities reach p
-  min_p: float = 0.0           # keep tokens at least min_p times as likely as the most likely one
-  repeat_penalty: float = 1.0  # divides positive logits of tokens already in the context, multiplies negative ones
+  temperature: float = 0.0        # 0: the most likely token
+  top_k: int = 0                  # keep the k most likely tokens; 0: all
+  top_p: float = 1.0              # keep the fewest most likely tokens whose probabilities reach p
+  min_p: float = 0.0              # keep tokens at least min_p times as likely as the most likely one
+  repeat_penalty: float = 1.0     # divides positive logits of tokens already in the context, multiplies negative ones
   seed: int = 0
+  presence_penalty: float = 0.0   # subtracted from the logits of tokens produced so far
+  frequency_penalty: float = 0.0  # … once for each time that the token was produced
+  bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # added to the logits of tokens, before everything else; -inf forbids one
 
   def __post_init__(self) -> None:
     """Raises ValueError, one line, for a value out of range, and for one that the device's float32 would make 0 or infinite."""
     for name, kind, low, high in (("temperature", Real, 0, 1e4), ("top_p", Real, LEAST, 1), ("min_p", Real, 0, 1),
-                                  ("repeat_penalty", Real, LEAST, 1e4), ("top_k", Integral, 0, (1 << 31) - 1), ("seed", Integral, 0, (1 << 32) - 1)):
+                                  ("repeat_penalty", Real, LEAST, 1e4), ("presence_penalty", Real, -2, 2), ("frequency_penalty", Real, -2, 2),
+                                  ("top_k", Integral, 0, (1 << 31) - 1), ("seed", Integral, 0, (1 << 32) - 1)):
       value = getattr(self, name)
-      if isinstance(value, kind) and not isinstance(value, bool) and (value == low or max(low, LEAST) <= value <= high): continue
-      expected = f"a whole number from 0 to {high}" if kind is Integral else f"{'' if low else '0, or '}from {LEAST:g} to {high:g}"
-      found = f"one of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 64 else repr(value)
-      raise ValueError(f"{name}: expected {expected}, found {found}")
+      least = low if low < 0 else max(low, LEAST)
+      if isinstance(value, kind) and not isinstance(value, bool) and (value == low or least <= value <= high): continue
+      expected = f"a whole number from 0 to {high}" if kind is Integral else f"{'' if low else '0, or '}from {least:g} to {high:g}"
+      raise ValueError(f"{name}: expected {expected}, found {_shown(value)}")
+    if not isinstance(self.bias, Mapping): raise ValueError(f"bias: expected numbers by token, found {type(self.bias).__name__}")
+    for token, value in self.bias.items():
+      if not isinstance(token, Integral) or isinstance(token, bool) or token < 0:
+        raise ValueError(f"bias: expected a token's number, found {_shown(token)}")
+      if not isinstance(value, Real) or isinstance(value, bool) or not (value == float("-inf") or abs(value) <= 1e4):
+        raise ValueError(f"bias of token {_shown(token)}: expected -inf, or from -10000 to 10000, found {_shown(value)}")
 
   @property
   def features(self) -> Features:
-    drawn = self.temperature > 0
-    return Features(drawn, drawn and self.top_k > 0, drawn and self.top_p < 1, drawn and self.min_p > 0, self.repeat_penalty != 1)
-  def values(self) -> list[float]: return [self.temperature, float(self.top_k), self.top_p, self.min_p, self.repeat_penalty]
+    drawn, penalty = self.temperature > 0, self.repeat_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+    return Features(drawn, drawn and self.top_k > 0, drawn and self.top_p < 1, drawn and self.min_p > 0, penalty, bool(self.bias))
+  def values(self) -> list[float]:
+    """A row of `sample`'s values"""
+    return [self.temperature, float(self.top_k), self.top_p, self.min_p, self.repeat_penalty, self.presence_penalty, self.frequency_penalty]
+  def bias_row(self, vocab:int) -> np.ndarray:
+    """float32 (vocab,), a row of `sample`'s bias. Raises ValueError for a token that there is not."""
+    row = np.zeros(vocab, np.float32)
+    for token, value in self.bias.items():
+      if token >= vocab: raise ValueError(f"bias: token {_shown(token)}: expected 0 to {vocab - 1}")
+      row[token] = value
+    return row
+
+def _shown(value:object) -> str:
+  """A value found, as an error shows it"""
+  if isinstance(value, int) and value.bit_length() > 64: return f"one of {value.bit_length()} bits"
+  return " ".join(repr(value)[:60].split())
 
 @dataclass(frozen=True)
 class Features:
-  """What a graph must do; the numbers come in at run time, so that one graph serves every value."""
+  """What a graph must do; the numbers come in at run time, so that one graph serves every value. A batch's are those of any of its rows: what a row
+  does not ask for, its values make nothing of."""
   draw: bool = False
   top_k: bool = False
   top_p: bool = False
   min_p: bool = False
-  penalty: bool = False
+  penalty: bool = False   # any of the three
+  bias: bool = False
 
-def _ordered(x:Tensor) -> Tensor:
-  """float32 -> uint32 in the same order"""
-  bits = x.bitcast(dtypes.uint32)
-  return (bits >> 31).eq(1).where(bits ^ 0xffffffff, bits | 0x80000000)
+  def __or__(self, other:Features) -> Features:
+    return Features(*(mine or theirs for mine, theirs in zip(vars(self).values(), vars(other).values())))
 
-def _cutoff(keys:Tensor, mass:Tensor, target:Tensor) -> Tensor:
-  """The largest key such that the mass at or above it reaches target, found four bits at a time: no sort.
-  keys: uint32 (V,), mass: float32 (V,), target: float32 (1,) at most the whole mass -> uint32 (1,)"""
-  low = Tensor.zeros(1, dtype=dtypes.uint32)
-  for shift in range(28, -4, -4):
-    steps = low + (Tensor.arange(16, dtype=dtypes.uint32) << shift)
-    reached = ((keys >= steps.unsqueeze(1)).where(mass, 0.0).sum(1) >= target).cast(dtypes.uint32)  # (16,) ones, then zeros
-    low = (low + ((reached.sum(keepdim=True).cast(dtypes.uint32).maximum(1) - 1) << shift)).contiguous()
-  return low
+# ---- what penalties know ----
+# int32 a token: its lowest bit says whether it stands in the context, those above how often it was produced
+
+def token_counts(vocab:int, prompt:Sequence[int], produced:Sequence[int]) -> np.ndarray:
+  """int32 (vocab,), a row of counts as it is before the step that is fed the last of these tokens, which it will count"""
+  counts = np.bincount(np.array(produced, np.int64), minlength=vocab).astype(np.int32) * 2
+  counts[[*prompt, *produced]] |= 1
+  counts[[*prompt, *produced][-1]] -= 2   # a prompt's last token is counted as if it were produced: it begins one below
+  return counts
+
+def counted(counts:Tensor, token:Tensor) -> Tensor:
+  """counts: int32 (S, V); token: int32 (S,), what the step is fed -> the counts with it"""
+  fed = Tensor.arange(counts.shape[1], dtype=dtypes.int32).to(counts.device).eq(token.unsqueeze(1))
+  return fed.where((counts | 1) + 2, counts)
+
+# ---- the draw ----
+
+def random_bits(key:Tensor, counter:Tensor, count:int) -> Tensor:
+  """key: uint32 (S, 2); counter: int32 (S,) -> uint32 (S, count), each row the Tensor.random_bits(key, counter, count) of its own"""
+  keys = (key[:, 1:].cast(dtypes.uint64) << 32) | key[:, :1].cast(dtypes.uint64)
+  keys = counter.cast(dtypes.uint32).cast(dtypes.uint64).unsqueeze(1).threefry(keys)
+  half, number = -(-count // 2), Tensor.arange(count, dtype=dtypes.uint32).to(key.device)
+  first = number < half
+  low = first.where(number, number - half).cast(dtypes.uint64)   # a number has two words of 32 bits: the row's halves
+  words = (((low + half) << 32) | low).threefry(keys)
+  return first.where(words.cast(dtypes.uint32), (words >> 32).cast(dtypes.uint32))
 
 def gumbel(bits:Tensor) -> Tensor:
   """uint32 -> float32 noise of Gumbel's distribution. Never infinite: the numbers whose logarithm is taken are odd multiples of 2^-24, which float32
@@ -62,21 +111,37 @@ def gumbel(bits:Tensor) -> Tensor:
   uniform = (bits >> 9).cast(dtypes.float) * 2.0 ** -23 + 2.0 ** -24
   return -(-uniform.log()).maximum(2.0 ** -24).log()
 
-def sample(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor, seen:Tensor|None=None) -> Tensor:
-  """logits: float32 (V,); values: float32 (5,), Sampling.values(); key, counter: uint32 (2,), the seed and the draw's number; seen: uint8 (V,),
-  1 for the tokens of the context, needed for a penalty -> int32 (1,). Tokens that tie at a cut are kept; an argmax tie goes to the lower id."""
-  temperature, top_k, top_p, min_p, penalty = (values[i:i+1] for i in range(5))
+def scores(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor, counts:Tensor|None=None, bias:Tensor|None=None) -> Tensor:
+  """As sample -> float32 (S, V), whose largest is the token"""
+  vocab = logits.shape[1]
+  temperature, top_k, top_p, min_p, repeat, presence, frequency = (values[:, i:i+1] for i in range(VALUES))
+  if features.bias:
+    assert bias is not None
+    logits = logits + bias
   if features.penalty:
-    assert seen is not None
-    logits = seen.eq(1).where((logits > 0).where(logits / penalty, logits * penalty), logits)
-  if not features.draw: return argmax(logits)
-  x = ((logits - logits.max(keepdim=True)) / temperature).contiguous()  # at most 0: no temperature is too low
+    assert counts is not None
+    produced = counts >> 1
+    logits = (counts & 1).eq(1).where((logits > 0).where(logits / repeat, logits * repeat), logits)
+    logits = logits - (produced.cast(dtypes.float) * frequency + (produced > 0).where(presence, 0.0))
+  if not features.draw: return logits
+  greedy = temperature.eq(0)
+  # at most 0: no temperature is too low. A zero is the same whatever its logit's sign, which adding a bias of 0 changes
+  x = (-(logits.max(axis=1, keepdim=True) - logits).abs() / greedy.where(1.0, temperature)).contiguous()
   keep = x.isinf().logical_not()
-  if features.top_k: keep = keep & (_ordered(x) >= _cutoff(_ordered(x), x.ones_like(), top_k.minimum(float(x.shape[0]))))
+  if features.top_k:
+    least = cutoff(x, None, top_k.eq(0).where(vocab, top_k.minimum(float(vocab))).cast(dtypes.uint32).reshape(-1))
+    keep = keep & (ordered(x) >= least.unsqueeze(1))
   if features.top_p:
-    p = keep.where(x.exp(), 0.0).contiguous()
+    p = (keep.where(x.exp(), 0.0) * 2.0 ** 40).cast(dtypes.uint64).contiguous()
     # one part in a million less, so that p = 0.999999… of a rounded sum can always be reached
-    keep = keep & (_ordered(x) >= _cutoff(_ordered(x), p, top_p * p.sum(keepdim=True) * (1 - 1e-6)))
+    enough = (p.sum(1, keepdim=True).cast(dtypes.float) * (top_p * (1 - 1e-6))).cast(dtypes.uint64).maximum(1)
+    keep = keep & ((ordered(x) >= cutoff(x, p, enough.reshape(-1)).unsqueeze(1)) | (top_p >= 1))
   if features.min_p: keep = keep & (x >= min_p.log())
   # Gumbel's trick: the largest x + noise is a draw from softmax(x)
-  return argmax(keep.where(x + gumbel(Tensor.random_bits(key, counter, x.shape[0])), float("-inf")))
+  return greedy.where(logits, keep.where(x + gumbel(random_bits(key, counter, vocab)), float("-inf")))
+
+def sample(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor, counts:Tensor|None=None, bias:Tensor|None=None) -> Tensor:
+  """A token of each of S sequences. logits: float32 (S, V); values: float32 (S, VALUES), rows of Sampling.values(); key: uint32 (S, 2), a seed and 0;
+  counter: int32 (S,), the draw's number, which is the position; counts: int32 (S, V), of the context, needed for a penalty; bias: float32 (S, V),
+  needed for a bias -> int32 (S,). Tokens that tie at a cut are kept; an argmax tie goes to the lower id."""
+  return argmax(scores(logits, features, values, key, counter, counts, bias))

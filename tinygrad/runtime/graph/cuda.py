@@ -1,8 +1,9 @@
 """Wraps the wheel's CUDA graph: programmatic dependent launch.
 
 A kernel that waits for its predecessors itself (`griddepcontrol.wait`, see nn/intrinsics.py) may start while they still run: its edges become
-programmatic ones, and only those that no other edge implies are kept. Kernels without the instruction keep full edges. The wheel's class adds
-edges together with nodes, so the edges of a waiting kernel are held back, added after the nodes, and the graph is instantiated again.
+programmatic ones, and only those that no other edge implies are kept. Kernels without the instruction keep full edges, to what they need and to what
+needs them: what such a kernel writes may be read before the wait. The wheel's class adds edges together with nodes, so the edges of a waiting kernel
+are held back, added after the nodes, and the graph is instantiated again.
 """
 from __future__ import annotations
 import ctypes, functools, sys
@@ -44,13 +45,13 @@ class CUDAGraph(_wheel.CUDAGraph):
     self.made:list[Any] = []                               # nodes in the order of their making
     self.numbers:dict[int, int] = {}                       # a node's place there, by its id
     self.behind:list[int] = []                             # see kept_edges
-    self.kernels:set[int] = set()                          # the numbers of kernel nodes
+    self.waiting:set[int] = set()                          # the numbers of kernels with the instruction; they let others start, too
     self.held_back:list[tuple[list[int], Any]] = []        # (nodes waited for, waiting node)
     super().__init__(linear, input_uops)
     if not self.held_back: return
     for deps, node in self.held_back:
       n = len(deps)
-      data = (EdgeData * n)(*(EdgeData(1, 0, 1) if d in self.kernels else EdgeData() for d in deps))
+      data = (EdgeData * n)(*(EdgeData(1, 0, 1) if d in self.waiting else EdgeData() for d in deps))
       check(_add_dependencies()(self.graph, self._array(deps), (cuda.CUgraphNode * n)(*[node] * n), data, ctypes.c_size_t(n)))
     check(cuda.cuGraphExecDestroy(self.instance))
     self.instance = init_c_var(cuda.CUgraphExec, lambda x: check(cuda.cuGraphInstantiate_v2(ctypes.byref(x), self.graph, None, None, 0)))
@@ -67,9 +68,9 @@ class CUDAGraph(_wheel.CUDAGraph):
     self.made.append(node)
     self.numbers[id(node)] = number
     self.behind.append(implied | 1 << number)
-    if runtime is not None:
-      self.kernels.add(number)
-      if kept and b"griddepcontrol.wait" in runtime.lib and _add_dependencies() is not None:
+    if runtime is not None and b"griddepcontrol.wait" in runtime.lib:
+      self.waiting.add(number)
+      if kept and _add_dependencies() is not None:
         self.held_back.append((kept, node))
         return None, node
     return self._array(kept) if kept else None, node

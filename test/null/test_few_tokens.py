@@ -1,0 +1,174 @@
+"""Products of a few tokens by tensor cores without a GPU: every kernel against float64, the worst row and the worst token deciding, on mockcuda."""
+from typing import Any, Iterator
+import numpy as np, pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
+from helpers import HALVES, random_weight
+from mockcuda import on_cuda
+from tinygrad import Device, Tensor
+from tinygrad.apps.mla import RMSNorm
+from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
+from tinygrad.apps.rope import Rope, rope_table
+from tinygrad.nn import few_tokens
+from tinygrad.nn.few_tokens import (Columns, columns, few_expert_down, few_expert_gate_up, few_gate_up, few_heads, few_matmul, few_router, few_sum,
+                                    share_of)
+from tinygrad.nn.intrinsics import Target, target_of
+from tinygrad.nn.routing import sort_by_expert
+
+HALF = 1e-6   # what rounding weights and activations to halves costs a product, of its power
+
+@pytest.fixture(autouse=True)
+def cuda() -> Iterator[None]:
+  with on_cuda(): yield
+
+def target() -> Target:
+  row = target_of(Device.DEFAULT)
+  assert row is not None
+  return row
+
+rng = np.random.default_rng
+def floats(*shape: int) -> np.ndarray: return rng(shape).standard_normal(shape).astype(np.float32)
+def tokens(*shape: int) -> np.ndarray: return floats(*shape).astype(np.float16).astype(np.float32)   # that halves hold
+def silu(x: np.ndarray) -> np.ndarray: return x / (1 + np.exp(-x))
+def load(kind: T, *shape: int, cls: type[QuantizedWeight] = QuantizedLinear) -> tuple[QuantizedWeight, np.ndarray]:
+  data, want = random_weight(kind, shape)
+  return cls.load(kind, shape, data), want.astype(np.float64)
+def of(x: np.ndarray) -> Columns: return columns(target(), Tensor(x))[0]
+def values_of(x: Columns, width: int) -> np.ndarray:
+  """(T, H, width): what a product would read"""
+  heads, pieces, T, _ = x.words.shape
+  halves = x.words.numpy().view(np.float16).reshape(heads, pieces // 4, 4, T, 4, 2, 2, 2)   # chunk, i, token, unit, quad, pair, number of the pair
+  plain = halves.transpose(3, 0, 1, 4, 2, 5, 7, 6).reshape(T, heads, -1)[..., :width]
+  return plain.astype(np.float64) * x.factor
+
+def worst(got: np.ndarray, want: np.ndarray) -> float:
+  """The error of the worst row, and of the worst token"""
+  assert got.shape == want.shape
+  error, power = (got - want) ** 2, want ** 2
+  return max(float((error.mean(axis) / np.maximum(power.mean(axis), power.mean())).max()) for axis in (0, -1))
+
+# ---- one product ----
+
+def product(kind: T, rows: int, width: int, n: int) -> float:
+  weight, want = load(kind, rows, width)
+  x = tokens(n, width)
+  return worst(few_matmul(target(), of(x), [weight])[0].numpy(), x @ want.T)
+
+@pytest.mark.parametrize("kind", HALVES, ids=lambda k: k.name)
+def test_every_type(kind: T): assert product(kind, 33, max(GGML_QUANT_SIZES[kind][0], 96), 9) < HALF
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 16, 33, 64])
+def test_tokens(n: int): assert product(T.Q4_0, 18, 256, n) < HALF
+
+# warps without a chunk, chunks without a unit, rows that are one chunk and many
+@pytest.mark.parametrize("width", [32, 128, 768, 1408, 2816])
+def test_widths(width: int): assert product(T.Q5_1, 16, width, 11) < HALF
+
+def test_shares():
+  assert [(share.warps, share.chunks) for share in map(share_of, (32, 768, 1408, 2048, 2816, 5120))] == [(1, 1), (6, 1), (6, 2), (8, 2), (8, 3), (8, 5)]
+
+def test_two_tiles_of_rows(monkeypatch: pytest.MonkeyPatch):
+  monkeypatch.setattr(few_tokens, "row_tiles_of", lambda rows: 2)
+  assert product(T.Q4_0, 50, 256, 17) < HALF
+
+def test_small_weights():
+  """As good as a half's denormals are, and no less"""
+  data, want = random_weight(T.Q6_K, (16, 256))
+  blocks = data.reshape(-1, GGML_QUANT_SIZES[T.Q6_K][1])
+  blocks[:, 208:210] = np.float16([2e-5]).view(np.uint8)
+  small = QuantizedLinear.load(T.Q6_K, (16, 256), data)
+  x = tokens(9, 256)
+  assert worst(few_matmul(target(), of(x), [small])[0].numpy(), x @ small.dequantize().numpy().T.astype(np.float64)) < 1e-5
+
+def test_alone_or_among_others():
+  """A token's bytes are the same wherever it stands, whoever stands beside it"""
+  weight, _ = load(T.Q4_K, 16, 512)
+  x, others = tokens(16, 512), tokens(40, 512)
+  first = few_matmul(target(), of(x), [weight])[0].numpy()
+  others[20:36] = x[::-1]
+  assert few_matmul(target(), of(others), [weight])[0].numpy()[20:36].tobytes() == first[::-1].tobytes()
+
+# ---- what is put around it ----
+
+def test_norm_and_its_rounding_error():
+  x, norm = floats(9, 736), RMSNorm(Tensor(floats(736)).realize(), 1e-5)
+  want = norm(Tensor(x)).numpy()
+  high, low = (values_of(out, 736)[:, 0] for out in columns(target(), Tensor(x), norm, low=True))
+  assert np.abs(high - want).max() < 3e-3 and np.abs(high + low - want).max() < 2e-6
+
+def test_several_matrices():
+  """The first rotated, or with a residual; one of another type, with odd rows"""
+  (first, first_want), (second, second_want) = load(T.Q4_0, 2 * 48, 256), load(T.Q8_0, 21, 256)
+  x, residual, start = tokens(10, 256), floats(10, 96), np.arange(10, dtype=np.int32) * 5 % 47
+  rope = Rope(rope_table(32, 1e4, 64), 48, 16)
+  exact = x @ first_want.T
+  got, beside = few_matmul(target(), of(x), [first, second], Tensor(residual))
+  assert worst(got.numpy(), exact + residual) < HALF and worst(beside.numpy(), x @ second_want.T) < HALF
+  got, beside = few_matmul(target(), of(x), [first, second], rope=rope, start=Tensor(start))
+  angles = rope.table.numpy()[start].astype(np.float64)[:, None]      # (T, 1, pairs, 2)
+  heads = exact.reshape(10, 2, 48)
+  even, odd, (cos, sin) = heads[..., 16::2], heads[..., 17::2], (angles[..., i] for i in range(2))
+  want = np.concatenate([heads[..., :16], np.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(10, 2, 32)], -1)
+  assert worst(got.numpy(), want.reshape(10, 96)) < HALF and worst(beside.numpy(), x @ second_want.T) < HALF
+
+def test_heads():
+  """A vector a head, longer than halves hold; the next product undoes the factor"""
+  (weight, want), (after, after_want) = load(T.Q8_0, 3, 64, 160), load(T.Q4_0, 20, 192)
+  x = tokens(17, 3, 160)
+  exact = np.einsum("thi,hoi->tho", x.astype(np.float64), want).reshape(17, 192)
+  heads = few_heads(target(), of(x), weight)
+  assert worst(values_of(heads, 192)[:, 0], exact) < HALF
+  assert worst(few_matmul(target(), heads, [after])[0].numpy(), exact @ after_want.T) < 2 * HALF
+
+@pytest.mark.parametrize("kind,rows", [(T.F32, 64), (T.F32, 7), (T.Q6_K, 20)], ids=str)
+def test_gate_up_beside_the_router(kind: T, rows: int):
+  """The router's logits are as good as float32"""
+  (gate, gate_want), (up, up_want), (router, router_want) = load(T.Q4_0, 64, 256), load(T.Q5_K, 64, 256), load(kind, rows, 256)
+  x, norm = floats(12, 256), RMSNorm(Tensor.full((256,), 0.125).contiguous().realize(), 1e-5)
+  high, low = columns(target(), Tensor(x), norm, low=True)
+  exact = values_of(high, 256)[:, 0]
+  hidden, (logits,) = few_gate_up(target(), high, gate, up, router, low)
+  assert worst(values_of(hidden, 64)[:, 0], silu(exact @ gate_want.T) * (exact @ up_want.T)) < 3 * HALF
+  want = (exact + values_of(low, 256)[:, 0]) @ router_want.T
+  assert worst(logits.numpy(), want) < 1e-11
+  assert few_router(target(), high, low, router).numpy().tobytes() == logits.numpy().tobytes()
+
+def choices(n: int, K: int, E: int) -> np.ndarray: return np.stack([rng(i).permutation(E - 1)[:K] for i in range(n)]).astype(np.int32)
+
+@pytest.mark.parametrize("n,K,E,kind", [(16, 2, 5, T.Q4_0), (33, 3, 4, T.Q4_1), (2, 4, 7, T.Q8_0)], ids=str)
+def test_experts(n: int, K: int, E: int, kind: T):
+  """Experts with more tokens than a product has, and one that nobody chose"""
+  F, D = 64, 160
+  chosen, x, scale = choices(n, K, E), tokens(n, D) / 8, floats(n, K)
+  order = sort_by_expert(target(), Tensor(chosen), E)
+  (gate, gate_want), (up, up_want), (down, down_want) = (load(kind, E, *shape, cls=QuantizedExpertWeights) for shape in ((F, D), (F + 32, D), (D - 9, F)))
+  up = QuantizedExpertWeights(kind, (E, F, D), {name: plane[:, :F].contiguous().realize() for name, plane in up.planes.items()})
+  of_gate, of_up = (np.einsum("ti,tkoi->tko", x.astype(np.float64), want[chosen]) for want in (gate_want, up_want[:, :F]))
+  hidden = few_expert_gate_up(target(), of(x), (gate, up), order, Tensor(scale))
+  want = silu(of_gate) * of_up * scale[..., None]
+  assert worst(values_of(hidden, F)[:, 0], want.reshape(n * K, F)) < 3 * HALF
+  each = few_expert_down(target(), hidden, down, order, K)
+  want = np.einsum("tki,tkoi->tko", want, down_want[chosen])
+  assert worst(each.numpy(), want.reshape(n * K, D - 9)) < 5 * HALF
+
+def test_sum():
+  residual, each = floats(9, 96), floats(27, 96)
+  assert worst(few_sum(target(), Tensor(residual), Tensor(each), 3).numpy(), residual + each.reshape(9, 3, 96).sum(1)) < 1e-12
+
+# ---- faults ----
+
+@pytest.mark.parametrize("place", [np.s_[8:], np.s_[:, 32:], np.s_[:, 5]], ids=["the last tile of tokens", "the last tile of rows", "a row"])
+def test_what_is_left_out_is_noticed(place: Any, monkeypatch: pytest.MonkeyPatch):
+  right = few_matmul
+  def faulty(*args: Any) -> list[Tensor]:
+    out = right(*args)[0].numpy()
+    out[place] = 0
+    return [Tensor(out)]
+  monkeypatch.setitem(globals(), "few_matmul", faulty)
+  assert product(T.F16, 33, 96, 9) > HALF
+
+@pytest.mark.parametrize("fault", ["digits", "warp"])
+def test_a_fault_in_the_kernel_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch):
+  if fault == "digits": monkeypatch.setattr(few_tokens, "byte_perm", lambda t, low, high, digits, right=few_tokens.byte_perm: right(t, low, high, 0x4240))
+  else: monkeypatch.setattr(few_tokens, "sum_in_order", lambda values, right=few_tokens.sum_in_order: right(list(values)[:1]))
+  monkeypatch.setattr("tinygrad.nn.kernel._programs", {})
+  assert product(T.Q8_0, 16, 256, 9) > 1e-3

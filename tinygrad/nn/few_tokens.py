@@ -1,0 +1,472 @@
+"""Matrix products of a few tokens (2 to 64) by tensor cores, on quantized weights (planes, see nn/kernel.py): what a decode step of several sequences
+is made of. Each weight is read once for all tokens.
+
+A product of the tensor core takes 16 rows of weights, eight tokens and 16 inner numbers. Its sums do not mind the order of the inner numbers, as long
+as both operands have the same: so a lane takes whole units of weights from memory, 16 bytes at a time as a vector's kernels do, and its elements of a
+product are four neighbouring weights of its unit. The four lanes that share a row have neighbouring units; eight products take these four units, a
+*chunk* of 128 numbers. The tokens are written in that order by whatever kernel makes them (Columns): a lane reads its elements of two products at once.
+
+The warps of a block share out the chunks of the same 16 rows. Weights become halves in registers, two in a word.
+
+Arithmetic: halves times halves, sums in float32, in a fixed order: same input, same bytes. A token's sums do not depend on the other tokens.
+"""
+from __future__ import annotations
+import struct
+from dataclasses import dataclass
+from itertools import product
+from typing import Callable, NamedTuple, Sequence
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import AddrSpace
+from tinygrad.nn.intrinsics import Target, and_or, byte_perm, fma_halves, opaque_zero, pdl_wait, word
+from tinygrad.nn.kernel import (SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum, branch, empty, gated, launch, local, optional, rotated,
+                                safe_index, silu, sum_in_order, total)
+from tinygrad.nn.matmul import HALF_SCALE, rounding_error
+from tinygrad.nn.matvec import global_loads
+from tinygrad.uop.ops import Ops
+
+# Up to eight tokens share a matrix times a vector's way (nn/matvec.py), which takes eight columns. Past 64 the sums leave a warp's registers.
+LEAST_TOKENS, MOST_TOKENS = 9, 64
+TILE_ROWS, TILE_TOKENS = 16, 8   # of a product
+CHUNK = 4 * UNIT                 # numbers of a row that a product's lanes have between them
+QUADS = UNIT // 4                # products of a chunk
+MOST_WARPS = 8                   # of a block
+PITCH = TILE_ROWS + 4            # of a token's sums in shared memory: a warp's lanes hit different banks
+SHARED_BYTES = 40960             # of the sums in shared memory
+
+def takes(target:Target) -> bool:
+  """Whether the tensor cores take words of two halves, and a lane can multiply them: the fragments are then PTX's"""
+  return target.mma is not None and target.mma.on_words is not None and target.fma_halves is not None
+
+# ---- tokens ----
+
+@dataclass(frozen=True)
+class Columns:
+  """Tokens as the tensor core takes them: x = words · factor. words: uint32 (H, chunks · 4, T, 16), two halves each; H: vectors of a token.
+  Piece 4c + i of a token has its numbers 8i … 8i+7 of each unit of chunk c, unit by unit; of each four neighbours the first and third make a word."""
+  words: Tensor
+  factor: float = 1.0
+  @property
+  def tokens(self) -> int: return self.words.shape[2]
+
+def pieces_of(width:int) -> int: return -(-width // CHUNK) * 4
+def columns_like(like:Tensor, heads:int, tokens:int, width:int) -> Tensor:
+  return empty(like, heads, pieces_of(width), tokens, 16, dtype=dtypes.uint32)
+
+def half_bits(x:UOp) -> UOp: return x.cast(dtypes.half).bitcast(dtypes.uint16).cast(dtypes.uint32)
+def half_pair(low:UOp, high:UOp) -> UOp: return half_bits(low) | (half_bits(high) << 16)
+def quad_pairs(numbers:Sequence[UOp]) -> list[UOp]:
+  """Four neighbouring numbers as two words"""
+  return [half_pair(numbers[0], numbers[2]), half_pair(numbers[1], numbers[3])]
+
+def quad_place(quad:UOp, token:UOp, tokens:int) -> UOp:
+  """Where the two words of a vector's numbers 4·quad … lie"""
+  piece = quad // (4 * QUADS) * 4 + quad % QUADS // 2
+  return (piece * tokens + token) * 16 + quad // QUADS % 4 * 4 + quad % 2 * 2
+
+def columns(target:Target, x:Tensor, norm:Norm|None=None, low:bool=False) -> list[Columns]:
+  """Tokens in the order of Columns, with a norm RMSNorm(x), and with `low` their rounding errors. x: float32 (T, D) or (T, H, D). In the kernel:
+
+  squares = Σ x², by thread, warp and block                      # a block a vector of a token
+  value = x · rsqrt(squares / D + eps) · norm
+  out = half(value)
+  low = half(value - out)
+  """
+  (T, *stack, D), threads = x.shape, 8 * target.lanes
+  heads = stack[0] if stack else 1
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    token, head, thread, loaded, stores = UOp.special(T, "gidx0"), UOp.special(heads, "gidx1"), UOp.special(threads, "lidx0"), [], []
+    x_behind = behind_wait(target, buffers)["x"]
+    for start in range(0, D // 4, threads):
+      quad = thread + start
+      inside = None if start + threads <= D // 4 else quad < D // 4
+      place = (token * heads + head) * D + quad * 4
+      loaded.append((quad, inside, [x_behind[gated(place + i, inside)].load() for i in range(4)]))
+    if norm is not None:
+      squares = sum_in_order(number * number for _, _, numbers in loaded for number in numbers)
+      sum_of_squares = block_sum(target, squares, thread, threads, 0, lambda warp_sums: total(warp_sums, UOp.add))
+      factor = (sum_of_squares * (1.0 / D) + norm.eps).rsqrt()
+    for quad, inside, numbers in loaded:
+      if norm is not None: numbers = [number * factor * buffers["norm"][gated(quad * 4 + i, inside)].load() for i, number in enumerate(numbers)]
+      place = quad_place(quad, token, T) + head * (pieces_of(D) * T * 16)
+      stores += [buffers["out"][gated(place + i, inside)].store(pair) for i, pair in enumerate(quad_pairs(numbers))]
+      if not low: continue
+      errors = quad_pairs([rounding_error(number) for number in numbers])
+      stores += [buffers["low"][gated(place + i, inside)].store(pair) for i, pair in enumerate(errors)]
+    return stores
+  there = {"norm": norm is not None, "low": low}
+  name = "_".join(["columns", *map(str, x.shape), *(what for what, it in there.items() if it)])
+  outs = {out: columns_like(x, heads, T, D) for out in ("out", "low")[:1 + low]}
+  return [Columns(out) for out in launch(name, outs, {"x": x, **optional(norm=norm.weight if norm else None)}, body)]
+
+# ---- weights ----
+
+def weight_words(unit:Unit) -> list[UOp]:
+  """The unit dequantized as float32 and rounded: of each four neighbouring weights the first and third in a word, the second and fourth in another"""
+  weights = unit.weights()
+  return [pair for i in range(0, UNIT, 4) for pair in quad_pairs(weights[i:i + 4])]
+def error_words(unit:Unit) -> list[UOp]:
+  """The rounding errors of weight_words"""
+  errors = [rounding_error(weight) for weight in unit.weights()]
+  return [pair for i in range(0, UNIT, 4) for pair in quad_pairs(errors[i:i + 4])]
+
+# A code set into the mantissa of the half 4 is 4 + code / 256, sixteen times the code 4 + code / 16. What is added makes value / 256 of both, exactly.
+# The scale times 256 is a half as good as the scale or better.
+FOUR, FOURS = 0x44004400, 0x44444444   # in each half; in each byte, its upper one
+SCALE_UP = 256.0
+
+def halves(x:float) -> UOp: return word(int.from_bytes(struct.pack("<2e", x, x), "little"))
+def same_halves(x:UOp) -> UOp: return half_bits(x) * 0x10001
+
+def half_words(target:Target, unit:Unit) -> list[UOp]:
+  """The unit dequantized, in the order of weight_words, by two instructions on two halves each"""
+  if unit.floats is not None: return weight_words(unit)
+  scales = [(same_halves(scale * SCALE_UP), word(0) if minimum is None else same_halves(minimum)) for scale, minimum in unit.scales]
+  one, sixteenth = (halves(1.0), halves(-4 - unit.zero / 256)), (halves(1 / 16), halves(-1 / 4 - unit.zero / 256))
+  def codes(quad:int, pair:int) -> tuple[UOp, tuple[UOp, UOp]]:
+    """Two codes in the mantissa, and what makes values of them"""
+    if unit.nibbles is None: return byte_perm(target, unit.words[quad], word(FOURS), (0x4240, 0x4341)[pair]), one
+    both, mask, centre = unit.nibbles[quad // 2] >> (8 * pair), (0x000f000f, 0x00f000f0)[quad % 2], (one, sixteenth)[quad % 2]
+    return and_or(target, both, mask, FOUR), centre
+  def weights(quad:int, pair:int) -> UOp:
+    mantissa, centre = codes(quad, pair)
+    return fma_halves(target, fma_halves(target, mantissa, *centre), *scales[quad * len(scales) // QUADS])
+  return [weights(quad, pair) for quad in range(QUADS) for pair in range(2)]
+
+# ---- a block ----
+
+LoadPairs = Callable[[UOp, UOp, UOp|None], list[UOp]]   # (token, piece, whether there is such a piece) -> the lane's four words of it
+Weights = list[list[list[list[Unit]]]]                  # a lane's units by chunk, matrix, tile of rows, and which of its two rows
+PlaceOf = Callable[[int, int, int, int], UOp]           # (matrix, tile of rows, tile of tokens, element) -> where the lane's sum is, in registers
+
+@dataclass(frozen=True)
+class Share:
+  """How a block's warps share out rows of `units`: each takes so many neighbouring chunks"""
+  units: int
+  warps: int
+  chunks: int
+
+def share_of(width:int) -> Share:
+  """The fewest chunks a warp, and then no more warps than have one"""
+  chunks = -(-width // CHUNK)
+  most = -(-chunks // MOST_WARPS)
+  return Share(width // UNIT, -(-chunks // most), most)
+
+class Quad(NamedTuple):
+  """Four neighbouring rows' products with a token, of each matrix"""
+  token: UOp
+  row: UOp                     # the first
+  inside: UOp                  # whether there is such a token, and its first row
+  sums: list[list[UOp]]
+
+class BlockProduct:
+  """A block's tile: some rows of matrices, from first_row on, times tokens. Its phases are methods; in the kernel:
+
+  load:     weights = the lane's units of its rows
+  products: for each chunk, and of it each two products, and each eight tokens:
+              pairs = the lane's numbers of its token
+              sums += weights · pairs                            # tensor cores
+  quads:    for some tokens at a time: shared = sums; barrier; the sums over the warps, four rows a thread
+  """
+  def __init__(self, target:Target, share:Share, tokens:int, first_row:UOp, rows:int, row_tiles:int, slot:int=0, shared_bytes:int=SHARED_BYTES):
+    assert target.mma is not None
+    self.target, self.mma, self.share, self.tokens, self.row_tiles = target, target.mma, share, tokens, row_tiles
+    self.first_row, self.rows, self.slot, self.shared_bytes = first_row, rows, slot, shared_bytes
+    self.n_threads = share.warps * target.lanes
+    self.thread = UOp.special(self.n_threads, "lidx0")
+    self.warp, self.lane = self.thread // target.lanes, self.thread % target.lanes
+    self.lane_group, self.in_group = self.lane // 4, self.lane % 4
+    self.token_tiles = -(-tokens // TILE_TOKENS)
+
+  def unit(self, chunk:int) -> tuple[UOp, UOp|None]:
+    """(the lane's unit of its warp's chunk, whether there is such a unit); None: always"""
+    share = self.share
+    unit = (self.warp * share.chunks + chunk) * 4 + self.in_group
+    return unit, None if share.warps * share.chunks * 4 == share.units else unit < share.units
+
+  def load(self, matrices:Sequence[Matrix]) -> Weights:
+    def unit(matrix:Matrix, chunk:int, row:int) -> Unit:
+      number, inside = self.unit(chunk)
+      return matrix((self.first_row + row + self.lane_group).minimum(self.rows - 1), safe_index(number, inside), inside)
+    return [[[[unit(matrix, chunk, tile * TILE_ROWS + half * 8) for half in range(2)] for tile in range(self.row_tiles)] for matrix in matrices]
+            for chunk in range(self.share.chunks)]
+
+  def products(self, weights:Weights, load_pairs:LoadPairs, loop:UOp|None=None, low_pairs:LoadPairs|None=None) -> PlaceOf:
+    """loop: what all this is inside of. low_pairs: the tokens' rounding errors; the weights' are multiplied then too."""
+    tokens = [tile * TILE_TOKENS + self.lane_group for tile in range(self.token_tiles)]
+    n_sums = len(weights[0]) * self.row_tiles * self.token_tiles * 4
+    sums = UOp.placeholder((n_sums + 1,), dtypes.float, slot=self.slot + 1, addrspace=AddrSpace.REG)
+    def place(matrix:int, row_tile:int, token_tile:int, i:int) -> UOp:
+      return sums[((matrix * self.row_tiles + row_tile) * self.token_tiles + token_tile) * 4 + i]
+    if loop is not None: sums = sums.after(loop)
+    sums = sums.after(UOp.group(*[sums[i].store(0.0) for i in range(n_sums)]))
+    def accumulate(rows:list[list[UOp]], first:int, pairs:list[UOp], *at:int) -> UOp:
+      """The sums behind a product of words `first` and `first + 1` of the lane's two rows"""
+      a_words = [row[first + pair] for pair in range(2) for row in rows]
+      event = self.mma.accumulate(a_words, pairs, [place(*at, i) for i in range(4)])
+      return sums.after(sums[n_sums].store(event))
+    for chunk, of_chunk in enumerate(weights):
+      unit, inside = self.unit(chunk)
+      def words_of(unit:Unit) -> list[UOp]: return half_words(self.target, unit) if low_pairs is None else weight_words(unit)
+      words = [[[words_of(unit) for unit in rows] for rows in tiles] for tiles in of_chunk]
+      errors = [[[error_words(unit) for unit in rows] for rows in tiles] for tiles in of_chunk] if low_pairs is not None else words
+      for i, (token_tile, token) in product(range(QUADS // 2), enumerate(tokens)):
+        pairs = load_pairs(token, unit // 4 * 4 + i, inside)
+        low = low_pairs(token, unit // 4 * 4 + i, inside) if low_pairs is not None else []
+        for part, (matrix, row_tile) in product(range(2), product(range(len(words)), range(self.row_tiles))):
+          own, first, at = slice(part * 2, part * 2 + 2), (i * 2 + part) * 2, (matrix, row_tile, token_tile)
+          sums = accumulate(words[matrix][row_tile], first, pairs[own], *at)
+          if low_pairs is not None:
+            sums = accumulate(words[matrix][row_tile], first, low[own], *at)
+            sums = accumulate(errors[matrix][row_tile], first, pairs[own], *at)
+    return place
+
+  def quads(self, n_matrices:int, place_of:PlaceOf) -> list[Quad]:
+    n_tiles, quads_of_token = n_matrices * self.row_tiles, self.row_tiles * TILE_ROWS // 4
+    at_once = min(max(self.shared_bytes // (4 * PITCH * TILE_TOKENS * n_tiles * self.share.warps), 1), self.token_tiles)   # tiles of tokens
+    shared, found = local(self.share.warps * n_tiles * at_once * TILE_TOKENS * PITCH, dtypes.float, self.slot), []
+    def place(warp:UOp|int, tile:UOp|int, token:UOp, row:UOp) -> UOp: return ((warp * n_tiles + tile) * (at_once * TILE_TOKENS) + token) * PITCH + row
+    for first in range(0, self.token_tiles, at_once):
+      stores, loads = [], []
+      for tile, token_tile, i in product(range(n_tiles), range(min(at_once, self.token_tiles - first)), range(4)):
+        row, token = self.mma.c(self.lane, i)
+        value = place_of(tile // self.row_tiles, tile % self.row_tiles, first + token_tile, i).load()
+        stores.append(shared[place(self.warp, tile, token_tile * TILE_TOKENS + token, row)].store(value))
+      summed = shared.after(UOp(Ops.BARRIER, src=tuple(stores)))
+      n_quads = min(self.tokens - first * TILE_TOKENS, at_once * TILE_TOKENS) * quads_of_token
+      for start in range(0, n_quads, self.n_threads):
+        item = self.thread + start
+        exists = None if start + self.n_threads <= n_quads else item < n_quads
+        item = safe_index(item, exists)
+        token, row_tile, row = item // quads_of_token, item % quads_of_token // 4, item % 4 * 4
+        values = []
+        for matrix in range(n_matrices):
+          each = [[summed[place(warp, matrix * self.row_tiles + row_tile, token, row) + i].load() for i in range(4)]
+                  for warp in range(self.share.warps)]
+          loads += [load for of_warp in each for load in of_warp]
+          values.append([sum_in_order(of_row) for of_row in zip(*each)])
+        row = self.first_row + row_tile * TILE_ROWS + row
+        found.append(Quad(first * TILE_TOKENS + token, row, row < self.rows if exists is None else exists & (row < self.rows), values))
+      shared = shared.after(UOp(Ops.BARRIER, src=tuple(loads)))
+    return found
+
+  # ---- what is done with four sums ----
+
+  def store(self, out:UOp, first:UOp, quad:Quad, values:list[UOp]) -> list[UOp]:
+    """Four values at neighbouring places, as far as there are such rows"""
+    return [out[(first + i).valid(self.writes(quad, i))].store(value) for i, value in enumerate(values)]
+  def writes(self, quad:Quad, i:int) -> UOp:
+    """Whether there is the quad's row i. Most matrices have whole quads: their stores are one."""
+    return quad.inside & (quad.row + i < self.rows) if self.rows % 4 and i else quad.inside
+
+def store_columns(out:UOp, number:UOp, token:UOp, tokens:int, inside:UOp, values:list[UOp]) -> list[UOp]:
+  """Four values as numbers number … of a token of Columns"""
+  place = quad_place(number // 4, token, tokens)
+  return [out[(place + i).valid(inside)].store(pair) for i, pair in enumerate(quad_pairs(values))]
+
+def loader(buffer:UOp, block:BlockProduct, x:Columns, head:UOp|int=0, token_of:Callable[[UOp], UOp]|None=None) -> LoadPairs:
+  """What reads the words of x for a block. token_of(token) -> the token of x that the block's is; without it, the same, or the last"""
+  _, pieces, tokens, _ = x.words.shape
+  def load(token:UOp, piece:UOp, inside:UOp|None) -> list[UOp]:
+    column = token.minimum(tokens - 1) if token_of is None else token_of(token)
+    place = ((head * pieces + piece) * tokens + column) * 16 + block.in_group * 4
+    return [buffer[gated(place + i, inside)].load() for i in range(4)]
+  return load
+
+# ---- a launch ----
+
+MANY_TILES = 1024   # of rows; a launch of more makes two at once of them, which share what is read of the tokens
+
+def row_tiles_of(rows:int) -> int: return 2 if -(-rows // TILE_ROWS) >= MANY_TILES else 1
+
+Finish = Callable[[BlockProduct, Quad, dict[str, UOp]], list[UOp]]
+
+@dataclass(frozen=True)
+class Part:
+  """Some blocks of a launch.
+  rows: of each of its matrices, which are multiplied with the same tokens.
+  finish(block, quad, buffers) -> stores: the epilogue. buffers: those of the launch, whose loads come behind the wait.
+  precise: products as good as float32, by the rounding errors of tokens and weights."""
+  rows: int
+  matrices: Sequence[Matrix]
+  finish: Finish
+  precise: bool = False
+
+def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], parts:Sequence[Part], head:UOp|int=0) -> list[UOp]:
+  """The stores of a launch over gidx0, each part in blocks of its own. buffers: x and, where a part is precise, low. In the kernel:
+
+  weights = the lane's units of the block's rows                 # loads are issued; none waits for the tokens
+  wait until the kernels before are done
+  the products, and the sums over the warps                      # BlockProduct
+  finish: the epilogue stores
+  """
+  share, stores, start = share_of(width), [], 0
+  tiles = [row_tiles_of(part.rows) for part in parts]
+  counts = [-(-part.rows // (TILE_ROWS * tiles_of_part)) for part, tiles_of_part in zip(parts, tiles)]
+  number = UOp.special(sum(counts), "gidx0")
+  for i, (part, row_tiles, count) in enumerate(zip(parts, tiles, counts)):
+    loop, zero = branch(i, (number >= start) & (number < start + count)) if len(parts) > 1 else (None, 0)
+    first_row = (number - start + zero) * (TILE_ROWS * row_tiles)
+    block = BlockProduct(target, share, x.tokens, first_row, part.rows, row_tiles, i * SLOTS, SHARED_BYTES // len(parts))
+    weights = block.load(part.matrices)
+    behind = behind_wait(target, buffers, *global_loads([units for of_chunk in weights for tiles in of_chunk for units in tiles]))
+    low = loader(behind["low"], block, x, head) if part.precise else None
+    places = block.products(weights, loader(behind["x"], block, x, head), loop, low)
+    finished = [store for quad in block.quads(len(part.matrices), places) for store in part.finish(block, quad, behind)]
+    stores += finished if loop is None else [UOp.group(*finished).end(loop)]
+    start += count
+  return stores
+
+# ---- one matrix or several, or one a head ----
+
+def few_matmul(target:Target, x:Columns, weights:Sequence[Weight], residual:Tensor|None=None, rope:Rope|None=None, start:Tensor|None=None) -> list[Tensor]:
+  """W·x for each token's x and each matrix W, (out, in) -> float32 (T, out) each. rope rotates the heads of the first product, residual (T, out) is
+  added to it; start: int32 (T,), the tokens' positions. In the kernel, of a matrix:
+
+  sums = W·x of a tile of rows and all tokens                    # a block
+  for each four neighbouring rows of a token:
+    if rope: sums = pairs rotated by the token's position
+    out = sums + residual
+  """
+  T, width = x.tokens, weights[0].shape[1]
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    def part(i:int, weight:Weight) -> Part:
+      def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
+        values = [value * x.factor for value in quad.sums[0]] if x.factor != 1.0 else quad.sums[0]
+        if i == 0 and rope is not None:
+          position = buffers["start"][quad.token].load().cast(dtypes.weakint)
+          for pair in (slice(0, 2), slice(2, 4)):
+            number = (quad.row + pair.start) % rope.head - rope.nope
+            values[pair] = rotated(buffers, rope.table.shape[1], number, values[pair], number >= 0, position)
+        place = quad.token * weight.shape[0] + quad.row
+        if i == 0 and residual is not None:
+          values = [value + behind["residual"][(place + j).valid(block.writes(quad, j))].load() for j, value in enumerate(values)]
+        return block.store(buffers[f"y{i}"], place, quad, values)
+      return Part(weight.shape[0], [weight.matrix(buffers, f"w{i}")], finish)
+    return few_products(target, width, x, buffers, [part(i, weight) for i, weight in enumerate(weights)])
+  outs = {f"y{i}": empty(x.words, T, weight.shape[0]) for i, weight in enumerate(weights)}
+  ins = {"x": x.words, **optional(residual=residual, rope=rope.table if rope else None, start=start if rope else None)}
+  for i, weight in enumerate(weights): ins |= weight.args(f"w{i}")
+  there = {"residual": residual, "rope": rope}
+  name = "_".join(["few_matmul", *(what for what, it in there.items() if it is not None), *(weight.label for weight in weights), str(T)])
+  return launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))
+
+def few_heads(target:Target, x:Columns, weight:Weight) -> Columns:
+  """W·x for each head's x and matrix W, (H, out, in), as the H·out numbers of a token. They are scaled, as halves may be too small. In the kernel:
+
+  sums = W·x of a tile of rows of a head, and all tokens         # a block
+  out = sums · HALF_SCALE
+  """
+  (heads, rows, width), T = weight.shape, x.tokens
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    head, matrix = UOp.special(heads, "gidx1"), weight.matrix(buffers, "w")
+    def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
+      values = [value * (x.factor * HALF_SCALE) for value in quad.sums[0]]
+      return store_columns(buffers["y"], head * rows + quad.row, quad.token, T, quad.inside, values)
+    return few_products(target, width, x, buffers, [Part(rows, [lambda row, unit, gate: matrix(head * rows + row, unit, gate)], finish)], head)
+  outs = {"y": columns_like(x.words, 1, T, heads * rows)}
+  return Columns(launch(f"few_heads_{weight.label}_{T}", outs, {"x": x.words, **weight.args("w")}, body, weight.nbytes)[0], 1 / HALF_SCALE)
+
+def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|None=None, low:Columns|None=None) -> tuple[Columns, list[Tensor]]:
+  """silu(gate·x) · (up·x) for each token's x; gate, up: (F, D). And router·(x + low), as good as float32; router: (E, D) -> [float32 (T, E)].
+  In the kernel:
+
+  gate, up = gate·x and up·x of a tile of rows and all tokens    # a block
+  out = silu(gate) · up · HALF_SCALE
+  """
+  (F, width), T = gate.shape, x.tokens
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    def swiglu(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
+      values = [silu(gate) * up * HALF_SCALE for gate, up in zip(*quad.sums)]
+      return store_columns(buffers["y"], quad.row, quad.token, T, quad.inside, values)
+    parts = [Part(F, [gate.matrix(buffers, "gate"), up.matrix(buffers, "up")], swiglu)]
+    if router is not None: parts.append(router_part(router, buffers))
+    return few_products(target, width, x, buffers, parts)
+  outs = {"y": columns_like(x.words, 1, T, F), **({} if router is None else {"logits": empty(x.words, T, router.shape[0])})}
+  ins = {"x": x.words, **optional(low=None if router is None else low.words), **gate.args("gate"), **up.args("up"),
+         **({} if router is None else router.args("router"))}
+  name = "_".join(["few_gate_up", gate.label, *([] if router is None else ["router", router.label]), str(T)])
+  hidden, *logits = launch(name, outs, ins, body, sum(weight.nbytes for weight in (gate, up, router) if weight is not None))
+  return Columns(hidden, 1 / HALF_SCALE), logits
+
+def router_part(router:Weight, buffers:dict[str, UOp]) -> Part:
+  """logits = router·(x + low)"""
+  def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
+    return block.store(buffers["logits"], quad.token * router.shape[0] + quad.row, quad, quad.sums[0])
+  return Part(router.shape[0], [router.matrix(buffers, "router")], finish, precise=True)
+
+def few_router(target:Target, x:Columns, low:Columns, router:Weight) -> Tensor:
+  """router·(x + low) for each token's x, as good as float32. router: (E, D) -> float32 (T, E)"""
+  E, width = router.shape
+  def body(buffers:dict[str, UOp]) -> list[UOp]: return few_products(target, width, x, buffers, [router_part(router, buffers)])
+  ins = {"x": x.words, "low": low.words, **router.args("router")}
+  return launch(f"few_router_{router.label}_{x.tokens}", {"logits": empty(x.words, x.tokens, E)}, ins, body, router.nbytes)[0]
+
+# ---- experts ----
+
+def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weight], x:Columns, T:int, K:int,
+                    finish:Finish) -> list[UOp]:
+  """The stores of a launch on stacks of matrices, (E, out, in), and the tokens that chose each. x: of T tokens or T · K choices. buffers: x; order and
+  counts, as sort_by_expert gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token.
+  In the kernel:
+
+  for each eight tokens of the expert's:                         # a block a tile of rows of an expert; most have at most eight, many have none
+    weights = the lane's units of the block's rows
+    the products with their x, and the sums over the warps       # BlockProduct
+    finish: the epilogue stores
+  """
+  E, rows, width = weights[0].shape
+  row_tile, expert = UOp.special(-(-rows // TILE_ROWS), "gidx0"), UOp.special(E, "gidx1")
+  behind = behind_wait(target, buffers)
+  count = behind["counts"][expert].load().maximum(0).minimum(T)   # garbage in, no hang
+  loop = UOp.range(((count + (TILE_TOKENS - 1)) // TILE_TOKENS).cast(dtypes.weakint), 0)
+  zero = opaque_zero("0", loop.cast(dtypes.int))
+  block = BlockProduct(target, share_of(width), TILE_TOKENS, row_tile * TILE_ROWS, rows, 1)
+  def choice_of(token:UOp) -> UOp:
+    place = expert * T + (loop * TILE_TOKENS + token).minimum(count.cast(dtypes.weakint) - 1) + zero
+    return behind["order"][place].load().maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
+  def token_of(token:UOp) -> UOp: return choice_of(token) // (T * K // x.tokens)
+  matrices = [lambda row, unit, gate, matrix=weight.matrix(buffers, f"weight{i}"): matrix(expert * rows + row + zero, unit, gate)
+              for i, weight in enumerate(weights)]
+  places = block.products(block.load(matrices), loader(behind["x"], block, x, token_of=token_of), loop)
+  stores = []
+  for quad in block.quads(len(matrices), places):
+    exists = loop * TILE_TOKENS + quad.token < count.cast(dtypes.weakint)
+    stores += finish(block, quad._replace(token=choice_of(quad.token), inside=quad.inside & exists), behind)
+  return [UOp.group(*stores).end(loop)]
+
+def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], chosen:tuple[Tensor, Tensor], scale:Tensor) -> Columns:
+  """silu(gate·x) · (up·x) · scale for each token's x and chosen expert. weights: gate and up, (E, F, D); chosen: what sort_by_expert returns;
+  scale: float32 (T, K) -> F numbers of each of the T·K choices"""
+  (_, rows, _), (T, K), (order, counts) = weights[0].shape, scale.shape, chosen
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
+      factor = behind["scale"][quad.token].load() * HALF_SCALE
+      values = [silu(gate) * up * factor for gate, up in zip(*quad.sums)]
+      return store_columns(buffers["y"], quad.row, quad.token, T * K, quad.inside, values)
+    return expert_products(target, buffers, weights, x, T, K, finish)
+  ins = {"x": x.words, "order": order, "counts": counts, "scale": scale, **weights[0].args("weight0"), **weights[1].args("weight1")}
+  name, outs = f"few_expert_gate_up_{K}_{weights[0].label}_{T}", {"y": columns_like(x.words, 1, T * K, rows)}
+  return Columns(launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))[0], 1 / HALF_SCALE)
+
+def few_expert_down(target:Target, x:Columns, weight:Weight, chosen:tuple[Tensor, Tensor], K:int) -> Tensor:
+  """W[expert]·x for each choice's x. weight: (E, out, in); chosen: what sort_by_expert returns -> float32 (T·K, out)"""
+  (_, rows, _), (order, counts) = weight.shape, chosen
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
+      return block.store(buffers["y"], quad.token * rows + quad.row, quad, [value * x.factor for value in quad.sums[0]])
+    return expert_products(target, buffers, [weight], x, x.tokens // K, K, finish)
+  ins = {"x": x.words, "order": order, "counts": counts, **weight.args("weight0")}
+  name, outs = f"few_expert_down_{K}_{weight.label}_{x.tokens // K}", {"y": empty(x.words, x.tokens, rows)}
+  return launch(name, outs, ins, body, weight.nbytes)[0]
+
+def few_sum(target:Target, residual:Tensor, each:Tensor, K:int) -> Tensor:
+  """residual + Σ_k each[token · K + k]. residual: float32 (T, D); each: float32 (T·K, D) -> (T, D). In the kernel, a thread makes four numbers."""
+  (T, D), threads = residual.shape, 4 * target.lanes
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    token, part, thread = UOp.special(T, "gidx0"), UOp.special(-(-D // (4 * threads)), "gidx1"), UOp.special(threads, "lidx0")
+    behind, quad = behind_wait(target, buffers), part * threads + thread
+    inside = None if D % (4 * threads) == 0 else quad < D // 4
+    def load(name:str, row:UOp) -> list[UOp]: return [behind[name][gated(row * D + quad * 4 + i, inside)].load() for i in range(4)]
+    terms = [load("residual", token), *(load("each", token * K + k) for k in range(K))]
+    return [buffers["y"][gated(token * D + quad * 4 + i, inside)].store(sum_in_order(of_number)) for i, of_number in enumerate(zip(*terms))]
+  return launch(f"few_sum_{T}_{D}_{K}", {"y": empty(residual, T, D)}, {"residual": residual, "each": each}, body)[0]
