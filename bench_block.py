@@ -116,7 +116,8 @@ def measure(f:GGUFFile, name:str, progress:Callable, rounds:int, depth:int, want
   peak, source = peak_bandwidth() or (None, "")
   # the ceiling, before anything is measured
   token = sum(read_bytes(f, c, i, tokens=parallel) for i in range(c.n_blocks)) + head_bytes(f, c, parallel) + c.n_blocks * row
-  reads = {kind: [statistics.mean(read_bytes(f, c, i, part, parallel) for i in blocks) + (row if part != "ffn" else 0) for part in ("", "attn", "ffn")]
+  reads = {kind: [statistics.mean(read_bytes(f, c, i, part, parallel) for i in blocks) + (row if part != "ffn" else 0)
+                  for part in ("", "attn", "ffn")]
            for kind, blocks in chosen.items()}
   print(f"model     {name}, device {Device.DEFAULT}, depth {depth}, {parallel} sequence{'s' * (parallel > 1)}")
   for kind, blocks in chosen.items():
@@ -148,7 +149,8 @@ def measure(f:GGUFFile, name:str, progress:Callable, rounds:int, depth:int, want
   print(f"{'a step':18s} {kernels:8d} {token / 1e6:9.2f} {seconds * 1e6:11.1f} {'':23s} {token / seconds / 1e9:8.1f}"
         + (f"  {percent:5.1f}" if peak else ""))
   print(f"proxy     {parallel / seconds:.2f} tok/s = {parallel} / ({' + '.join(f'{n} x {t.median * 1e6:.1f}' for n, t in per)} us)")
-  return {"model": name, "device": Device.DEFAULT, "depth": depth, "parallel": parallel, "blocks": {k: len(b) for k, b in kinds.items()}, "bank": chosen, "parts": result,
+  return {"model": name, "device": Device.DEFAULT, "depth": depth, "parallel": parallel,
+          "blocks": {k: len(b) for k, b in kinds.items()}, "bank": chosen, "parts": result,
           "kernels_a_step": kernels, "step_bytes": token, "peak_gb_s": peak / 1e9 if peak else None, "step_us": seconds * 1e6,
           "tok_s": parallel / seconds, "ceiling_percent": percent}
 
@@ -167,7 +169,8 @@ def estimate(kernels:int, size:int, parallel:int) -> dict[str, Any]:
   return result
 
 def count(files:dict[str, GGUFFile], target:str, depth:int, parallel:int) -> dict[str, Any]:
-  print(f"kernels a step of {parallel} for {target} at depth {depth}, scheduled and rendered with no device; one block of each kind is scheduled and multiplied")
+  print(f"kernels a step of {parallel} for {target} at depth {depth}, scheduled and rendered with no device; one block of each kind is scheduled "
+        "and multiplied")
   result = {}
   for name, f in files.items():
     c = Config.from_gguf(f)

@@ -66,7 +66,7 @@ def with_blocks(f:GGUFFile, blocks:list[int]) -> GGUFFile:
 # ---- bytes ----
 
 def read_bytes(f:GGUFFile, c:Config, i:int, part:str="", tokens:int=1) -> int:
-  """Bytes of weights that a step of so many sequences reads of block i: all of it, or its "attn" or "ffn" part; of the experts, those that are chosen"""
+  """Bytes of weights that a step of so many sequences reads of block i: all of it, or its "attn" or "ffn" part; of the experts, the chosen"""
   def share(name:str, size:int) -> int: return round(size * c.distinct_experts(tokens) / c.n_experts) if "_exps." in name else size
   return sum(share(name, t.data.nbytes) for name, t in of_block(f, i).items() if not part or name.startswith("attn") == (part == "attn"))
 def head_bytes(f:GGUFFile, c:Config, tokens:int=1) -> int:
@@ -150,7 +150,8 @@ def shared_bytes(program:UOp) -> int:
   return sum(u.max_numel() * u.dtype.itemsize for u in program.src[1].src if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL)
 
 def render_kernels(f:GGUFFile, target:str, max_context:int=4096, depth:int=0, parallel:int=1) -> list[Kernel]:
-  """The kernels of a step of so many sequences, each with `depth` tokens before it, each once, lowered and rendered for the target: slower than counting, and finds what the target
+  """The kernels of a step of so many sequences, each with `depth` tokens before it, each once, lowered and rendered for the target: slower
+  than counting, and finds what the target
   cannot say"""
   kernels, variables = [], {"pos": depth}                  # where the position is a variable of the graph
   with no_device(target):

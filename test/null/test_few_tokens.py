@@ -56,7 +56,7 @@ def product(kind: T, rows: int, width: int, n: int) -> float:
 @pytest.mark.parametrize("kind", HALVES, ids=lambda k: k.name)
 def test_every_type(kind: T): assert product(kind, 33, max(GGML_QUANT_SIZES[kind][0], 96), 9) < HALF
 
-@pytest.mark.parametrize("n", [2, 3, 5, 8, 16, 33, 64])
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 16, 33, 40, 64])
 def test_tokens(n: int): assert product(T.Q4_0, 18, 256, n) < HALF
 
 # warps without a chunk, chunks without a unit, rows that are one chunk and many
@@ -67,7 +67,7 @@ def test_shares():
   assert [(share.warps, share.chunks) for share in map(share_of, (32, 768, 1408, 2048, 2816, 5120))] == [(1, 1), (6, 1), (6, 2), (8, 2), (8, 3), (8, 5)]
 
 def test_two_tiles_of_rows(monkeypatch: pytest.MonkeyPatch):
-  monkeypatch.setattr(few_tokens, "row_tiles_of", lambda rows: 2)
+  monkeypatch.setattr(few_tokens, "row_tiles_of", lambda rows, tokens: 2)
   assert product(T.Q4_0, 50, 256, 17) < HALF
 
 def test_small_weights():

@@ -57,7 +57,7 @@ def linear(rows: int, rotated: bool, inner: int = 96) -> Callable:
 def with_residual(tokens: int) -> tuple: return step_of(tokens), floats(tokens, 96), None, [load(T.Q5_1, 33, 96)], None, floats(tokens, 33)
 def attention(heads: int, latent: int, rotated: int, start: int) -> Callable:
   def of(tokens: int) -> tuple:
-    rows = tensor(normal(128, latent + rotated).astype(np.float16))
+    rows = tensor(normal(128 * (tokens if isinstance(tokens, Sequences) else 1), latent + rotated).astype(np.float16))
     cache = rows.cast(dtypes.float).contiguous().realize() if cpu.is_cpu(Device.DEFAULT) else rows
     return (step_of(tokens, start), floats(tokens, heads * (64 + rotated)), floats(tokens, latent + rotated), load(T.Q8_0, heads, latent, 64),
             norm(latent), cache, Rope(rope_table(rotated, 1e4, 128), 64 + rotated, 64), 0.002)
@@ -97,7 +97,8 @@ def positions(tokens: int) -> tuple:
 def to_cut(weighed: bool) -> Callable:
   def of(tokens: int) -> tuple:
     x, target = floats(tokens, 301), np.arange(3, 3 + tokens)
-    return x, (x.exp() * 2 ** 30).cast(dtypes.uint64).realize() if weighed else None, tensor(target.astype(np.uint64) << 31 if weighed else np.uint32(target))
+    if not weighed: return x, None, tensor(np.uint32(target))
+    return x, (x.exp() * 2 ** 30).cast(dtypes.uint64).realize(), tensor(target.astype(np.uint64) << 31)
   return of
 
 # ---- the table ----
@@ -110,6 +111,7 @@ class Case(NamedTuple):
 
 def cpu_(few: tuple[int, ...] = (1,), many: tuple[int, ...] = ()) -> list[tuple[str, str, int]]:
   return [("CPU", "cpu_decode", n) for n in few] + [("CPU", "cpu_prefill", n) for n in many]
+def cpu_few(*counts: int) -> list[tuple[str, str, int]]: return [("CPU", "cpu_few", Sequences(n)) for n in counts]
 def gpus(few: tuple[int, ...] = (1,), many: tuple[int, ...] = (), metal: str = "decode") -> list[tuple[str, str, int]]:
   """metal: the form of few tokens there"""
   short = {"CUDA": "decode", "METAL": metal}
@@ -124,8 +126,8 @@ def sequences(*counts: int) -> list[tuple[str, str, int]]:
 CASES = [
   *(Case(norm_linear.mul_mat, kind.name, product(kind, rows), cpu_() + gpus())
     for kind, rows in zip(HALVES, itertools.cycle((33, 34, 16, 7)))),
-  Case(norm_linear.mul_mat, "many rows", product(T.Q4_K, 34), cpu_((), (2, 19)) + gpus((19,))),
-  Case(norm_linear.mul_mat, "a matrix a head", lambda tokens: (floats(tokens, 3, 64), load(T.Q5_1, 3, 9, 64)), gpus() + sequences(3, 8)),
+  Case(norm_linear.mul_mat, "many rows", product(T.Q4_K, 34), cpu_((), (67,)) + cpu_few(2, 19) + gpus((19,))),
+  Case(norm_linear.mul_mat, "a matrix a head", lambda tokens: (floats(tokens, 3, 64), load(T.Q5_1, 3, 9, 64)), cpu_few(3) + gpus() + sequences(3, 8)),
   Case(norm_linear.mul_mat, "id Q4_K", product_by_id(T.Q4_K), cpu_(many=(5,)) + gpus((1,), metal="msl")),
   Case(norm_linear.mul_mat, "id IQ4_XS", product_by_id(T.IQ4_XS), cpu_(many=(5,)) + gpus((5,))),
   Case(norm_linear.norm_linear, "33 rows", linear(33, False), cpu_(many=(19,)) + gpus(many=(33,)) + sequences(5, 33)),
@@ -148,6 +150,13 @@ CASES = [
   Case(moe.expert_down, "IQ4_NL", down(False, T.IQ4_NL), cpu_(many=(2,)) + gpus() + sequences(9)),
   Case(moe.mixture, "two tokens", mixed(False), gpus((), (2,))),
   Case(moe.mixture, "shared", mixed(True), gpus((), (19,))),
+  Case(norm_linear.norm_linear, "CPU, few: 33 rows", linear(33, False), cpu_few(2, 33)),
+  Case(norm_linear.norm_linear, "CPU, few: 96 rows rotated", linear(96, True), cpu_few(3, 5)),
+  Case(norm_linear.norm_linear, "CPU, few: residual", with_residual, cpu_few(13)),
+  Case(mla_attention.latent_attention, "CPU, few: 5 heads", attention(5, 128, 32, 40), cpu_few(2, 3, 12)),
+  Case(moe.gate_up, "CPU, few: Q4_K router", gated(True, T.Q4_K), cpu_few(8)),
+  Case(moe.expert_gate_up, "CPU, few: Q6_K sigmoid", chosen(2, T.Q6_K, 21), cpu_few(2, 12)),
+  Case(moe.expert_down, "CPU, few: Q5_K shared", down(True, T.Q5_K), cpu_few(5)),
   Case(norm_linear.norm_linear, "few: 33 rows", linear(33, False), few(9)),
   Case(norm_linear.norm_linear, "few: 96 rows rotated", linear(96, True), few(20)),
   Case(norm_linear.norm_linear, "few: residual", with_residual, few(16)),

@@ -56,7 +56,7 @@ def test_bytes_a_token(name: str):
   f = stand_in(name)
   c, model = Config.from_gguf(f), Transformer.from_gguf(f, 32)
   total = sum(read_bytes(f, c, i) for i in range(c.n_blocks)) + head_bytes(f, c)
-  assert total == pytest.approx(model.weight_bytes_a_token, rel=0.02)  # which leaves out the norms
+  assert total == pytest.approx(model.weight_bytes_a_step(), rel=0.02)  # which leaves out the norms
   for i in range(c.n_blocks): assert read_bytes(f, c, i) == read_bytes(f, c, i, "attn") + read_bytes(f, c, i, "ffn")
   if c.n_experts: assert 0 < read_bytes(f, c, 3) < 0.5 * sum(t.data.nbytes for t in of_block(f, 3).values())
 
@@ -88,6 +88,17 @@ def test_bench_block(tmp_path: Path):
   c = Config.from_gguf(f)
   assert r["kernels_a_step"] == count_kernels(f, r["device"])[0]          # the parts run make up the decode graph as it is scheduled
   assert r["step_bytes"] - head_bytes(f, c) - sum(read_bytes(f, c, i) for i in range(4)) in (4 * 5 * c.cache_dim * n for n in (2, 4))
+
+def test_bench_block_of_many_sequences():
+  r = last(run("bench_block.py", 1, "--model", "small-glm", "--quant", "F16", "--blocks", 1, "--depth", 5, "--parallel", 4).stdout)
+  f = stand_in("small-glm", "F16")
+  c = Config.from_gguf(f)
+  assert r["parallel"] == 4 and r["tok_s"] == pytest.approx(4e6 / r["step_us"])
+  assert r["kernels_a_step"] >= count_kernels(f, r["device"], parallel=4)[0]   # what all blocks share, a bank has once
+  weights = head_bytes(f, c, 4) + sum(read_bytes(f, c, i, tokens=4) for i in range(4))
+  assert r["step_bytes"] - weights in (4 * 4 * 5 * c.cache_dim * n for n in (2, 4))
+  once = head_bytes(f, c) + sum(read_bytes(f, c, i) for i in range(4))
+  assert once < weights < 4 * once and read_bytes(f, c, 0, tokens=4) == read_bytes(f, c, 0)   # a dense block is read once for all
 
 def test_bench_block_takes_a_file():
   r = last(run("bench_block.py", 1, "--model", TINY, "--blocks", 1).stdout)
@@ -176,8 +187,9 @@ def test_stock_tinygrad_is_refused(script: str, tmp_path: Path):
   done = run("-c", code, code=1)
   assert "this measures the fork" in done.stderr and done.stderr.count("\n") == 1
 
-@pytest.mark.parametrize("script,flags", [("bench_block.py", ("--model", "--quant", "--depth", "--blocks", "--count", "--target", "--json")),
-                                          ("profile_model.py", ("--depth", "--with-source", "--json"))])
+@pytest.mark.parametrize("script,flags", [
+  ("bench_block.py", ("--model", "--quant", "--depth", "--parallel", "--blocks", "--count", "--target", "--json")),
+  ("profile_model.py", ("--depth", "--with-source", "--json"))])
 def test_help(script: str, flags: tuple[str, ...]):
   text = run(script, "--help").stdout
   for flag in flags: assert re.search(rf"^  {flag}\b.*\n?.*[a-z]", text, re.M)

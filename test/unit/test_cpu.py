@@ -149,6 +149,85 @@ def test_attention_of_many(pos: int, tokens: int, kept):
 @pytest.mark.parametrize("pos", [0, 3, 15, 16, 40, 63, 64, 130])
 def test_attention(pos: int, kept): check_attention("cpu_decode", decoding(pos, tables=SCATTERED), kept, 0.1, 1e-8)
 
+# ---- a token of each of several sequences ----
+
+FEW = pytest.mark.parametrize("tokens", [2, 3, 5, 8, 12, 13, 33])
+
+def sequences(tokens: int) -> tuple[Step, np.ndarray, np.ndarray]:
+  """A step over random scattered pages, its positions and tables. From three on, the first two share their first page and the last is not there."""
+  rng = np.random.default_rng(tokens)
+  start = rng.integers(0, 192, tokens)
+  tables = rng.permutation(np.arange(1, 1 + 3 * tokens)).reshape(tokens, 3)
+  if tokens > 2:
+    start[:2] = 130, 64
+    tables[1, 0], tables[-1], start[-1] = tables[0, 0], 0, 0
+  return decoding(*start, tables=tables), start, tables
+
+def alone(step: Step, token: int) -> Step: return decoding(step.start.numpy()[token], tables=step.tables.numpy()[token:token + 1])
+def row(x: Tensor, token: int) -> Tensor: return tensor(x.numpy()[token:token + 1])
+def as_alone(got: Tensor, each: list[Tensor]) -> None:
+  """The bytes that a sequence gets without the others"""
+  np.testing.assert_array_equal(got.numpy(), np.concatenate([one.numpy() for one in each]))
+
+@FEW
+def test_norm_linear_of_few(tokens: int):
+  kind, (step, *_), rope = (T.Q4_0, T.Q6_K, T.F32)[tokens % 3], sequences(tokens), Rope(rope_table(8, 10000.0, 192), 24, 16)
+  a, b = load(QuantizedLinear, kind, 3 * 24, 256)[0], load(QuantizedLinear, T.Q8_0, 21, 256)[0]
+  x, n, residual = tensor(normal(tokens, 256)), norm(256), tensor(normal(tokens, 72))
+  for i, (got, want) in enumerate(zip(*both("cpu_few", norm_linear, step, x, n, [a, b], rope))):
+    same(got, want)
+    as_alone(got, [norm_linear(alone(step, t), row(x, t), n, [a, b], rope)[i] for t in range(tokens)])
+  for got, want in zip(*both("cpu_few", norm_linear, step, x, None, [a], None, residual)):
+    same(got, want)
+    as_alone(got, [norm_linear(alone(step, t), row(x, t), None, [a], None, row(residual, t))[0] for t in range(tokens)])
+
+@FEW
+@pytest.mark.parametrize("kept", [dtypes.half, dtypes.float])
+def test_attention_of_few(tokens: int, kept):
+  H, L, R, nope, (step, start, tables) = 5, 64, 16, 32, sequences(tokens)
+  k_b, n, rope = load(QuantizedLinear, T.Q8_0, H, L, nope)[0], norm(L), Rope(rope_table(R, 10000.0, 192), nope + R, nope)
+  q, kv, rows = tensor(normal(tokens, H * (nope + R))), tensor(normal(tokens, L + R)), normal((1 + 3 * tokens) * 64, L + R)
+  def cache() -> Tensor: return tensor(rows).cast(kept).contiguous().realize()
+  before = cache().numpy()
+  (got, written), _ = both("cpu_few", latent_attention, step, q, kv, k_b, n, cache(), rope, 0.1)
+  with plain_ops(): want, other = latent_attention(step, q, kv, k_b, n, cache(), rope, 0.1)
+  Tensor.realize(got, written, want, other)
+  there = tokens - (tokens > 2)
+  assert np.isfinite(got.numpy()).all()
+  same(got[:there], want[:there], 1e-6 if kept is dtypes.half else 1e-8)  # halves: the rounding of a token's own row
+  own = tables[np.arange(there), start[:there] // 64] * 64 + start[:there] % 64
+  after, others = written.numpy(), np.setdiff1d(np.arange(64, len(rows)), own)
+  same(tensor(after[own].astype(np.float32)), other.numpy()[own].astype(np.float32), 1e-7)
+  np.testing.assert_array_equal(after[others], before[others])
+  each = [latent_attention(alone(step, t), row(q, t), row(kv, t), k_b, n, cache(), rope, 0.1) for t in range(there)]
+  as_alone(got[:there], [context for context, _ in each])
+  np.testing.assert_array_equal(after[own], [cache.numpy()[place] for (_, cache), place in zip(each, own)])
+
+@FEW
+def test_feed_forward_of_few(tokens: int):
+  form, (step, *_) = "cpu_few", sequences(tokens)
+  D, F, E = 256, 32 * 3, 6
+  gate, up = load(QuantizedExpertWeights, T.Q4_0, E, F, D)[0], load(QuantizedExpertWeights, T.Q4_K, E, F, D)[0]
+  down = load(QuantizedExpertWeights, T.Q5_1, E, 75, F)[0]
+  x, n, residual = tensor(0.1 * normal(tokens, D)), norm(D), tensor(normal(tokens, 75))
+  logits, how = tensor(normal(tokens, E)), routing.Routing(3, routing.Gating.SIGMOID, True, 1.8)
+  (hidden, sel), (want, sel_ops) = both(form, expert_gate_up, step, x, n, gate, up, logits, how)
+  Tensor.realize(hidden, sel)
+  assert sel.tolist() == sel_ops.tolist()
+  same(hidden, want)
+  as_alone(hidden, [expert_gate_up(alone(step, t), row(x, t), n, gate, up, row(logits, t), how)[0] for t in range(tokens)])
+  shared = tensor(normal(tokens, 256)), load(QuantizedLinear, T.Q6_K, 75, 256)[0]
+  everyone = np.tile(np.int32([9, -4, 1]), (tokens, 1))  # one expert for all, clamped
+  for beside, ids in ((None, everyone), (shared, sel.numpy())):
+    got = expert_down(step, hidden, down, tensor(ids), residual, beside)
+    with plain_ops(): same(got, expert_down(step, hidden, down, tensor(ids.clip(0, E - 1)), residual, beside))
+    as_alone(got, [expert_down(alone(step, t), row(hidden, t), down, tensor(ids[t:t + 1]), row(residual, t), beside and (row(beside[0], t), beside[1]))
+                   for t in range(tokens)])
+  gate, up, router = (load(QuantizedLinear, k, 40, D)[0] for k in (T.Q8_0, T.F16, T.F32))
+  for i, (got, want) in enumerate(zip(*both(form, gate_up, step, x, n, gate, up, router), strict=True)):
+    same(got, want)
+    as_alone(got, [gate_up(alone(step, t), row(x, t), n, gate, up, router)[i] for t in range(tokens)])
+
 @pytest.mark.parametrize("gating", routing.Gating)
 @pytest.mark.parametrize("experts", [4, 33])
 def test_choose_experts(gating: routing.Gating, experts: int):

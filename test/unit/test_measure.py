@@ -174,10 +174,11 @@ def test_together(small: Path, model: Model, monkeypatch: pytest.MonkeyPatch, ca
   monkeypatch.setattr(llm, "load", lambda *a, **k: model)
   asked, add = [], model.engine.add
   monkeypatch.setattr(model.engine, "add", lambda request: (asked.append(tuple(request.ids)), add(request))[1])
-  llm.main(["--model", str(small), *"--benchmark 4 --parallel 1,3 -p 20 -r 2 --plot".split(), str(tmp_path / "x.svg"), "--json", str(tmp_path / "r.json")])
+  files = tmp_path / "x.svg", tmp_path / "r.json"
+  llm.main(["--model", str(small), *"--benchmark 4 --parallel 1,3 -p 20 -r 2 --plot".split(), str(files[0]), "--json", str(files[1])])
   out, err = capsys.readouterr()
   result, t = json.loads(out.splitlines()[-1]), model.transformer
-  assert without_loads(err) == "" and result == json.loads((tmp_path / "r.json").read_text()) and (tmp_path / "x.svg").read_bytes().startswith(b"<?xml")
+  assert without_loads(err) == "" and result == json.loads(files[1].read_text()) and files[0].read_bytes().startswith(b"<?xml")
   head, rule, *rows = cells(out)
   assert head == ["sequences", "tok/s", "of each", "ms a step", "GB/s", "% of ceiling"] and out.index("a step of  3 reads") < out.index("| sequences")
   assert len({*asked}) == len(asked) == 3 * (1 + 3) and all(len(ids) == 20 for ids in asked)
@@ -186,12 +187,13 @@ def test_together(small: Path, model: Model, monkeypatch: pytest.MonkeyPatch, ca
     assert r["bytes_a_step"] == t.weight_bytes_a_step(n) + n * t.cache_bytes(1) * (20 + measure.WARM + 2.5)
     assert r["ceiling_ts"] == pytest.approx(n * 1e9 / r["bytes_a_step"]) and r["median_ts"] == statistics.median(r["samples_ts"])
     assert r["sequence_ts"] == pytest.approx(r["median_ts"] / n) and r["step_ms"] == pytest.approx(1e3 * n / r["median_ts"])
-    assert shown == [f"{n}", f"{r['median_ts']:.1f} ± {r['stddev_ts']:.1f}", f"{r['sequence_ts']:.1f}", f"{r['step_ms']:.3f}", f"{r['gb_s']:.1f}",
-                     f"{r['ceiling_percent']:.1f}"]
+    assert shown == [f"{n}", f"{r['median_ts']:.1f} ± {r['stddev_ts']:.1f}", f"{r['sequence_ts']:.1f}", f"{r['step_ms']:.3f}",
+                     f"{r['gb_s']:.1f}", f"{r['ceiling_percent']:.1f}"]
   assert not model.engine.scheduler.live and not model.engine.pool.fault(model.engine.scheduler.tables)
 
 @pytest.mark.parametrize("flags, found", [
-  ("--parallel 0", "--parallel: expected whole numbers of at least 1"), ("--parallel x", "--parallel"), ("--parallel 65", "at most 64 sequences, found 65"),
+  ("--parallel 0", "--parallel: expected whole numbers of at least 1"), ("--parallel x", "--parallel"),
+  ("--parallel 65", "at most 64 sequences, found 65"),
   ("--parallel 2 -n 5", "--n_gen: expected no --parallel beside it"), ("--parallel 2 -p 5 -d 5", "expected --depth or --n_prompt, found both"),
   ("--parallel 2 -d 5,6", "--depth: expected one number"), ("--parallel 2 -p 0", "--n_prompt: expected whole numbers of at least 1")])
 def test_bad_flags_together(flags: str, found: str):

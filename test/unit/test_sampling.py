@@ -15,7 +15,7 @@ from tinygrad.nn.cutoff import cutoff
 from tinygrad.nn.primitive import plain_ops
 
 class Sampler:
-  """`sample` of one row under one JIT; logits, values, seed, counts and bias come in through buffers, and the draw's number counts up in the graph."""
+  """`sample` of one row under one JIT; logits, values, seed, counts and bias come in through buffers, and the draw's number counts up."""
   def __init__(self, vocab: int, features: Features):
     def buffer(*shape: int, dtype=dtypes.float) -> Tensor: return Tensor.zeros(*shape, dtype=dtype).contiguous().realize()
     self.vocab, self.features = vocab, features
@@ -227,7 +227,8 @@ def test_counting():
   prompt, produced = [5, 2, 5, 7], [2, 9, 9, 7, 5, 9]
   row = Tensor(token_counts(12, prompt, [])).reshape(1, -1)
   for n, token in enumerate([prompt[-1], *produced]):
-    row, fed = (counted(t, Tensor([token], dtype=dtypes.int32)).realize() for t in (row, Tensor(token_counts(12, prompt, produced[:n])).reshape(1, -1)))
+    fresh = Tensor(token_counts(12, prompt, produced[:n])).reshape(1, -1)
+    row, fed = (counted(t, Tensor([token], dtype=dtypes.int32)).realize() for t in (row, fresh))
     want = [2 * produced[:n].count(i) | (i in prompt + produced[:n]) for i in range(12)]
     assert row.tolist() == fed.tolist() == [want]
 
@@ -315,7 +316,8 @@ def test_random_bits_of_rows(count: int):
   """As tinygrad has them for one"""
   keys, counter = np.uint32([[5, 0], [7, 9], [5, 0]]), np.int32([3, 3, 1 << 30])
   got = random_bits(Tensor(keys), Tensor(counter), count).numpy()
-  for row, key, number in zip(got, keys, counter): assert np.array_equal(row, Tensor.random_bits(Tensor(key), Tensor(np.uint32([number, 0])), count).numpy())
+  for row, key, number in zip(got, keys, counter):
+    assert np.array_equal(row, Tensor.random_bits(Tensor(key), Tensor(np.uint32([number, 0])), count).numpy())
 
 def sorted_cut(x: np.ndarray, mass: np.ndarray, target: int) -> int:
   bits = x.view(np.uint32)

@@ -71,7 +71,7 @@ def benchmark_flags(p:Parser, bench:bool) -> None:
   add("n_prompt", "-p", metavar="LIST", help="a table's prefills: tokens of each (default 512; 0: none)")
   add("n_gen", "-n", metavar="LIST", help="a table's decodings: tokens of each (default 128; 0: none)")
   add("depth", "-d", metavar="LIST", help="tokens in the cache before a benchmark's first (default 0); several: a table")
-  add("repetitions", "-r", type=int_at_least(1), metavar="R", help="runs of each row of a table, beside one to warm up (default 5; with --parallel 3)")
+  add("repetitions", "-r", type=int_at_least(1), metavar="R", help="runs of each row of a table, and one to warm up (default 5; with --parallel 3)")
   p.add_argument("-o", "--output", choices=("md", "csv", "json"), help="a table's form (default md); json ends --benchmark N with a JSON line")
   add("plot", metavar="FILE", help="draw a table's tok/s over depth, or over sequences, with the ceiling, as .png or .svg (needs matplotlib)")
 

@@ -202,8 +202,8 @@ class Row:
 def deviation(values:list[float]|list[int]) -> float: return statistics.stdev(values) if len(values) > 1 else 0.0
 
 def prefill_seconds(engine:Engine, ids:list[int], depth:int, others:Others) -> float:
-  """Seconds that a prefill of all of `ids` but the last takes, when the cache holds the first `depth` of them. It holds whole pages: the share of what
-  is read again of the last one is taken off"""
+  """Seconds that a prefill of all of `ids` but the last takes, when the cache holds the first `depth` of them. It holds whole pages: the share of
+  what is read again of the last one is taken off"""
   engine.prefill(ids[:depth + 1])
   engine.wait()
   with others:
@@ -349,9 +349,10 @@ class Step:
   def percent(self) -> float|None: return 100 * self.median / self.ceiling if self.ceiling else None
   def figures(self) -> dict[str, Any]:
     """The row of the JSON line and of the CSV table"""
-    return {"n_parallel": self.sequences, "n_prompt": self.prompt, "n_gen": self.gen, "median_ts": self.median, "sequence_ts": self.median / self.sequences,
-            "stddev_ts": deviation(self.rates), "step_ms": self.step_seconds * 1e3, "bytes_a_step": self.nbytes, "gb_s": self.gb_s,
-            "ceiling_ts": self.ceiling, "ceiling_percent": self.percent, "other_cores": self.others.cores, "samples_ts": self.rates}
+    return {"n_parallel": self.sequences, "n_prompt": self.prompt, "n_gen": self.gen, "median_ts": self.median,
+            "sequence_ts": self.median / self.sequences, "stddev_ts": deviation(self.rates), "step_ms": self.step_seconds * 1e3,
+            "bytes_a_step": self.nbytes, "gb_s": self.gb_s, "ceiling_ts": self.ceiling,
+            "ceiling_percent": self.percent, "other_cores": self.others.cores, "samples_ts": self.rates}
 
 def together_seconds(engine:Engine, prompts:list[list[int]], count:int, others:Others) -> float:
   """Seconds that `count` tokens of each take, when all prompts are in the cache. They are drawn, at temperature 1: the likeliest tokens of a model of
@@ -401,7 +402,8 @@ def table_together(model:Model, name:str, wanted:Together, output:str, plot:Path
       prompts = rng.integers(0, t.config.vocab_size, (row.sequences, wanted.prompt)).tolist()
       seconds = together_seconds(model.engine, prompts, wanted.gen, row.others if run else Others())
       if run: row.seconds.append(seconds)
-    result.append({"model": short, "device": Device.DEFAULT, "device_name": device_name(), "peak_gb_s": peak[0] / 1e9 if peak else None} | row.figures())
+    common = {"model": short, "device": Device.DEFAULT, "device_name": device_name(), "peak_gb_s": peak[0] / 1e9 if peak else None}
+    result.append(common | row.figures())
     if output == "md":
       print(line([f"{row.sequences}", f"{row.median:.1f} ± {deviation(row.rates):.1f}", f"{row.median / row.sequences:.1f}",
                   f"{row.step_seconds * 1e3:.3f}", f"{row.gb_s:.1f}", f"{row.percent:.1f}" if row.percent else ""]), flush=True)
@@ -423,7 +425,7 @@ def draw_together(rows:list[Step], title:str, peak:tuple[float, str]|None, bytes
       every = np.linspace(counts[0], counts[-1], 100)
       axes.plot(every, [n * peak[0] / bytes_of(n) for n in every], "--", color="0.4", label=f"ceiling: the memory's {peak[0] / 1e9:.0f} GB/s")
     axes.errorbar(counts, [r.median for r in line], [deviation(r.rates) for r in line], marker="o", capsize=4, label="all sequences")
-    for r in line: axes.annotate(f"{r.median:.0f}", (r.sequences, r.median), (5, -12), textcoords="offset points", size=10)
+    for r in line: axes.annotate(f"{r.median:.0f}", (r.sequences, r.median), (5, 5), textcoords="offset points", size=10)
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.set(xlabel="sequences at once", ylabel="decoding, tokens a second")

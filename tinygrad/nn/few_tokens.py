@@ -168,6 +168,7 @@ class BlockProduct:
   quads:    for some tokens at a time: shared = sums; barrier; the sums over the warps, four rows a thread
   """
   def __init__(self, target:Target, share:Share, tokens:int, first_row:UOp, rows:int, row_tiles:int, slot:int=0, shared_bytes:int=SHARED_BYTES):
+    """tokens: of the block. slot: the number of its shared memory and, but one, of its registers"""
     assert target.mma is not None
     self.target, self.mma, self.share, self.tokens, self.row_tiles = target, target.mma, share, tokens, row_tiles
     self.first_row, self.rows, self.slot, self.shared_bytes = first_row, rows, slot, shared_bytes
@@ -263,20 +264,21 @@ def store_columns(out:UOp, number:UOp, token:UOp, tokens:int, inside:UOp, values
   place = quad_place(number // 4, token, tokens)
   return [out[(place + i).valid(inside)].store(pair) for i, pair in enumerate(quad_pairs(values))]
 
-def loader(buffer:UOp, block:BlockProduct, x:Columns, head:UOp|int=0, token_of:Callable[[UOp], UOp]|None=None) -> LoadPairs:
-  """What reads the words of x for a block. token_of(token) -> the token of x that the block's is; without it, the same, or the last"""
+def loader(buffer:UOp, block:BlockProduct, x:Columns, token_of:Callable[[UOp], UOp], head:UOp|int=0) -> LoadPairs:
+  """What reads the words of x for a block. token_of(token) -> the token of x that the block's is"""
   _, pieces, tokens, _ = x.words.shape
   def load(token:UOp, piece:UOp, inside:UOp|None) -> list[UOp]:
-    column = token.minimum(tokens - 1) if token_of is None else token_of(token)
-    place = ((head * pieces + piece) * tokens + column) * 16 + block.in_group * 4
+    place = ((head * pieces + piece) * tokens + token_of(token)) * 16 + block.in_group * 4
     return [buffer[gated(place + i, inside)].load() for i in range(4)]
   return load
 
 # ---- a launch ----
 
-MANY_TILES = 1024   # of rows; a launch of more makes two at once of them, which share what is read of the tokens
+MANY_TILES = 1024     # of rows; a launch of more, for as many tokens as leave it the registers, makes two of them at once: they share reads of the tokens
+FOR_TWO_TILES = 16
+TOKENS_AT_ONCE = 32   # of a block: a multiprocessor has the registers for two blocks, and keeps the tokens in its L1
 
-def row_tiles_of(rows:int) -> int: return 2 if -(-rows // TILE_ROWS) >= MANY_TILES else 1
+def row_tiles_of(rows:int, tokens:int) -> int: return 2 if -(-rows // TILE_ROWS) >= MANY_TILES and tokens <= FOR_TWO_TILES else 1
 
 Finish = Callable[[BlockProduct, Quad, dict[str, UOp]], list[UOp]]
 
@@ -299,19 +301,26 @@ def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], pa
   the products, and the sums over the warps                      # BlockProduct
   finish: the epilogue stores
   """
-  share, stores, start = share_of(width), [], 0
-  tiles = [row_tiles_of(part.rows) for part in parts]
+  T, share, stores, start = x.tokens, share_of(width), [], 0
+  groups = -(-T // TOKENS_AT_ONCE)
+  tiles = [row_tiles_of(part.rows, T) for part in parts]
   counts = [-(-part.rows // (TILE_ROWS * tiles_of_part)) for part, tiles_of_part in zip(parts, tiles)]
-  number = UOp.special(sum(counts), "gidx0")
+  index = UOp.special(sum(counts) * groups, "gidx0")
+  number, first_token = index % sum(counts), index // sum(counts) * TOKENS_AT_ONCE   # neighbouring blocks have the same tokens
+  def token_of(token:UOp) -> UOp: return (first_token + token).minimum(T - 1)
   for i, (part, row_tiles, count) in enumerate(zip(parts, tiles, counts)):
     loop, zero = branch(i, (number >= start) & (number < start + count)) if len(parts) > 1 else (None, 0)
     first_row = (number - start + zero) * (TILE_ROWS * row_tiles)
-    block = BlockProduct(target, share, x.tokens, first_row, part.rows, row_tiles, i * SLOTS, SHARED_BYTES // len(parts))
+    block = BlockProduct(target, share, min(T, TOKENS_AT_ONCE), first_row, part.rows, row_tiles, i * SLOTS, SHARED_BYTES // len(parts))
     weights = block.load(part.matrices)
     behind = behind_wait(target, buffers, *global_loads([units for of_chunk in weights for tiles in of_chunk for units in tiles]))
-    low = loader(behind["low"], block, x, head) if part.precise else None
-    places = block.products(weights, loader(behind["x"], block, x, head), loop, low)
-    finished = [store for quad in block.quads(len(part.matrices), places) for store in part.finish(block, quad, behind)]
+    low = loader(behind["low"], block, x, token_of, head) if part.precise else None
+    places = block.products(weights, loader(behind["x"], block, x, token_of, head), loop, low)
+    finished = []
+    for quad in block.quads(len(part.matrices), places):
+      token = first_token + quad.token
+      inside = quad.inside if T % TOKENS_AT_ONCE == 0 or groups == 1 else quad.inside & (token < T)
+      finished += part.finish(block, quad._replace(token=token, inside=inside), behind)
     stores += finished if loop is None else [UOp.group(*finished).end(loop)]
     start += count
   return stores
@@ -333,7 +342,7 @@ def few_matmul(target:Target, x:Columns, weights:Sequence[Weight], residual:Tens
       def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
         values = [value * x.factor for value in quad.sums[0]] if x.factor != 1.0 else quad.sums[0]
         if i == 0 and rope is not None:
-          position = buffers["start"][quad.token].load().cast(dtypes.weakint)
+          position = buffers["start"][quad.token.minimum(T - 1)].load().cast(dtypes.weakint)
           for pair in (slice(0, 2), slice(2, 4)):
             number = (quad.row + pair.start) % rope.head - rope.nope
             values[pair] = rotated(buffers, rope.table.shape[1], number, values[pair], number >= 0, position)
@@ -427,7 +436,7 @@ def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weig
   def token_of(token:UOp) -> UOp: return choice_of(token) // (T * K // x.tokens)
   matrices = [lambda row, unit, gate, matrix=weight.matrix(buffers, f"weight{i}"): matrix(expert * rows + row + zero, unit, gate)
               for i, weight in enumerate(weights)]
-  places = block.products(block.load(matrices), loader(behind["x"], block, x, token_of=token_of), loop)
+  places = block.products(block.load(matrices), loader(behind["x"], block, x, token_of), loop)
   stores = []
   for quad in block.quads(len(matrices), places):
     exists = loop * TILE_TOKENS + quad.token < count.cast(dtypes.weakint)
