@@ -17,16 +17,17 @@ from itertools import product
 from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.nn.intrinsics import Target, and_or, byte_perm, fma_halves, opaque_zero, pdl_wait, word
+from tinygrad.nn.intrinsics import Target, and_or, byte_perm, fma_halves, word
 from tinygrad.nn.kernel import (SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum, branch, empty, gated, launch, local, optional, rotated,
                                 safe_index, silu, sum_in_order, total)
 from tinygrad.nn.matmul import HALF_SCALE, rounding_error
 from tinygrad.nn.matvec import global_loads
+from tinygrad.nn.routing import GROUP, most_groups
 from tinygrad.uop.ops import Ops
 
 # Up to eight tokens share a matrix times a vector's way (nn/matvec.py), which takes eight columns. Past 64 the sums leave a warp's registers.
 LEAST_TOKENS, MOST_TOKENS = 9, 64
-TILE_ROWS, TILE_TOKENS = 16, 8   # of a product
+TILE_ROWS, TILE_TOKENS = 16, GROUP   # of a product
 CHUNK = 4 * UNIT                 # numbers of a row that a product's lanes have between them
 QUADS = UNIT // 4                # products of a chunk
 MOST_WARPS = 8                   # of a block
@@ -414,57 +415,55 @@ def few_router(target:Target, x:Columns, low:Columns, router:Weight) -> Tensor:
 
 def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weight], x:Columns, T:int, K:int,
                     finish:Finish) -> list[UOp]:
-  """The stores of a launch on stacks of matrices, (E, out, in), and the tokens that chose each. x: of T tokens or T · K choices. buffers: x; order and
-  counts, as sort_by_expert gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token.
-  In the kernel:
+  """The stores of a launch on stacks of matrices, (E, out, in), and the tokens that chose each. x: of T tokens or T · K choices. buffers: x; groups,
+  as group_choices gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token. In the kernel:
 
-  for each eight tokens of the expert's:                         # a block a tile of rows of an expert; most have at most eight, many have none
-    weights = the lane's units of the block's rows
-    the products with their x, and the sums over the warps       # BlockProduct
-    finish: the epilogue stores
+  expert, choices = the group's                                  # a block a tile of rows of a group's expert; some groups are empty
+  weights = the lane's units of the block's rows
+  the products with the choices' x, and the sums over the warps  # BlockProduct
+  finish: the epilogue stores
   """
   E, rows, width = weights[0].shape
-  row_tile, expert = UOp.special(-(-rows // TILE_ROWS), "gidx0"), UOp.special(E, "gidx1")
-  behind = behind_wait(target, buffers)
-  count = behind["counts"][expert].load().maximum(0).minimum(T)   # garbage in, no hang
-  loop = UOp.range(((count + (TILE_TOKENS - 1)) // TILE_TOKENS).cast(dtypes.weakint), 0)
-  zero = opaque_zero("0", loop.cast(dtypes.int))
+  row_tile, group = UOp.special(-(-rows // TILE_ROWS), "gidx0"), UOp.special(most_groups(T, K, E), "gidx1")
+  behind, place = behind_wait(target, buffers), group * (GROUP + 1)
+  named = behind["groups"][place].load()
+  loop, zero = branch(0, (named >= 0) & (named < E))
+  expert = named.maximum(0).minimum(E - 1).cast(dtypes.weakint)
   block = BlockProduct(target, share_of(width), TILE_TOKENS, row_tile * TILE_ROWS, rows, 1)
-  def choice_of(token:UOp) -> UOp:
-    place = expert * T + (loop * TILE_TOKENS + token).minimum(count.cast(dtypes.weakint) - 1) + zero
-    return behind["order"][place].load().maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
+  def entry(token:UOp) -> UOp: return behind["groups"][place + 1 + token + zero].load()
+  def choice_of(token:UOp) -> UOp: return entry(token).maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
   def token_of(token:UOp) -> UOp: return choice_of(token) // (T * K // x.tokens)
   matrices = [lambda row, unit, gate, matrix=weight.matrix(buffers, f"weight{i}"): matrix(expert * rows + row + zero, unit, gate)
               for i, weight in enumerate(weights)]
   places = block.products(block.load(matrices), loader(behind["x"], block, x, token_of), loop)
   stores = []
   for quad in block.quads(len(matrices), places):
-    exists = loop * TILE_TOKENS + quad.token < count.cast(dtypes.weakint)
+    exists = entry(quad.token) >= 0
     stores += finish(block, quad._replace(token=choice_of(quad.token), inside=quad.inside & exists), behind)
   return [UOp.group(*stores).end(loop)]
 
-def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], chosen:tuple[Tensor, Tensor], scale:Tensor) -> Columns:
-  """silu(gate·x) · (up·x) · scale for each token's x and chosen expert. weights: gate and up, (E, F, D); chosen: what sort_by_expert returns;
+def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], groups:Tensor, scale:Tensor) -> Columns:
+  """silu(gate·x) · (up·x) · scale for each token's x and chosen expert. weights: gate and up, (E, F, D); groups: what group_choices returns;
   scale: float32 (T, K) -> F numbers of each of the T·K choices"""
-  (_, rows, _), (T, K), (order, counts) = weights[0].shape, scale.shape, chosen
+  (_, rows, _), (T, K) = weights[0].shape, scale.shape
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
       factor = behind["scale"][quad.token].load() * HALF_SCALE
       values = [silu(gate) * up * factor for gate, up in zip(*quad.sums)]
       return store_columns(buffers["y"], quad.row, quad.token, T * K, quad.inside, values)
     return expert_products(target, buffers, weights, x, T, K, finish)
-  ins = {"x": x.words, "order": order, "counts": counts, "scale": scale, **weights[0].args("weight0"), **weights[1].args("weight1")}
+  ins = {"x": x.words, "groups": groups, "scale": scale, **weights[0].args("weight0"), **weights[1].args("weight1")}
   name, outs = f"few_expert_gate_up_{K}_{weights[0].label}_{T}", {"y": columns_like(x.words, 1, T * K, rows)}
   return Columns(launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))[0], 1 / HALF_SCALE)
 
-def few_expert_down(target:Target, x:Columns, weight:Weight, chosen:tuple[Tensor, Tensor], K:int) -> Tensor:
-  """W[expert]·x for each choice's x. weight: (E, out, in); chosen: what sort_by_expert returns -> float32 (T·K, out)"""
-  (_, rows, _), (order, counts) = weight.shape, chosen
+def few_expert_down(target:Target, x:Columns, weight:Weight, groups:Tensor, K:int) -> Tensor:
+  """W[expert]·x for each choice's x. weight: (E, out, in); groups: what group_choices returns -> float32 (T·K, out)"""
+  rows = weight.shape[1]
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
       return block.store(buffers["y"], quad.token * rows + quad.row, quad, [value * x.factor for value in quad.sums[0]])
     return expert_products(target, buffers, [weight], x, x.tokens // K, K, finish)
-  ins = {"x": x.words, "order": order, "counts": counts, **weight.args("weight0")}
+  ins = {"x": x.words, "groups": groups, **weight.args("weight0")}
   name, outs = f"few_expert_down_{K}_{weight.label}_{x.tokens // K}", {"y": empty(x.words, x.tokens, rows)}
   return launch(name, outs, ins, body, weight.nbytes)[0]
 
