@@ -431,7 +431,7 @@ def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weig
   loop, zero = branch(0, (named >= 0) & (named < E))
   expert = named.maximum(0).minimum(E - 1).cast(dtypes.weakint)
   block = BlockProduct(target, share_of(width), TILE_TOKENS, row_tile * TILE_ROWS, rows, 1)
-  def entry(token:UOp, inside:UOp|None=None) -> UOp: return behind["groups"][gated(place + 1 + token + zero, inside)].load()
+  def entry(token:UOp) -> UOp: return behind["groups"][place + 1 + token + zero].load()
   def choice(entry:UOp) -> UOp: return entry.maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
   def token_of(token:UOp) -> UOp: return choice(entry(token)) // (T * K // x.tokens)
   matrices = [lambda row, unit, gate, matrix=weight.matrix(buffers, f"weight{i}"): matrix(expert * rows + row + zero, unit, gate)
@@ -439,7 +439,7 @@ def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weig
   places = block.products(block.load(matrices), loader(behind["x"], block, x, token_of), loop)
   stores = []
   for quad in block.quads(len(matrices), places):
-    chosen = entry(quad.token, quad.inside)   # gated, as tinygrad takes a token that is only used inside for one that is
+    chosen = entry(quad.token)
     stores += finish(block, quad._replace(token=choice(chosen), inside=quad.inside & (chosen >= 0)), behind)
   return [UOp.group(*stores).end(loop)]
 
