@@ -128,9 +128,9 @@ def gpus(few: tuple[int, ...] = (1,), many: tuple[int, ...] = (), metal: str = "
 def few(*counts: int) -> list[tuple[str, str, int]]:
   """Points of a few tokens on tensor cores"""
   return [("CUDA", "few", Sequences(n)) for n in counts]
-def sequences(*counts: int) -> list[tuple[str, str, int]]:
-  """Points of a matrix times several vectors on the GPUs: a token of each of so many sequences"""
-  return [(device, "decode", Sequences(n)) for device in ("CUDA", "METAL") for n in counts]
+def sequences(*counts: int, metal: tuple[int, ...] = ()) -> list[tuple[str, str, int]]:
+  """Points of a matrix times several vectors on the GPUs: a token of each of so many sequences. metal: and of so many there"""
+  return [(device, "decode", Sequences(n)) for device, more in (("CUDA", ()), ("METAL", metal)) for n in (*counts, *more)]
 
 CASES = [
   *(Case(norm_linear.mul_mat, kind.name, product(kind, rows), cpu_() + gpus())
@@ -139,9 +139,9 @@ CASES = [
   Case(norm_linear.mul_mat, "a matrix a head", lambda tokens: (floats(tokens, 3, 64), load(T.Q5_1, 3, 9, 64)), cpu_few(3) + gpus() + sequences(3, 8)),
   Case(norm_linear.mul_mat, "id Q4_K", product_by_id(T.Q4_K), cpu_(many=(5,)) + gpus((1,), metal="msl")),
   Case(norm_linear.mul_mat, "id IQ4_XS", product_by_id(T.IQ4_XS), cpu_(many=(5,)) + gpus((5,))),
-  Case(norm_linear.norm_linear, "33 rows", linear(33, False), cpu_(many=(19,)) + gpus(many=(33,)) + sequences(5, 33)),
+  Case(norm_linear.norm_linear, "33 rows", linear(33, False), cpu_(many=(19,)) + gpus(many=(33,)) + sequences(5, metal=(33,))),
   Case(norm_linear.norm_linear, "34 rows", linear(34, False), cpu_() + gpus() + sequences(8)),
-  Case(norm_linear.norm_linear, "96 rows rotated", linear(96, True), cpu_(many=(2, 33)) + gpus(many=(33,)) + sequences(2, 3, 9, 17)),
+  Case(norm_linear.norm_linear, "96 rows rotated", linear(96, True), cpu_(many=(2, 33)) + gpus(many=(33,)) + sequences(2, 3, metal=(9, 17))),
   Case(norm_linear.norm_linear, "residual", with_residual, cpu_(many=(19,)) + gpus(many=(2,), metal="msl") + sequences(4)),
   Case(mla_attention.latent_attention, "5 heads at 40", attention(5, 128, 32, 40), cpu_(many=(29,)) + gpus(many=(17,))),
   Case(mla_attention.latent_attention, "2 heads at 0", attention(2, 128, 32, 0), cpu_(many=(2,)) + gpus()),

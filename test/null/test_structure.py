@@ -72,7 +72,8 @@ LAYERS: dict[str, str] = {
   "weights and rotation": "apps/quantized apps/rope",
   "the model": "apps/mla",
   "sampling": "apps/engine/sampling",
-  "the engine's steps": "apps/engine/runner",
+  "sequences and their pages": "apps/engine/cache apps/engine/sequence",
+  "the engine's steps": "apps/engine/runner apps/engine/scheduler",
   "the engine": "apps/engine/engine",
   "text": "apps/screen apps/tokenizer apps/template apps/reasoning apps/chat",
   "models by name": "apps/models",
@@ -176,7 +177,7 @@ def test_a_file_without_a_layer(clone: Path):
 # nowhere under tinygrad/, not in comments either
 OLD_NAMES = set("""matmat mul_mats mul_mats_id mats_target kernel_target gate_up_mats moe_mats by_expert precise_mats loaded_ahead left_out row_pairs
   Quads hidden_zero after_previous by_tiles mla_splits splits_by_lanes splits_by_tiles launch_source without_counting
-  of_few one_loop _give_back""".split())
+  of_few one_loop _give_back Generator Superseded Variable decode_steps prefill_step""".split())
 # words that mean other things too: no function, class or constant of a file, nor imported
 OLD_DEFINITIONS = set("Chosen Late Text HIDDEN WIDE NARROW MANY MOST FULL worth say converse whole leave quad".split())
 
@@ -206,7 +207,7 @@ def test_names(): assert check_names(sources(ROOT, "tinygrad")) == []
 
 @pytest.mark.parametrize("text,words", [
   ("by_expert(x)", ["by_expert"]), ("# see mul_mats", ["mul_mats"]), ('"""`row_pairs`\n"""', ["row_pairs"]),
-  ("def linear_mats(): pass", ["linear_mats"]),
+  ("def linear_mats(): pass", ["linear_mats"]), ("start: Variable|Tensor", ["Variable"]), ("raise Superseded", ["Superseded"]),
   ("from tinygrad.nn.matmat import x", ["matmat"]), ("class Late: pass", ["Late"]), ("A, MANY = 1, 2", ["MANY"]),
   ("from tinygrad.apps.terminal import say", ["say"]), ("# they say it as a whole", []), ("def f():\n  whole = Lately()", [])])
 def test_an_old_name(text: str, words: list[str]): assert check_names({"a.py": text + "\n"}) == [f"a.py:1: {word}" for word in words]

@@ -1,17 +1,18 @@
-"""Generation: what is fed, what is kept, where it ends. Every continuation is judged by the logits of a generator that starts from nothing."""
+"""Generation: what is fed, what is kept, where it ends. Every continuation is judged by the logits of an engine that starts from nothing."""
 import threading
 from pathlib import Path
-from typing import Iterator
+from typing import Any, Callable, Iterator
 import numpy as np, pytest
 from gguf import GGMLQuantizationType as T
 from extra.mkgguf import write_model
-from helpers import SMALL, WIDE, generator, write_mixed
+from helpers import SMALL, WIDE, engine_of, write_mixed
 from mockcuda import on_cuda
-from tinygrad.apps.engine.engine import ContextFull, Generator, Superseded
+from tinygrad.apps.engine.engine import ContextFull, Engine
 from tinygrad.apps.mla import PREFILL_SIZES
 from tinygrad.apps.models import Model, load
 from tinygrad.apps.engine.sampling import Features, Sampling
 from tinygrad.engine.realize import to_program_cache
+from tinygrad.nn.step import PAGE
 
 CHUNK = PREFILL_SIZES[0]
 
@@ -22,34 +23,34 @@ PROMPT = np.random.default_rng(0).integers(0, 256, CONTEXT).tolist()
 def path(tmp_path_factory) -> Path:
   return write_model(tmp_path_factory.mktemp("generate") / "m.gguf", "small-glm", "F32", seed=5, **SMALL | dict(q_lora=64))[0]
 @pytest.fixture(scope="module")
-def shared(path: Path) -> Generator: return generator(path, CONTEXT)
+def shared(path: Path) -> Engine: return engine_of(path, CONTEXT)
 @pytest.fixture(scope="module")
-def judge(path: Path) -> Generator: return generator(path, CONTEXT)
+def judge(path: Path) -> Engine: return engine_of(path, CONTEXT)
 @pytest.fixture
-def g(shared: Generator) -> Iterator[Generator]:
+def g(shared: Engine) -> Iterator[Engine]:
   shared.forget()
   yield shared
 
-def assert_greedy(judge: Generator, ids: list[int], out: list[int]) -> None:
+def assert_greedy(judge: Engine, ids: list[int], out: list[int]) -> None:
   assert out == judge.logits(ids + out)[len(ids) - 1:-1].argmax(-1).tolist()
 
 @pytest.mark.parametrize("n", [1, 2, CHUNK // 4, CHUNK // 4 + 3, CHUNK, CHUNK + 1, CHUNK + 20])
-def test_greedy_is_the_argmax(g: Generator, judge: Generator, n: int):
+def test_greedy_is_the_argmax(g: Engine, judge: Engine, n: int):
   """Prompts of each kind: fed one by one, in a padded chunk, in whole chunks, in a whole and a padded one"""
   out = list(g.generate(PROMPT[:n], 6))
   assert len(out) == 6 and len(set(out)) > 1
   assert_greedy(judge, PROMPT[:n], out)
 
-def test_count(g: Generator):
+def test_count(g: Engine):
   for count in (0, 1, 3): assert len(list(g.generate(PROMPT[:5], count))) == count
 
-def test_stop(g: Generator):
+def test_stop(g: Engine):
   out = list(g.generate(PROMPT[:5], 8))
   at = next(i for i, t in enumerate(out) if t not in out[:i] and i > 1)
   assert list(g.generate(PROMPT[:5], 8, stop=frozenset({out[at], 10 ** 6}))) == out[:at + 1]  # the stop token comes last
   assert list(g.generate(PROMPT[:5], 8, stop=frozenset({out[0]}))) == out[:1]
 
-def test_the_context_fills(g: Generator, judge: Generator):
+def test_the_context_fills(g: Engine, judge: Engine):
   ids = PROMPT[:CONTEXT - 4]
   for count in (None, 1000):
     out = list(g.generate(ids, count))
@@ -59,7 +60,7 @@ def test_the_context_fills(g: Generator, judge: Generator):
   assert not g.full
   assert len(list(g.generate(PROMPT[:CONTEXT - 1]))) == 1 and g.full
 
-def test_what_does_not_fit(g: Generator):
+def test_what_does_not_fit(g: Engine):
   for n in (CONTEXT, CONTEXT + 1):
     with pytest.raises(ContextFull, match=f"{n} tokens.*{CONTEXT}") as e: list(g.generate((PROMPT * 2)[:n]))
     assert "\n" not in str(e.value)
@@ -68,15 +69,15 @@ def test_what_does_not_fit(g: Generator):
 
 @pytest.mark.parametrize("ids,message", [([], "no tokens"), ([1, -1], "token -1: expected 0 to 319"),
                                          ([320, 1], "token 320: expected 0 to 319")], ids=str)
-def test_what_is_no_prompt(g: Generator, judge: Generator, ids: list[int], message: str):
+def test_what_is_no_prompt(g: Engine, judge: Engine, ids: list[int], message: str):
   before = list(g.generate(PROMPT[:9], 3))
   for use in (lambda: list(g.generate(ids, 3)), lambda: g.logits(ids), lambda: g.prefill(ids)):
     with pytest.raises(ValueError, match=message) as e: use()
     assert "\n" not in str(e.value)
-  assert list(g.generate(PROMPT[:9], 3)) == before  # and the generator goes on as if nothing had been
+  assert list(g.generate(PROMPT[:9], 3)) == before  # and the engine goes on as if nothing had been
 
 @pytest.mark.parametrize("wrong", [1.5, 1.0, True, "a", "7", None, np.float32(2), np.bool_(1), [3], np.zeros((1, 2), np.int64)], ids=repr)
-def test_what_is_no_token(g: Generator, wrong: object):
+def test_what_is_no_token(g: Engine, wrong: object):
   answer = g.generate(PROMPT[:9], 3)
   said = [next(answer)]
   for use in (lambda ids: list(g.generate(ids, 3)), g.logits, g.prefill):
@@ -89,209 +90,207 @@ def test_what_is_no_token(g: Generator, wrong: object):
 
 @pytest.mark.parametrize("count,message", [(-1, "0 or more, found -1"), (1.5, "a whole number, found 1.5"), (True, "a whole number, found True"),
                                            ("3", "a whole number, found '3'")], ids=str)
-def test_what_is_no_count(g: Generator, count: object, message: str):
+def test_what_is_no_count(g: Engine, count: object, message: str):
   with pytest.raises(ValueError, match=f"^count: expected {message}$"): list(g.generate(PROMPT[:9], count))
 
 class Fed:
-  """Counts the positions that are computed from here on."""
-  def __init__(self, g: Generator, monkeypatch):
-    self.steps, self.chunks = [], 0
-    decode, prefill = g.decode, g.prefill_step
-    def counted_decode(features, pos):
-      self.steps.append(pos)
-      return decode(features, pos)
-    def counted_prefill(*args):
-      self.chunks += 1
-      return prefill(*args)
-    monkeypatch.setattr(g, "decode", counted_decode)
-    monkeypatch.setattr(g, "prefill_step", counted_prefill)
+  """Notes what is computed from here on: chunks, as (size, position, tokens), and the positions of steps"""
+  def __init__(self, g: Engine, monkeypatch):
+    self.steps, self.chunks = [], []
+    runner, launch, prefill = g.runner, g.runner.launch, g.runner.prefill
+    def noted_launch() -> None:
+      self.steps += runner.batch.positions.tolist()
+      launch()
+    def noted_prefill(ids: list[int], start: int, size: int, table: list[int]) -> None:
+      self.chunks.append((size, start, len(ids)))
+      prefill(ids, start, size, table)
+    monkeypatch.setattr(runner, "launch", noted_launch)
+    monkeypatch.setattr(runner, "prefill", noted_prefill)
 
-def test_turns_reuse_the_cache(g: Generator, judge: Generator, monkeypatch):
+def test_turns_reuse_the_cache(g: Engine, judge: Engine, monkeypatch):
   ids = PROMPT[:CHUNK]
   answer = list(g.generate(ids, 4))
   longer = ids + answer + PROMPT[40:44]
-  fed = Fed(g, monkeypatch)
+  fed, known = Fed(g, monkeypatch), len(ids) + 3                          # the last token of an answer was never fed
   out = list(g.generate(longer, 3))
-  # the last token of an answer was never fed: position 35 on is new
-  assert fed.chunks == 0 and fed.steps == list(range(len(ids) + 3, len(longer) + 2))
+  assert fed.chunks == [(CHUNK, known, len(longer) - 1 - known)] and fed.steps == list(range(len(longer) - 1, len(longer) + 2))
   assert_greedy(judge, longer, out)
+  fed.chunks.clear()
   fed.steps.clear()
-  assert list(g.generate(longer, 3)) == out and fed.steps == list(range(len(longer) - 1, len(longer) + 2))  # the same again: nothing but the answer
+  assert list(g.generate(longer, 3)) == out                               # the same again: nothing but the answer
+  assert not fed.chunks and fed.steps == list(range(len(longer) - 1, len(longer) + 2))
 
-def test_another_branch(g: Generator, judge: Generator, monkeypatch):
-  """A prompt that parts from what the cache holds: what is common stays, the rest is written over"""
+def test_another_branch(g: Engine, judge: Engine, monkeypatch):
+  """A prompt that parts from what the cache holds: what is common stays if it is half of a page's rows, the rest is written over"""
   list(g.generate(PROMPT[:CHUNK + 10], 5))
-  branch = PROMPT[:20] + [7, 8, 9]
+  branch = PROMPT[:CHUNK - 2] + [7, 8, 9]
   fed = Fed(g, monkeypatch)
   out = list(g.generate(branch, 4))
-  assert fed.chunks == 0 and fed.steps == list(range(20, 26))
+  assert fed.chunks == [(CHUNK, CHUNK - 2, 2)] and fed.steps == list(range(CHUNK, CHUNK + 4))
   assert_greedy(judge, branch, out)
-  shorter = branch[:5]                                                    # a prefix of it
+  fed.chunks.clear()
+  shorter = branch[:5]                                                    # a prefix of it, and little of it
   assert_greedy(judge, shorter, list(g.generate(shorter, 4)))
   other = PROMPT[40:55]                                                   # nothing in common
   assert_greedy(judge, other, list(g.generate(other, 4)))
+  assert fed.chunks == [(CHUNK, 0, 4), (CHUNK, 0, 14)]
+
+def held(g: Engine, ids: list[int]) -> tuple[int, list[np.ndarray]]:
+  """How many of ids have rows in the cache; and these, of each block"""
+  g.wait()
+  table, count = g.pool.match(ids)
+  pages = list(table.pages)
+  g.pool.release(table, ids, count)
+  return count, [c.numpy().reshape(-1, PAGE, c.shape[1])[pages].reshape(-1, c.shape[1])[:count] for c in g.runner.model.cache]
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_an_answer_left_unfinished(g: Generator, judge: Generator, after: int):
+def test_an_answer_left_unfinished(g: Engine, judge: Engine, after: int):
   ids = PROMPT[:12]
   answer = g.generate(ids, 10)
   said = [next(answer) for _ in range(after)]
   answer.close()
-  assert g.cached == (ids + said)[:len(g.cached)] and len(g.cached) >= (after and len(ids) - 1)
+  assert held(g, ids + said)[0] >= (after and len(ids) - 1)
   for following in (ids + said + [5, 6], ids, [9] + ids):
     assert_greedy(judge, following, list(g.generate(following, 4)))
 
-def test_an_answer_interrupted_at_work(g: Generator, judge: Generator, monkeypatch):
+def test_an_answer_interrupted_at_work(g: Engine, judge: Engine, monkeypatch):
   """Ctrl-C arrives while a prompt is being read: the cache's rows are not trusted further than they were written"""
-  ids, calls, prefill = PROMPT[:2 * CHUNK - 4], [], g.prefill_step
+  ids, calls, prefill = PROMPT[:2 * CHUNK - 4], [], g.runner.prefill
   list(g.generate(PROMPT[40:50], 2))
   def interrupted(*args):
     calls.append(args)
     if len(calls) == 2: raise KeyboardInterrupt
     return prefill(*args)
-  monkeypatch.setattr(g, "prefill_step", interrupted)
+  monkeypatch.setattr(g.runner, "prefill", interrupted)
   with pytest.raises(KeyboardInterrupt): next(g.generate(ids, 2))
   monkeypatch.undo()
   for following in (ids, PROMPT[40:50], PROMPT[:20]): assert_greedy(judge, following, list(g.generate(following, 3)))
 
-def rows(g: Generator, count: int) -> list[np.ndarray]: return [c.numpy()[:count] for c in g.model.cache]
-
 @pytest.mark.parametrize("more", [CHUNK // 4 + 1, CHUNK - 1, CHUNK, CHUNK + 5, CONTEXT - 12 - 2])
-def test_a_prompt_that_goes_on_leaves_the_rows_before_it(g: Generator, judge: Generator, more: int):
+def test_a_prompt_that_goes_on_leaves_the_rows_before_it(g: Engine, judge: Engine, more: int):
   """To the bit: prefill computes other roundings than decode wrote. At the context's end too, where a step reaches past it"""
   ids = PROMPT[:12]
   said = list(g.generate(ids, 2))
-  held = len(g.cached)
-  assert held == 13
-  before, longer = rows(g, held), ids + said[:1] + PROMPT[13:12 + more]
+  count, before = held(g, ids + said)
+  assert count == 13
+  longer = ids + said[:1] + PROMPT[13:12 + more]
   g.prefill(longer)
-  assert all(np.array_equal(a, b) for a, b in zip(before, rows(g, held))) and len(g.cached) == len(longer) - 1
+  count, after = held(g, longer)
+  assert all(np.array_equal(a, b[:13]) for a, b in zip(before, after)) and count == len(longer) - 1
   assert_greedy(judge, longer, list(g.generate(longer, 4)))
 
 def test_rows_by_tensor_cores(tmp_path: Path, monkeypatch):
   """The same where a step may be long; the mock lets nobody past a buffer's end"""
   monkeypatch.setattr("tinygrad.apps.mla.PREFILL_SIZES", (CHUNK, 2 * CHUNK))
   with on_cuda():
-    g = generator(write_mixed(tmp_path / "m.gguf", "small-ds", [T.F16], **WIDE | dict(blocks=1, experts=0)), CONTEXT)
-    steps, prefill_step = [], g.prefill_step
-    def counted(size, at):
-      steps.append((size, at))
-      return prefill_step(size, at)
-    monkeypatch.setattr(g, "prefill_step", counted)
+    g = engine_of(write_mixed(tmp_path / "m.gguf", "small-ds", [T.F16], **WIDE | dict(blocks=1, experts=0)), CONTEXT)
+    fed = Fed(g, monkeypatch)
     g.prefill(PROMPT[:13])
-    before = rows(g, 12)
+    before = held(g, PROMPT[:12])
     g.prefill(PROMPT[:CONTEXT - 1])
-    after = rows(g, CONTEXT - 2)
+    after = held(g, PROMPT[:CONTEXT - 2])
     g.forget()
     g.prefill(PROMPT[:CONTEXT - 1])
-    assert steps == [(CHUNK, 0), (2 * CHUNK, 12), (2 * CHUNK, 0)]         # the second reaches past the context's end
-    for a, b, c in zip(before, after, rows(g, CONTEXT - 2)):
+    anew = held(g, PROMPT[:CONTEXT - 2])
+    assert fed.chunks == [(CHUNK, 0, 12), (2 * CHUNK, 12, CONTEXT - 14), (2 * CHUNK, 0, CONTEXT - 2)]  # the second reaches past the context's end
+    assert (before[0], after[0], anew[0]) == (12, CONTEXT - 2, CONTEXT - 2)
+    for a, b, c in zip(before[1], after[1], anew[1]):
       assert np.array_equal(a, b[:12]) and np.abs(b.astype(np.float32) - c).max() < 2e-2 and np.abs(c).max() > 1
 
-def test_logits_at_the_contexts_end(g: Generator, judge: Generator):
+def test_logits_at_the_contexts_end(g: Engine, judge: Engine):
   """The last step, padded past the end, changes nothing before it"""
   whole = g.logits(PROMPT)
-  kept = rows(g, CONTEXT)
+  count, kept = held(g, PROMPT)
+  assert count == CONTEXT
   for n in (CONTEXT - 1, CHUNK + 1):
     np.testing.assert_array_equal(g.logits(PROMPT[:n]), whole[:n])
-    assert all(np.array_equal(a[:n], b) for a, b in zip(kept, rows(g, n)))
+    assert all(np.array_equal(a[:n], b) for a, b in zip(kept, held(g, PROMPT[:n])[1]))
 
-# ---- one at a time ----
+# ---- several at once ----
 
-TAKES_OVER = {"generate": lambda g: next(g.generate(PROMPT[30:40], 2)), "logits": lambda g: g.logits(PROMPT[30:40]),
-              "prefill": lambda g: g.prefill(PROMPT[30:40]), "forget": lambda g: g.forget()}
-@pytest.mark.parametrize("how", TAKES_OVER)
-def test_a_later_call_takes_over(g: Generator, judge: Generator, how: str):
-  """The older answer says so instead of going on with what is no longer there, and the newer one is right"""
-  older = g.generate(PROMPT[:10], 6)
+BESIDE = {"generate": lambda g: list(g.generate(PROMPT[30:40], 2)), "logits": lambda g: g.logits(PROMPT[30:40]),
+          "prefill": lambda g: g.prefill(PROMPT[30:40]), "forget": lambda g: g.forget()}
+@pytest.mark.parametrize("what", BESIDE)
+def test_an_answer_goes_on(g: Engine, judge: Engine, what: str):
+  """… whatever is asked of the engine meanwhile, and what comes later is right, too"""
+  older = g.generate(PROMPT[:10], 8)
   said = [next(older), next(older)]
-  TAKES_OVER[how](g)
-  with pytest.raises(Superseded, match="later call.*one sequence") as e: next(older)
-  assert "\n" not in str(e.value)
-  assert_greedy(judge, PROMPT[:10], said)
+  BESIDE[what](g)
+  said += [next(older)]
   newer = g.generate(PROMPT[20:32], 4)
   out = [next(newer)]
-  with pytest.raises(StopIteration): next(older)
+  assert_greedy(judge, PROMPT[:10], said + list(older))
   assert_greedy(judge, PROMPT[20:32], out + list(newer))
+  g.pool.check([])
 
-def test_taken_over_in_turns(g: Generator, judge: Generator):
-  a, b = g.generate(PROMPT[:10], 6), g.generate(PROMPT[20:30], 6)
-  first, second = [next(a)], [next(b)]
-  with pytest.raises(Superseded): next(a)
-  second += b
-  assert_greedy(judge, PROMPT[:10], first)
-  assert_greedy(judge, PROMPT[20:30], second)
+def test_in_turns(g: Engine, judge: Engine):
+  """Iterators begun one after another, and asked in turns: each says what it says alone"""
+  prompts = [PROMPT[:10], PROMPT[20:30], PROMPT[5:40]]                    # and more than there are pages for at once
+  alone = [list(judge.generate(ids, 6)) for ids in prompts]
+  answers = [g.generate(ids, 6) for ids in prompts]
+  assert [list(said) for said in zip(*[[next(a) for a in answers] for _ in range(6)])] == alone
+  assert all(next(a, None) is None for a in answers) and not g.scheduler.live
+  g.pool.check([])
 
-def test_an_answer_at_its_end_is_not_taken_over(g: Generator):
-  done = g.generate(PROMPT[:10], 1)
-  next(done)
-  g.forget()
-  assert list(done) == []
-
-def test_threads_take_turns(g: Generator, judge: Generator, monkeypatch):
-  """Whatever two threads get, it is right as far as it goes; and never are both at the device"""
-  for ids in (PROMPT[:10], PROMPT[20:30]): list(g.generate(ids, 2))
-  decode, inside, said, failed = g.decode, threading.Semaphore(), {}, []
-  def watched(features, pos):
-    if not inside.acquire(blocking=False): failed.append("two at the device")
-    try: return decode(features, pos)
-    finally: inside.release()
-  monkeypatch.setattr(g, "decode", watched)
+def test_from_threads(g: Engine, judge: Engine, monkeypatch):
+  """Each gets what it gets alone; and never are two at the device"""
+  inside, said, failed = threading.Semaphore(), {}, []
+  def watched(call: Callable) -> Callable:
+    def entered(*args: Any) -> Any:
+      if not inside.acquire(blocking=False): failed.append("two at the device")
+      try: return call(*args)
+      finally: inside.release()
+    return entered
+  for name in ("launch", "read", "prefill"): monkeypatch.setattr(g.runner, name, watched(getattr(g.runner, name)))
   def talk(at: int) -> None:
-    said[at], seen = [], 0
-    while seen < 3 and len(failed) == 0:
-      out: list[int] = []
-      try:
-        for token in g.generate(PROMPT[at:at + 10], 8): out.append(token)
-      except Superseded: pass
-      except Exception as e: failed.append(repr(e))
-      said[at].append(out)
-      seen += 1
-  threads = [threading.Thread(target=talk, args=(at,)) for at in (0, 20)]
+    try: said[at] = [list(g.generate(PROMPT[at:at + 10], 8)) for _ in range(3)]
+    except Exception as e: failed.append(repr(e))
+  threads = [threading.Thread(target=talk, args=(at,)) for at in (0, 20, 40)]
   for t in threads: t.start()
   for t in threads: t.join()
   assert not failed
-  want = {at: list(judge.generate(PROMPT[at:at + 10], 8)) for at in (0, 20)}
-  for at, outs in said.items(): assert len(outs) == 3 and all(out == want[at][:len(out)] for out in outs)
+  for at, outs in said.items(): assert outs == [list(judge.generate(PROMPT[at:at + 10], 8))] * 3
+  g.pool.check([])
 
 # ---- steps that fail ----
 
 @pytest.mark.parametrize("following", [PROMPT[:10], PROMPT[20:31], PROMPT[20:32], PROMPT[20:33]], ids=len)
 @pytest.mark.parametrize("launched", [False, True])
-def test_a_step_that_fails(g: Generator, judge: Generator, monkeypatch, launched: bool, following: list[int]):
-  """At position 10, before its launch or behind it: where the device then is, is not taken for granted by a prompt read in a chunk"""
+def test_a_step_that_fails(g: Engine, judge: Engine, monkeypatch, launched: bool, following: list[int]):
+  """Before its launch or behind it: where the device then is, is not taken for granted by a prompt read in a chunk"""
   answer = g.generate(PROMPT[:10], 4)
   next(answer)
-  jit = g.decode_steps[Features()]
-  def planted(*args):
-    if launched: jit(*args)
+  steps = g.runner.batch.replays
+  step = steps[Features()]
+  def planted() -> None:
+    if launched: step()
     raise RuntimeError("planted")
   with monkeypatch.context() as m:
-    m.setitem(g.decode_steps, Features(), planted)
-    with pytest.raises(RuntimeError, match="planted"): next(answer)
+    m.setitem(steps, Features(), planted)
+    with pytest.raises(RuntimeError, match="planted"): list(answer)
   assert_greedy(judge, following, list(g.generate(following, 4)))
 
 @pytest.mark.parametrize("where", ["tinygrad.apps.capture.find", "tinygrad.apps.capture.graph_split_rewrite", "tinygrad.engine.jit.get_runtime"])
-def test_a_first_step_that_fails(path: Path, judge: Generator, monkeypatch, where: str):
+def test_a_first_step_that_fails(path: Path, judge: Engine, monkeypatch, where: str):
   """While it is recorded or first run: nothing of it is kept"""
-  g, features = generator(path, CONTEXT), Features()
+  g = engine_of(path, CONTEXT)
   def planted(*args, **kw): raise RuntimeError("planted")
-  def capture(pos: int):
+  launch = g.runner.launch
+  def failing() -> None:
     with monkeypatch.context() as m:
       m.setattr(where, planted)
-      return decode(features, pos)
-  decode = g.decode
-  monkeypatch.setattr(g, "decode", lambda features, pos: capture(pos))
+      launch()
+  monkeypatch.setattr(g.runner, "launch", failing)
   with pytest.raises(RuntimeError, match="planted"): next(g.generate(PROMPT[:1], 4))
   monkeypatch.undo()
   for following in (PROMPT[:1], PROMPT[:10]): assert_greedy(judge, following, list(g.generate(following, 4)))
 
-def test_logits_then_generate(g: Generator, judge: Generator):
+def test_logits_then_generate(g: Engine, judge: Engine):
   g.logits(PROMPT[:CHUNK + 5])
-  assert g.cached == PROMPT[:CHUNK + 5]
+  assert held(g, PROMPT)[0] == CHUNK + 5
   for ids in (PROMPT[:CHUNK + 5], PROMPT[:CHUNK + 9], PROMPT[:8]): assert_greedy(judge, ids, list(g.generate(ids, 3)))
 
-def test_seeds(g: Generator):
+def test_seeds(g: Engine):
   def say(seed: int, **kw) -> list[int]: return list(g.generate(PROMPT[:10], 8, Sampling(2.0, seed=seed, **kw)))
   first = say(1)
   assert say(1) == first and say(2) != first
@@ -299,11 +298,11 @@ def test_seeds(g: Generator):
   assert say(1) == first                                                  # whatever the cache held before
   a, b = say(1, top_k=50, top_p=.9, min_p=.01, repeat_penalty=1.2), say(1, top_k=50, top_p=.9, min_p=.01, repeat_penalty=1.2)
   assert a == b
-  graphs, compiled = len(g.decode_steps), len(to_program_cache)
+  graphs, compiled = len(g.runner.batch.replays), len(to_program_cache)
   say(9, top_k=3, top_p=.5, min_p=.1, repeat_penalty=1.9)
-  assert (len(g.decode_steps), len(to_program_cache)) == (graphs, compiled)  # other values, the same graph
+  assert (len(g.runner.batch.replays), len(to_program_cache)) == (graphs, compiled)  # other values, the same graph
 
-def test_a_penalty_forgets_with_the_prompt(g: Generator):
+def test_a_penalty_forgets_with_the_prompt(g: Engine):
   """Tokens of the prompt and of the answer are penalized, those of another conversation are not"""
   s = Sampling(repeat_penalty=1e3)
   out = list(g.generate(PROMPT[:10], 12, s))
@@ -312,8 +311,8 @@ def test_a_penalty_forgets_with_the_prompt(g: Generator):
   list(g.generate(PROMPT[20:40], 5, s))
   assert list(g.generate(PROMPT[:10], 12, s)) == out
 
-def test_a_context_smaller_than_a_chunk(path: Path, judge: Generator):
-  g = generator(path, 8)
+def test_a_context_smaller_than_a_chunk(path: Path, judge: Engine):
+  g = engine_of(path, 8)
   for n in (1, 3, 7, 5):
     out = list(g.generate(PROMPT[:n]))
     assert len(out) == 8 - n and g.full

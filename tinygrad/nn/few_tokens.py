@@ -4,7 +4,8 @@ is made of. Each weight is read once for all tokens.
 A product of the tensor core takes 16 rows of weights, eight tokens and 16 inner numbers. Its sums do not mind the order of the inner numbers, as long
 as both operands have the same: so a lane takes whole units of weights from memory, 16 bytes at a time as a vector's kernels do, and its elements of a
 product are four neighbouring weights of its unit. The four lanes that share a row have neighbouring units; eight products take these four units, a
-*chunk* of 128 numbers. The tokens are written in that order by whatever kernel makes them (Columns): a lane reads its elements of two products at once.
+chunk of 128 numbers. The tokens are written in that order by whatever kernel makes them (Columns): a lane reads its elements of two products at
+once.
 
 The warps of a block share out the chunks of the same 16 rows. Weights become halves in registers, two in a word.
 
@@ -17,16 +18,17 @@ from itertools import product
 from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.nn.intrinsics import Target, and_or, byte_perm, fma_halves, opaque_zero, pdl_wait, word
-from tinygrad.nn.kernel import (SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum, branch, empty, gated, launch, local, optional, rotated,
-                                safe_index, silu, sum_in_order, total)
+from tinygrad.nn.intrinsics import Target, and_or, byte_perm, fma_halves, word
+from tinygrad.nn.kernel import (SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum, branch, empty, gated, launch, local, optional,
+                                rotated, safe_index, silu, sum_in_order, total)
 from tinygrad.nn.matmul import HALF_SCALE, rounding_error
 from tinygrad.nn.matvec import global_loads
+from tinygrad.nn.routing import GROUP, most_groups
 from tinygrad.uop.ops import Ops
 
 # Up to eight tokens share a matrix times a vector's way (nn/matvec.py), which takes eight columns. Past 64 the sums leave a warp's registers.
 LEAST_TOKENS, MOST_TOKENS = 9, 64
-TILE_ROWS, TILE_TOKENS = 16, 8   # of a product
+TILE_ROWS, TILE_TOKENS = 16, GROUP   # of a product
 CHUNK = 4 * UNIT                 # numbers of a row that a product's lanes have between them
 QUADS = UNIT // 4                # products of a chunk
 MOST_WARPS = 8                   # of a block
@@ -109,8 +111,8 @@ def error_words(unit:Unit) -> list[UOp]:
   errors = [rounding_error(weight) for weight in unit.weights()]
   return [pair for i in range(0, UNIT, 4) for pair in quad_pairs(errors[i:i + 4])]
 
-# A code set into the mantissa of the half 4 is 4 + code / 256, sixteen times the code 4 + code / 16. What is added makes value / 256 of both, exactly.
-# The scale times 256 is a half as good as the scale or better.
+# A code set into the mantissa of the half 4 is 4 + code / 256; sixteen times the code, 4 + code / 16. What is added makes value / 256 of both,
+# exactly. A scale times 256 is further from a half's denormals than the scale.
 FOUR, FOURS = 0x44004400, 0x44444444   # in each half; in each byte, its upper one
 SCALE_UP = 256.0
 
@@ -274,11 +276,10 @@ def loader(buffer:UOp, block:BlockProduct, x:Columns, token_of:Callable[[UOp], U
 
 # ---- a launch ----
 
-MANY_TILES = 1024     # of rows; a launch of more, for as many tokens as leave it the registers, makes two of them at once: they share reads of the tokens
-FOR_TWO_TILES = 16
-TOKENS_AT_ONCE = 32   # of a block: a multiprocessor has the registers for two blocks, and keeps the tokens in its L1
+MANY_TILES, TWO_TILES_TOKENS = 1024, 16   # from so many tiles of rows on, up to so many tokens, a block makes two: they share reads of the tokens
+TOKENS_AT_ONCE = 32                       # of a block: a multiprocessor has the registers for two blocks, and keeps the tokens in its L1
 
-def row_tiles_of(rows:int, tokens:int) -> int: return 2 if -(-rows // TILE_ROWS) >= MANY_TILES and tokens <= FOR_TWO_TILES else 1
+def row_tiles_of(rows:int, tokens:int) -> int: return 2 if -(-rows // TILE_ROWS) >= MANY_TILES and tokens <= TWO_TILES_TOKENS else 1
 
 Finish = Callable[[BlockProduct, Quad, dict[str, UOp]], list[UOp]]
 
@@ -327,7 +328,8 @@ def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], pa
 
 # ---- one matrix or several, or one a head ----
 
-def few_matmul(target:Target, x:Columns, weights:Sequence[Weight], residual:Tensor|None=None, rope:Rope|None=None, start:Tensor|None=None) -> list[Tensor]:
+def few_matmul(target:Target, x:Columns, weights:Sequence[Weight], residual:Tensor|None=None, rope:Rope|None=None,
+               start:Tensor|None=None) -> list[Tensor]:
   """W·x for each token's x and each matrix W, (out, in) -> float32 (T, out) each. rope rotates the heads of the first product, residual (T, out) is
   added to it; start: int32 (T,), the tokens' positions. In the kernel, of a matrix:
 
@@ -414,57 +416,55 @@ def few_router(target:Target, x:Columns, low:Columns, router:Weight) -> Tensor:
 
 def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weight], x:Columns, T:int, K:int,
                     finish:Finish) -> list[UOp]:
-  """The stores of a launch on stacks of matrices, (E, out, in), and the tokens that chose each. x: of T tokens or T · K choices. buffers: x; order and
-  counts, as sort_by_expert gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token.
-  In the kernel:
+  """The stores of a launch on stacks of matrices, (E, out, in), and the tokens that chose each. x: of T tokens or T · K choices. buffers: x; groups,
+  as group_choices gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token. In the kernel:
 
-  for each eight tokens of the expert's:                         # a block a tile of rows of an expert; most have at most eight, many have none
-    weights = the lane's units of the block's rows
-    the products with their x, and the sums over the warps       # BlockProduct
-    finish: the epilogue stores
+  expert, choices = the group's                                  # a block a tile of rows of a group's expert; some groups are empty
+  weights = the lane's units of the block's rows
+  the products with the choices' x, and the sums over the warps  # BlockProduct
+  finish: the epilogue stores
   """
   E, rows, width = weights[0].shape
-  row_tile, expert = UOp.special(-(-rows // TILE_ROWS), "gidx0"), UOp.special(E, "gidx1")
-  behind = behind_wait(target, buffers)
-  count = behind["counts"][expert].load().maximum(0).minimum(T)   # garbage in, no hang
-  loop = UOp.range(((count + (TILE_TOKENS - 1)) // TILE_TOKENS).cast(dtypes.weakint), 0)
-  zero = opaque_zero("0", loop.cast(dtypes.int))
+  row_tile, group = UOp.special(-(-rows // TILE_ROWS), "gidx0"), UOp.special(most_groups(T, K, E), "gidx1")
+  behind, place = behind_wait(target, buffers), group * (GROUP + 1)
+  named = behind["groups"][place].load()
+  loop, zero = branch(0, (named >= 0) & (named < E))
+  expert = named.maximum(0).minimum(E - 1).cast(dtypes.weakint)
   block = BlockProduct(target, share_of(width), TILE_TOKENS, row_tile * TILE_ROWS, rows, 1)
-  def choice_of(token:UOp) -> UOp:
-    place = expert * T + (loop * TILE_TOKENS + token).minimum(count.cast(dtypes.weakint) - 1) + zero
-    return behind["order"][place].load().maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
-  def token_of(token:UOp) -> UOp: return choice_of(token) // (T * K // x.tokens)
+  def entry(token:UOp) -> UOp: return behind["groups"][place + 1 + token + zero].load()
+  def choice(entry:UOp) -> UOp: return entry.maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
+  def token_of(token:UOp) -> UOp: return choice(entry(token)) // (T * K // x.tokens)
   matrices = [lambda row, unit, gate, matrix=weight.matrix(buffers, f"weight{i}"): matrix(expert * rows + row + zero, unit, gate)
               for i, weight in enumerate(weights)]
   places = block.products(block.load(matrices), loader(behind["x"], block, x, token_of), loop)
   stores = []
   for quad in block.quads(len(matrices), places):
-    exists = loop * TILE_TOKENS + quad.token < count.cast(dtypes.weakint)
-    stores += finish(block, quad._replace(token=choice_of(quad.token), inside=quad.inside & exists), behind)
+    chosen = entry(quad.token)
+    stores += finish(block, quad._replace(token=choice(chosen), inside=quad.inside & (chosen >= 0)), behind)
   return [UOp.group(*stores).end(loop)]
 
-def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], chosen:tuple[Tensor, Tensor], scale:Tensor) -> Columns:
-  """silu(gate·x) · (up·x) · scale for each token's x and chosen expert. weights: gate and up, (E, F, D); chosen: what sort_by_expert returns;
+def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], groups:Tensor, scale:Tensor) -> Columns:
+  """silu(gate·x) · (up·x) · scale for each token's x and chosen expert. weights: gate and up, (E, F, D); groups: what group_choices returns;
   scale: float32 (T, K) -> F numbers of each of the T·K choices"""
-  (_, rows, _), (T, K), (order, counts) = weights[0].shape, scale.shape, chosen
+  (_, rows, _), (T, K) = weights[0].shape, scale.shape
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
       factor = behind["scale"][quad.token].load() * HALF_SCALE
       values = [silu(gate) * up * factor for gate, up in zip(*quad.sums)]
       return store_columns(buffers["y"], quad.row, quad.token, T * K, quad.inside, values)
     return expert_products(target, buffers, weights, x, T, K, finish)
-  ins = {"x": x.words, "order": order, "counts": counts, "scale": scale, **weights[0].args("weight0"), **weights[1].args("weight1")}
+  ins = {"x": x.words, "groups": groups, "scale": scale, **weights[0].args("weight0"), **weights[1].args("weight1")}
   name, outs = f"few_expert_gate_up_{K}_{weights[0].label}_{T}", {"y": columns_like(x.words, 1, T * K, rows)}
   return Columns(launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))[0], 1 / HALF_SCALE)
 
-def few_expert_down(target:Target, x:Columns, weight:Weight, chosen:tuple[Tensor, Tensor], K:int) -> Tensor:
-  """W[expert]·x for each choice's x. weight: (E, out, in); chosen: what sort_by_expert returns -> float32 (T·K, out)"""
-  (_, rows, _), (order, counts) = weight.shape, chosen
+def few_expert_down(target:Target, x:Columns, weight:Weight, groups:Tensor, K:int) -> Tensor:
+  """W[expert]·x for each choice's x. weight: (E, out, in); groups: what group_choices returns -> float32 (T·K, out)"""
+  rows = weight.shape[1]
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
       return block.store(buffers["y"], quad.token * rows + quad.row, quad, [value * x.factor for value in quad.sums[0]])
     return expert_products(target, buffers, [weight], x, x.tokens // K, K, finish)
-  ins = {"x": x.words, "order": order, "counts": counts, **weight.args("weight0")}
+  ins = {"x": x.words, "groups": groups, **weight.args("weight0")}
   name, outs = f"few_expert_down_{K}_{weight.label}_{x.tokens // K}", {"y": empty(x.words, x.tokens, rows)}
   return launch(name, outs, ins, body, weight.nbytes)[0]
 

@@ -20,7 +20,7 @@ from tinygrad.nn.matvec import DeferredMatrix, MatvecPart, Operand, RowSegments,
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
 from tinygrad.nn.norm_linear import decode_target, few_target, mul_mat, norm_linear, operand_of, prefill_target, single_segment
 from tinygrad.nn.primitive import primitive
-from tinygrad.nn.routing import Routing, TopKInKernel, choose_experts, choose_experts_prefill, sort_by_expert
+from tinygrad.nn.routing import Routing, TopKInKernel, choose_experts, choose_experts_prefill, group_choices, sort_by_expert
 from tinygrad.nn.step import Step
 
 class FeedForward(NamedTuple):
@@ -70,6 +70,7 @@ def gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
     parts = [MatvecPart(gate.shape[0], lambda row: [[(gate_rows, row)], [(up_rows, row)]], swiglu, gate.integer and up.integer)]
     if router is not None:
       parts.append(linear_part(router.shape[0], single_segment(router.matrix(buffers, "router")), buffers["logits"], router.integer))
+    if x.shape[0] > 1: parts.reverse()   # tinygrad walks the whole first branch for each access of the second, and the router's has more of them
     return matvec(target, operand_of(buffers, x, norm), parts)
   outs = {"y": empty(x, x.shape[0], gate.shape[0]), **({"logits": empty(x, x.shape[0], router.shape[0])} if router is not None else {})}
   ins = {"x": x, "norm": norm.weight, **gate.args("gate"), **up.args("up"), **(router.args("router") if router is not None else {})}
@@ -244,6 +245,6 @@ def mixture_few(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, 
     beside, (logits,) = few_tokens.few_gate_up(target, normed, shared.gate, shared.up, router, low)
     x, = few_tokens.few_matmul(target, beside, [shared.down], x)
   sel, scale = choose_experts_prefill(target, logits, routing, overlaps=True)
-  order = sort_by_expert(target, sel, router.shape[0], overlaps=True)
-  hidden = few_tokens.few_expert_gate_up(target, normed, experts[:2], order, scale)
-  return few_tokens.few_sum(target, x, few_tokens.few_expert_down(target, hidden, experts.down, order, routing.count), routing.count)
+  groups = group_choices(target, sel, router.shape[0])
+  hidden = few_tokens.few_expert_gate_up(target, normed, experts[:2], groups, scale)
+  return few_tokens.few_sum(target, x, few_tokens.few_expert_down(target, hidden, experts.down, groups, routing.count), routing.count)

@@ -17,7 +17,7 @@ from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
 from tinygrad.nn.matvec import DeferredMatrix, Operand, RowSegments, linear_part, matvec
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, msl_takes
 from tinygrad.nn.primitive import primitive
-from tinygrad.nn.step import Step, one_row
+from tinygrad.nn.step import Step, few_rows, one_row
 
 def decode_target(step:Step, weight:Weight, *widths:int) -> Target|None:
   """The target whose matrix times vector takes this step: a token of each sequence, vectors of whole units"""
@@ -58,7 +58,7 @@ def mul_mat(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
 @mul_mat.form("cpu_decode", takes=lambda x, weight, ids: cpu.takes(weight) and one_row(x))
 def mul_mat_cpu(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: return cpu.mul_mat_decode(x, weight, ids)
 
-@mul_mat.form("cpu_few", takes=lambda x, weight, ids: ids is None and cpu_few.takes_rows(x, weight))
+@mul_mat.form("cpu_few", takes=lambda x, weight, ids: ids is None and cpu.takes(weight) and few_rows(x))
 def mul_mat_cpu_few(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor: return cpu_few.mul_mat_few(x, weight)
 
 @mul_mat.form("cpu_prefill", takes=lambda x, weight, ids: cpu.takes(weight))

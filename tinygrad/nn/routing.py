@@ -132,8 +132,8 @@ def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing, overla
   return experts, weights
 
 def sort_by_expert(target:Target, chosen:Tensor, experts:int, overlaps:bool=False) -> tuple[Tensor, Tensor]:
-  """The choices of each expert, in order. overlaps: the launch starts while those before it run. chosen: int32 (T, K), a token's distinct experts -> order, int32 (E, T): choices, token · K + k, of
-  which the first counts[e] of row e are written; and counts, int32 (E,). In the kernel:
+  """The choices of each expert, in order. overlaps: see choose_experts_prefill. chosen: int32 (T, K), a token's distinct experts -> order, int32
+  (E, T): choices, token · K + k, of which the first counts[e] of row e are written; and counts, int32 (E,). In the kernel:
 
   hits = which of a thread's consecutive choices are the expert's   # a block an expert
   place = the number of hits of the threads before            # two levels: of the thread's group, and of the groups before
@@ -172,3 +172,57 @@ def sort_by_expert(target:Target, chosen:Tensor, experts:int, overlaps:bool=Fals
   outs = {"order": empty(chosen, experts, T, dtype=dtypes.int32), "counts": empty(chosen, experts, dtype=dtypes.int32)}
   order, counts = launch(f"sort_by_expert_{experts}", outs, {"chosen": chosen}, body)
   return order, counts
+
+GROUP = 8   # choices of an expert that a tile of few tokens takes together
+SPARE = 8   # rows behind the groups: threads past a group's choices read there, and what they read is not used
+
+def most_groups(tokens:int, count:int, experts:int) -> int:
+  """Groups that so many tokens' choices make at most"""
+  choices = tokens * count
+  return min(choices, experts) + (max(choices - experts, 0) if tokens > GROUP else 0) // GROUP
+
+def group_choices(target:Target, chosen:Tensor, experts:int) -> Tensor:
+  """The choices of each expert in groups of GROUP, one expert's after another's. chosen: int32 (T, K), a token's distinct experts -> int32
+  (most_groups + SPARE, 1 + GROUP): a group's expert and its choices, token · K + k; -1: none. A block makes it all. In the kernel:
+
+  everyone = chosen, in shared memory; barrier
+  rank = the number of earlier choices of the same expert               # a thread a choice
+  count = the number of choices                                         # a thread an expert
+  first = the groups of the experts before                              # in shared memory; barriers
+  groups[first + rank / GROUP, 1 + rank % GROUP] = choice; groups[first …, 0] = expert; what is left is -1
+  """
+  (T, K), n_groups = chosen.shape, most_groups(chosen.shape[0], chosen.shape[1], experts)
+  n_choices, width = T * K, GROUP + 1
+  threads = -(-max(n_choices, experts, n_groups) // target.lanes) * target.lanes
+  zero, one = UOp.const(0, dtypes.int), UOp.const(1, dtypes.int)
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    behind, thread = behind_wait(target, buffers), UOp.special(threads, "lidx0")
+    is_choice, is_expert, number = thread < n_choices, thread < experts, thread.cast(dtypes.int)
+    own = behind["chosen"][thread.valid(is_choice)].load().maximum(0).minimum(experts - 1)
+    everyone = local(n_choices, dtypes.int, 0)
+    everyone = everyone.after(UOp(Ops.BARRIER, src=(everyone[thread.valid(is_choice)].store(own),)))
+    all_choices = [everyone[i].load() for i in range(n_choices)]
+    rank = total([(other.eq(own) & (number > i)).where(one, zero) for i, other in enumerate(all_choices)], UOp.add)
+    count = total([other.eq(number).where(one, zero) for other in all_choices], UOp.add)
+    own_groups = (count + (GROUP - 1)) // GROUP
+    groups_of = local(experts, dtypes.int, 1)
+    groups_of = groups_of.after(UOp(Ops.BARRIER, src=(groups_of[thread.valid(is_expert)].store(own_groups),)))
+    all_groups = [groups_of[i].load() for i in range(experts)]
+    first = total([(number > i).where(other, 0) for i, other in enumerate(all_groups)], UOp.add)
+    firsts = local(experts, dtypes.int, 2)
+    firsts = firsts.after(UOp(Ops.BARRIER, src=(firsts[thread.valid(is_expert)].store(first),)))
+    groups, stores = buffers["groups"], []
+    def put(group:UOp, column:UOp|int, value:UOp, there:UOp) -> None:
+      """Not in the gate: tinygrad would take `there` for true in all that the place depends on, the barriers' stores too"""
+      place = there.where(group, n_groups)
+      taken = place < n_groups
+      index = taken.where(place, 0).cast(dtypes.weakint) * width + column
+      stores.append(groups[index.valid(taken)].store(value))
+    put(firsts[own.cast(dtypes.weakint)].load() + rank // GROUP, (rank % GROUP).cast(dtypes.weakint) + 1, number, is_choice)
+    for i in range(-(-T // GROUP)): put(first + i, 0, number, is_expert & (own_groups > i))
+    in_last = count - (own_groups - 1) * GROUP
+    for i in range(1, GROUP): put(first + own_groups - 1, i + 1, zero - 1, is_expert & (own_groups > 0) & (in_last <= i))
+    put(number, 0, zero - 1, (number >= total(all_groups, UOp.add)) & (number < n_groups))
+    return stores
+  outs = {"groups": empty(chosen, n_groups + SPARE, width, dtype=dtypes.int32)}
+  return launch(f"group_choices_{T}_{K}_{experts}", outs, {"chosen": chosen}, body)[0]

@@ -50,3 +50,7 @@ class Step:
 def one_row(x:Tensor) -> bool:
   """Whether x, (T, …), is of one token: what a primitive without a step goes by"""
   return x.shape[0] == 1
+
+def few_rows(x:Tensor) -> bool:
+  """Whether x, (T, …), is of as many tokens as a step of few has"""
+  return 1 < x.shape[0] <= 64

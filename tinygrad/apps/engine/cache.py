@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Iterable, Iterator
-try: from tinygrad.nn.step import PAGE
-except ImportError: PAGE = 64
+from tinygrad.nn.step import PAGE
 
 @dataclass(eq=False)
 class Node:
