@@ -1,13 +1,23 @@
-"""Decoding's attention over splits of the cache against the plain form in float64: split_kv_mma and split_kv_simt, on the mocks of CUDA and Metal."""
+"""Attention over a cache whose pages lie anywhere, on the mocks of CUDA and Metal: splits of one sequence and of several against float64
+(split_kv_mma, split_kv_simt, mla_combine), and what the forms write to the cache."""
+from __future__ import annotations
 import dataclasses
-from typing import Callable
+from typing import Callable, NamedTuple
 import numpy as np, pytest
-from helpers import decoding
+from helpers import decoding, prefilling, random_weight
 from mockcuda import on_cuda
 from mockmetal import on_metal
 from oracle import nmse
-from tinygrad import Device, Tensor
-from tinygrad.nn import intrinsics, split_kv
+from gguf import GGMLQuantizationType as T
+from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad.apps.mla import RMSNorm
+from tinygrad.apps.quantized import QuantizedLinear
+from tinygrad.apps.rope import Rope, rope_table
+from tinygrad.nn import intrinsics, kernel, mla_attention, split_kv
+from tinygrad.nn.latent_cache import PageAhead, Pages
+from tinygrad.nn.mla_attention import attention_plan, latent_attention
+from tinygrad.nn.primitive import plain_ops
+from tinygrad.nn.split_plan import Item, PlanShape
 from tinygrad.nn.step import PAGE, Step
 
 def split_attention(q_latent: Tensor, q: Tensor, cache: Tensor, step: Step, scale: float) -> Tensor:
@@ -60,6 +70,149 @@ def test_few_blocks(last: int, monkeypatch: pytest.MonkeyPatch):
   with on_cuda():
     error, halves = attention(10, 128, 32, 401, last, seed=3)
     assert error < halves
+
+# ---- several sequences ----
+
+class Batch(NamedTuple):
+  """lasts: (S,), the last position of each sequence. tables: (S, P). cache: (C, dim), NaN in every row that is nobody's"""
+  lasts: np.ndarray
+  tables: np.ndarray
+  cache: np.ndarray
+
+  @staticmethod
+  def random(count: int, dim: int, seed: int, longest: int = 300) -> Batch:
+    """Pages in any order; some sequences begin with the pages of the one before, and every fifth is not there: its table is page 0's"""
+    rng, pages = np.random.default_rng(seed), -(-longest // PAGE)
+    lasts, free = rng.integers(0, longest, count), rng.permutation(np.arange(1, 1 + count * pages)).tolist()
+    lasts[:2], lasts[4::5] = (longest - 1, 0), 0
+    tables, cache = np.zeros((count, pages), np.int32), np.full((1 + count * pages, PAGE, dim), np.nan, np.float16)
+    cache[0, 0] = rng.standard_normal(dim)
+    for i, last in enumerate(lasts):
+      if i % 5 == 4: continue
+      shared = min(last, lasts[i - 1]) // PAGE if i % 5 in (1, 2) else 0   # full pages
+      tables[i, :shared] = tables[i - 1, :shared]
+      for n in range(shared, last // PAGE + 1):
+        tables[i, n] = free.pop()
+        rows = min(last + 1 - n * PAGE, PAGE)
+        cache[tables[i, n], :rows] = rng.standard_normal((rows, dim))
+    return Batch(lasts, tables, cache.reshape(-1, dim))
+
+  def rows(self, i: int) -> np.ndarray:
+    """Of a sequence, by position"""
+    return self.cache.reshape(-1, PAGE, self.cache.shape[1])[self.tables[i]].reshape(-1, self.cache.shape[1])[:self.lasts[i] + 1]
+
+def attention_of_several(count: int, H: int, L: int, R: int, seed: int) -> float:
+  """The worst NMSE of a head of a sequence, by what halves may cost"""
+  rng, batch, target = np.random.default_rng(seed), Batch.random(count, L + R, seed), intrinsics.target_of(Device.DEFAULT)
+  q_latent, q = rng.standard_normal((count, H, L)).astype(np.float32) * 2, rng.standard_normal((count, H, 48 + R)).astype(np.float32) * 2
+  query, given = np.concatenate([q_latent, q[..., 48:]], -1).astype(np.float64), q_latent
+  if split_kv.uses_tensor_cores(target, L, R):
+    head, number = np.meshgrid(np.arange(H), np.arange(L), indexing="ij")
+    given = np.full((count, split_kv.padded(H) * L), np.nan, np.float16)
+    given[:, split_kv.query_place(head, number, L).reshape(-1)] = q_latent.reshape(count, -1)
+    given = given.reshape(count, -1, L)
+  step, cache = decoding(*batch.lasts, tables=batch.tables), Tensor(batch.cache)
+  step = dataclasses.replace(step, plan=attention_plan(step, split_kv.plan_shape(target, H, L, Pages.of(cache, step.tables))).realize())
+  got, worst = split_attention(Tensor(given), Tensor(q), cache, step, 0.11).numpy().astype(np.float64), []
+  for i in range(count):
+    keys = batch.rows(i).astype(np.float64)
+    scores = query[i] @ keys.T * 0.11
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    want = weights / weights.sum(-1, keepdims=True) @ keys[:, :L]
+    halves = 2 ** -22 * (np.square(scores).mean() + 1)
+    worst += [nmse(got[i, h], want[h]) / halves for h in range(H)]
+  return float(np.max(worst))
+
+@pytest.mark.parametrize("count,heads", [(2, 10), (5, 3), (33, 5)])
+def test_several_by_tensor_cores(count: int, heads: int, monkeypatch: pytest.MonkeyPatch):
+  monkeypatch.setattr(split_kv, "MULTIPROCESSORS", 7)        # items of several steps
+  with on_cuda(): assert attention_of_several(count, heads, 128, 32, seed=count) < 4
+
+@pytest.mark.parametrize("count,on", [(3, on_cuda), (2, on_metal), (8, on_metal)])
+def test_several_simt(count: int, on: Callable, monkeypatch: pytest.MonkeyPatch):
+  monkeypatch.setitem(intrinsics.TARGETS, "CUDA", dataclasses.replace(intrinsics.TARGETS["CUDA"], mma=None))
+  monkeypatch.setattr(split_kv, "MULTIPROCESSORS", 5)
+  with on(): assert attention_of_several(count, 4, 128, 32, seed=count) < 1e-3
+
+# ---- faults ----
+
+def ignored_tables(right: Callable) -> Callable:
+  return lambda pages, buffers, position, sequence=0: position // PAGE + sequence * 0
+def the_same_page_again(right: Callable) -> Callable: return lambda ahead, step, page, following: right(ahead, step, page, page)
+def without_the_last_item(right: Callable) -> Callable:
+  def faulty(shape: PlanShape, buffers: dict[str, UOp], index: UOp) -> Item:
+    item = right(shape, buffers, index)
+    following = buffers["plan"][((index + 1).minimum(shape.items - 1)) * 4].load()
+    return dataclasses.replace(item, steps=following.eq(item.sequence.cast(dtypes.int)).where(item.steps, 0))   # no sequence's last one
+  return faulty
+def a_neighbours_item(right: Callable) -> Callable:
+  def faulty(shape: PlanShape, buffers: dict[str, UOp], sequence: UOp) -> tuple[UOp, UOp]:
+    first, count = right(shape, buffers, sequence)
+    return (first + 1).minimum(shape.items - 1), count
+  return faulty
+def anothers_query(right: Callable) -> Callable:
+  def faulty(*args) -> Item: return dataclasses.replace(item := right(*args), sequence=item.sequence - (item.sequence > 0).where(1, 0))
+  return faulty
+
+@pytest.mark.parametrize("place,name,fault", [
+  (Pages, "page", ignored_tables), (PageAhead, "update", the_same_page_again), (split_kv, "item_of", without_the_last_item),
+  (split_kv, "items_of", a_neighbours_item), (split_kv, "item_of", anothers_query)])
+def test_a_planted_fault(place: object, name: str, fault: Callable, monkeypatch: pytest.MonkeyPatch):
+  monkeypatch.setattr(place, name, fault(getattr(place, name)))
+  monkeypatch.setattr(kernel, "_programs", {})
+  with pytest.raises((AssertionError, RuntimeError)): test_several_by_tensor_cores(5, 3, monkeypatch)
+
+# ---- what is written ----
+
+def arguments(step: Step, cache: np.ndarray, heads: int, latent: int, rotated: int) -> tuple:
+  """Of latent_attention; tokens at the same position with the same table, those that are not there, have the same numbers"""
+  rng = np.random.default_rng(step.tokens)
+  q, kv = (rng.standard_normal((step.tokens, n)).astype(np.float32) for n in (heads * (64 + rotated), latent + rotated))
+  if step.few_tokens:
+    absent = step.tables.numpy()[:, 0] == 0
+    q[absent], kv[absent] = q[0], kv[0]
+  k_b = QuantizedLinear.load(T.Q8_0, (heads, latent, 64), random_weight(T.Q8_0, (heads, latent, 64))[0])
+  rope = Rope(rope_table(rotated, 1e4, step.tables.shape[1] * PAGE), 64 + rotated, 64)
+  shape = mla_attention.plan_shape(step, k_b, pool := Tensor(cache).realize())
+  if shape is not None: step = dataclasses.replace(step, plan=attention_plan(step, shape).realize())
+  return step, Tensor(q).realize(), Tensor(kv).realize(), k_b, RMSNorm(Tensor(np.ones(latent, np.float32)).realize(), 1e-5), pool, rope, 0.0004
+
+def written(on: Callable, make_step: Callable[[], Step], cache: np.ndarray, form: str, limit: float) -> tuple[set[int], np.ndarray]:
+  """The rows of the cache that latent_attention changes, which are those that its plain ops change, and the context, (T, H, L)"""
+  def run() -> tuple[np.ndarray, np.ndarray]:
+    context, pool = latent_attention(*args)
+    Tensor.realize(context, pool)
+    return context.cast(dtypes.float).numpy().astype(np.float64), pool.numpy()
+  shape = 3, 128, 32
+  with on():
+    args = arguments(make_step(), cache, *shape)
+    assert latent_attention.choose(*args) == form
+    got, pool = run()
+  with plain_ops():
+    args = arguments(make_step(), cache, *shape)
+    want, plain = run()
+  changed = set(np.flatnonzero((pool != cache).any(1)).tolist())
+  assert changed == set(np.flatnonzero((plain != cache).any(1)).tolist())
+  assert np.abs(pool.astype(np.float64) - plain).max() < 1e-2
+  assert np.max(np.square(got - want).sum(-1) / np.square(want).sum(-1)) < limit
+  return changed, got
+
+@pytest.mark.parametrize("on,limit", [(on_cuda, 2e-3), (on_metal, 1e-6)])
+@pytest.mark.parametrize("count", [3, 9])
+def test_rows_of_several(on: Callable, limit: float, count: int):
+  """Each sequence's own, and no other but of page 0"""
+  batch = Batch.random(count, 160, seed=count)
+  cache = np.nan_to_num(batch.cache)
+  changed, _ = written(on, lambda: decoding(*batch.lasts, tables=batch.tables), cache, "decode", limit)
+  assert changed == {int(table[last // PAGE]) * PAGE + last % PAGE for table, last in zip(batch.tables, batch.lasts)}
+
+@pytest.mark.parametrize("on", [on_cuda, on_metal])
+def test_rows_of_a_prompt(on: Callable):
+  """A chunk across pages that lie anywhere, padded past the pages that its sequence has: what is behind goes to page 0"""
+  table, cache = [3, 1, 4, 0], np.random.default_rng(1).standard_normal((6 * PAGE, 160)).astype(np.float16)
+  changed, _ = written(on, lambda: prefilling(120, 80, tables=[table]), cache, "prefill", 5e-5)
+  assert changed == {table[p // PAGE] * PAGE + p % PAGE for p in range(120, 200)}
+  assert {row // PAGE for row in changed} == {1, 4, 0}
 
 def test_a_head_left_out(monkeypatch: pytest.MonkeyPatch):
   """… is noticed by the test of all heads"""

@@ -12,7 +12,7 @@ from tinygrad.nn import few_tokens
 from tinygrad.nn.few_tokens import (Columns, columns, few_expert_down, few_expert_gate_up, few_gate_up, few_heads, few_matmul, few_router, few_sum,
                                     share_of)
 from tinygrad.nn.intrinsics import Target, target_of
-from tinygrad.nn.routing import GROUP, group_choices, most_groups
+from tinygrad.nn.routing import GROUP, SPARE, group_choices, most_groups
 
 HALF = 1e-6   # what rounding weights and activations to halves costs a product, of its power
 
@@ -64,7 +64,8 @@ def test_tokens(n: int): assert product(T.Q4_0, 18, 256, n) < HALF
 def test_widths(width: int): assert product(T.Q5_1, 16, width, 11) < HALF
 
 def test_shares():
-  assert [(share.warps, share.chunks) for share in map(share_of, (32, 768, 1408, 2048, 2816, 5120))] == [(1, 1), (6, 1), (6, 2), (8, 2), (8, 3), (8, 5)]
+  found = [(share.warps, share.chunks) for share in map(share_of, (32, 768, 1408, 2048, 2816, 5120))]
+  assert found == [(1, 1), (6, 1), (6, 2), (8, 2), (8, 3), (8, 5)]
 
 def test_two_tiles_of_rows(monkeypatch: pytest.MonkeyPatch):
   monkeypatch.setattr(few_tokens, "row_tiles_of", lambda rows, tokens: 2)
@@ -139,12 +140,12 @@ def test_groups(n: int, K: int, E: int):
   """Every choice in one group of its expert, in order; a group that is there is before those that are not"""
   chosen = choices(n, K, E)
   groups = group_choices(target(), Tensor(chosen), E).numpy()
-  assert groups.shape == (most_groups(n, K, E), 1 + GROUP)
+  assert groups.shape == (most_groups(n, K, E) + SPARE, 1 + GROUP)
   flat, want = chosen.reshape(-1), []
   for e in range(E):
     own = np.flatnonzero(flat == e).tolist()
     want += [[e, *part, *[-1] * (GROUP - len(part))] for part in (own[i:i + GROUP] for i in range(0, len(own), GROUP))]
-  assert groups[:len(want)].tolist() == want and (groups[len(want):, 0] == -1).all()
+  assert groups[:len(want)].tolist() == want and (groups[len(want):-SPARE, 0] == -1).all()
 
 @pytest.mark.parametrize("n,K,E,kind", [(16, 2, 5, T.Q4_0), (33, 3, 4, T.Q4_1), (2, 4, 7, T.Q8_0)], ids=str)
 def test_experts(n: int, K: int, E: int, kind: T):
@@ -152,7 +153,8 @@ def test_experts(n: int, K: int, E: int, kind: T):
   F, D = 64, 160
   chosen, x, scale = choices(n, K, E), tokens(n, D) / 8, floats(n, K)
   groups = group_choices(target(), Tensor(chosen), E)
-  (gate, gate_want), (up, up_want), (down, down_want) = (load(kind, E, *shape, cls=QuantizedExpertWeights) for shape in ((F, D), (F + 32, D), (D - 9, F)))
+  shapes = (F, D), (F + 32, D), (D - 9, F)
+  (gate, gate_want), (up, up_want), (down, down_want) = (load(kind, E, *shape, cls=QuantizedExpertWeights) for shape in shapes)
   up = QuantizedExpertWeights(kind, (E, F, D), {name: plane[:, :F].contiguous().realize() for name, plane in up.planes.items()})
   of_gate, of_up = (np.einsum("ti,tkoi->tko", x.astype(np.float64), want[chosen]) for want in (gate_want, up_want[:, :F]))
   hidden = few_expert_gate_up(target(), of(x), (gate, up), groups, Tensor(scale))
@@ -180,7 +182,8 @@ def test_what_is_left_out_is_noticed(place: Any, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("fault", ["digits", "warp"])
 def test_a_fault_in_the_kernel_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch):
-  if fault == "digits": monkeypatch.setattr(few_tokens, "byte_perm", lambda t, low, high, digits, right=few_tokens.byte_perm: right(t, low, high, 0x4240))
+  permute = few_tokens.byte_perm
+  if fault == "digits": monkeypatch.setattr(few_tokens, "byte_perm", lambda target, low, high, digits: permute(target, low, high, 0x4240))
   else: monkeypatch.setattr(few_tokens, "sum_in_order", lambda values, right=few_tokens.sum_in_order: right(list(values)[:1]))
   monkeypatch.setattr("tinygrad.nn.kernel._programs", {})
   assert product(T.Q8_0, 16, 256, 9) > 1e-3

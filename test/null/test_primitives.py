@@ -4,6 +4,7 @@ A case is a primitive, what makes its arguments, and the forms that are to take 
 rows; every block format is met by the product that all others are made of. The worst row decides."""
 from __future__ import annotations
 import contextlib, itertools
+from dataclasses import replace
 from typing import Any, Callable, NamedTuple
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
@@ -17,6 +18,8 @@ from tinygrad.apps.rope import Rope, rope_table
 from tinygrad.nn import cpu, cutoff, embedding, mla_attention, moe, norm_linear
 from tinygrad.nn.primitive import PRIMITIVES, Primitive, plain_ops
 from tinygrad.nn.routing import Routing
+from tinygrad.nn.latent_cache import Pages
+from tinygrad.nn.split_plan import PlanShape
 from tinygrad.nn.step import Step
 
 DEVICES = {"CPU": contextlib.nullcontext, "CUDA": on_cuda, "METAL": on_metal}
@@ -57,10 +60,16 @@ def linear(rows: int, rotated: bool, inner: int = 96) -> Callable:
 def with_residual(tokens: int) -> tuple: return step_of(tokens), floats(tokens, 96), None, [load(T.Q5_1, 33, 96)], None, floats(tokens, 33)
 def attention(heads: int, latent: int, rotated: int, start: int) -> Callable:
   def of(tokens: int) -> tuple:
-    rows = tensor(normal(128 * (tokens if isinstance(tokens, Sequences) else 1), latent + rotated).astype(np.float16))
+    step, k_b = step_of(tokens, start), load(T.Q8_0, heads, latent, 64)
+    rows = tensor(normal(step.tables.shape[0] * 128, latent + rotated).astype(np.float16))
     cache = rows.cast(dtypes.float).contiguous().realize() if cpu.is_cpu(Device.DEFAULT) else rows
-    return (step_of(tokens, start), floats(tokens, heads * (64 + rotated)), floats(tokens, latent + rotated), load(T.Q8_0, heads, latent, 64),
-            norm(latent), cache, Rope(rope_table(rotated, 1e4, 128), 64 + rotated, 64), 0.002)
+    shape = mla_attention.plan_shape(step, k_b, cache)
+    if shape is not None: step = replace(step, plan=mla_attention.attention_plan(step, shape).realize())
+    return (step, floats(tokens, heads * (64 + rotated)), floats(tokens, latent + rotated), k_b, norm(latent), cache,
+            Rope(rope_table(rotated, 1e4, 128), 64 + rotated, 64), 0.002)
+  return of
+def plan(blocks: int, positions: int) -> Callable:
+  def of(tokens: int) -> tuple: return step_of(tokens), PlanShape.of(Pages(9, 2, tokens, 40), blocks, positions)
   return of
 def output(tokens: int) -> tuple: return step_of(tokens), floats(tokens, 3, 64), load(T.Q8_0, 3, 32, 64), load(T.Q4_0, 50, 96), floats(tokens, 50)
 def gated(router: bool, kind: T) -> Callable:
@@ -119,9 +128,9 @@ def gpus(few: tuple[int, ...] = (1,), many: tuple[int, ...] = (), metal: str = "
 def few(*counts: int) -> list[tuple[str, str, int]]:
   """Points of a few tokens on tensor cores"""
   return [("CUDA", "few", Sequences(n)) for n in counts]
-def sequences(*counts: int) -> list[tuple[str, str, int]]:
-  """Points of a matrix times several vectors on the GPUs: a token of each of so many sequences"""
-  return [(device, "decode", Sequences(n)) for device in ("CUDA", "METAL") for n in counts]
+def sequences(*counts: int, metal: tuple[int, ...] = ()) -> list[tuple[str, str, int]]:
+  """Points of a matrix times several vectors on the GPUs: a token of each of so many sequences. metal: and of so many there"""
+  return [(device, "decode", Sequences(n)) for device, more in (("CUDA", ()), ("METAL", metal)) for n in (*counts, *more)]
 
 CASES = [
   *(Case(norm_linear.mul_mat, kind.name, product(kind, rows), cpu_() + gpus())
@@ -130,13 +139,15 @@ CASES = [
   Case(norm_linear.mul_mat, "a matrix a head", lambda tokens: (floats(tokens, 3, 64), load(T.Q5_1, 3, 9, 64)), cpu_few(3) + gpus() + sequences(3, 8)),
   Case(norm_linear.mul_mat, "id Q4_K", product_by_id(T.Q4_K), cpu_(many=(5,)) + gpus((1,), metal="msl")),
   Case(norm_linear.mul_mat, "id IQ4_XS", product_by_id(T.IQ4_XS), cpu_(many=(5,)) + gpus((5,))),
-  Case(norm_linear.norm_linear, "33 rows", linear(33, False), cpu_(many=(19,)) + gpus(many=(33,)) + sequences(5, 33)),
+  Case(norm_linear.norm_linear, "33 rows", linear(33, False), cpu_(many=(19,)) + gpus(many=(33,)) + sequences(5, metal=(33,))),
   Case(norm_linear.norm_linear, "34 rows", linear(34, False), cpu_() + gpus() + sequences(8)),
-  Case(norm_linear.norm_linear, "96 rows rotated", linear(96, True), cpu_(many=(2, 33)) + gpus(many=(33,)) + sequences(2, 3, 9, 17)),
+  Case(norm_linear.norm_linear, "96 rows rotated", linear(96, True), cpu_(many=(2, 33)) + gpus(many=(33,)) + sequences(2, 3, metal=(9, 17))),
   Case(norm_linear.norm_linear, "residual", with_residual, cpu_(many=(19,)) + gpus(many=(2,), metal="msl") + sequences(4)),
   Case(mla_attention.latent_attention, "5 heads at 40", attention(5, 128, 32, 40), cpu_(many=(29,)) + gpus(many=(17,))),
   Case(mla_attention.latent_attention, "2 heads at 0", attention(2, 128, 32, 0), cpu_(many=(2,)) + gpus()),
   Case(mla_attention.latent_attention, "3 heads at 63", attention(3, 128, 32, 63), cpu_(many=(3,)) + gpus((), (3,))),
+  Case(mla_attention.latent_attention, "5 heads of several", attention(5, 128, 32, 40), gpus((Sequences(3),))),
+  *(Case(mla_attention.attention_plan, f"{blocks} blocks", plan(blocks, 16), gpus((Sequences(n),))) for blocks, n in ((2, 3), (200, 33), (130, 64))),
   Case(norm_linear.attention_output, "heads", output, gpus((), (33,))),
   Case(moe.gate_up, "Q4_K router", gated(True, T.Q4_K), cpu_(many=(27,)) + gpus(metal="msl") + sequences(2, 5)),
   Case(moe.gate_up, "IQ4_XS", gated(False, T.IQ4_XS), cpu_(many=(2,)) + gpus() + sequences(8)),
@@ -207,7 +218,9 @@ def alone(argument: Any, i: int, tokens: int) -> Any:
 @pytest.mark.parametrize("case,device,form,tokens", POINTS, ids=lambda v: f"{v.of.__name__} {v.name}" if isinstance(v, Case) else str(v))
 def test_form(case: Case, device: str, form: str, tokens: int): run(case, device, form, tokens)
 
-COLUMNS = [point for point in POINTS if point[2] == "decode" and isinstance(point[3], Sequences)]
+# attention's sums are cut by the lengths of all
+COLUMNS = [point for point in POINTS if point[2] == "decode" and isinstance(point[3], Sequences) and point[0].of.__name__ not in
+           ("latent_attention", "attention_plan")]
 
 @pytest.mark.parametrize("case,device,form,tokens", COLUMNS, ids=lambda v: f"{v.of.__name__} {v.name}" if isinstance(v, Case) else str(v))
 def test_as_alone(case: Case, device: str, form: str, tokens: int):

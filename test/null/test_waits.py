@@ -2,7 +2,7 @@
 waited. The order of loads in the rendered source is what decides; a race would show only now and then, so the source is what is checked."""
 import functools, re
 from typing import Any, Callable
-import numpy as np, pytest
+import pytest
 from gguf import GGMLQuantizationType
 from extra.bench import no_device, stand_in
 from tinygrad import Tensor, dtypes
@@ -77,8 +77,9 @@ def sources_of_a_few(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[st
     return wrapped
   for module in (few_tokens, routing): monkeypatch.setattr(module, "launch", recording(module.launch))
   def empty(cls: type[QuantizedWeight], *shape: int) -> QuantizedWeight:
-    n = int(np.prod(shape)) // 32
-    return cls(GGMLQuantizationType.Q8_0, shape, {"q0": Tensor.empty(*shape[:-1], shape[-1] // 32, 8, dtype=dtypes.uint32), "d": Tensor.empty(n, dtype=dtypes.half)})
+    *rows, units = *shape[:-1], shape[-1] // 32
+    planes = {"q0": Tensor.empty(*rows, units, 8, dtype=dtypes.uint32), "d": Tensor.empty(*rows, units, dtype=dtypes.half)}
+    return cls(GGMLQuantizationType.Q8_0, shape, planes)
   def matrix(*shape: int) -> QuantizedWeight: return empty(QuantizedLinear, *shape)
   def experts(*shape: int) -> QuantizedWeight: return empty(QuantizedExpertWeights, 4, *shape)
   with no_device("CUDA"), collected_calls() as calls:
@@ -86,7 +87,7 @@ def sources_of_a_few(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[st
     step = Step.decode(start, Tensor.empty(9, 2, dtype=dtypes.int32))
     x, _ = norm_linear.norm_linear(step, x, norm, [matrix(128, 128), matrix(32, 128)], Rope(Tensor.empty(64, 32, 2), 128, 64))
     x = norm_linear.attention_output(step, x.reshape(9, 1, 128), matrix(1, 128, 128), matrix(128, 128), x)
-    shared, chosen = moe.FeedForward(matrix(32, 128), matrix(32, 128), matrix(128, 32)), moe.FeedForward(experts(32, 128), experts(32, 128), experts(128, 32))
+    shared, chosen = (moe.FeedForward(of(32, 128), of(32, 128), of(128, 32)) for of in (matrix, experts))
     moe.mixture(step, x, norm, matrix(4, 128), Routing(2, Gating.SIGMOID, True, 1.8), chosen, shared).realize()
     programs = [call.src[0] for call in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   return {p.arg.name: (names[p.arg.name], next(u.arg for u in p.src if u.op is Ops.SOURCE)) for p in programs if p.arg.name in names}

@@ -221,8 +221,10 @@ def test_feed_forward_of_few(tokens: int):
   for beside, ids in ((None, everyone), (shared, sel.numpy())):
     got = expert_down(step, hidden, down, tensor(ids), residual, beside)
     with plain_ops(): same(got, expert_down(step, hidden, down, tensor(ids.clip(0, E - 1)), residual, beside))
-    as_alone(got, [expert_down(alone(step, t), row(hidden, t), down, tensor(ids[t:t + 1]), row(residual, t), beside and (row(beside[0], t), beside[1]))
-                   for t in range(tokens)])
+    def of(t: int) -> Tensor:
+      own = None if beside is None else (row(beside[0], t), beside[1])
+      return expert_down(alone(step, t), row(hidden, t), down, tensor(ids[t:t + 1]), row(residual, t), own)
+    as_alone(got, list(map(of, range(tokens))))
   gate, up, router = (load(QuantizedLinear, k, 40, D)[0] for k in (T.Q8_0, T.F16, T.F32))
   for i, (got, want) in enumerate(zip(*both(form, gate_up, step, x, n, gate, up, router), strict=True)):
     same(got, want)

@@ -2,6 +2,7 @@
 from pathlib import Path
 import numpy as np, pytest
 from helpers import SMALL, decoding, engine_of, prefilling
+from extra.bench import no_device, stand_in
 from extra.mkgguf import write_model
 from oracle import Judge, logits as oracle
 from tinygrad import Device, Tensor
@@ -33,9 +34,10 @@ def test_two_sequences_at_different_positions(path: Path):
       at = len(ids) - 3 + i
       assert np.square(got[n] - want[at]).sum() < 1e-10 * np.square(want[at]).sum()
 
-def test_kernels_leave_two_sequences_to_the_plain_ops(path: Path):
-  """None takes a step of another kind for its own"""
-  assert "latent_attention" in Transformer.from_gguf(read_gguf(path), 160).plain_parts(decoding(3, 5))
+@pytest.mark.parametrize("to", ["CPU", "CUDA", "METAL"])
+@pytest.mark.parametrize("rows", [2, 16])
+def test_several_sequences_have_kernels(to: str, rows: int):
+  with no_device(to): assert Transformer.from_gguf(stand_in("small-glm"), 160).plain_parts(decoding(*range(rows))) == []
 
 @pytest.mark.skipif(not is_cpu(Device.DEFAULT), reason="has no second device")
 def test_a_second_device(path: Path):

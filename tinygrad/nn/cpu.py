@@ -190,7 +190,7 @@ def unit_dot(unit:Unit, part:int, index:int) -> list[str]:
   return ["#ifdef CODES", clear, *fixed, *add(total), "#else", *lines, "#endif"]
 
 def dot(name:str, weight:PackedWeight) -> str:
-  """The C function that adds to y[c], for each of `columns` staged vectors, the products of a group of 16 rows, whose stream is at B"""
+  """The C function that adds to y[c], for each of `columns` staged columns, the products of a group of 16 rows, whose stream is at B"""
   layout, width, lines = weight.layout, weight.shape[-1], []
   for index in range(layout.units):
     unit = block_unit(weight, index)
@@ -321,8 +321,8 @@ def write_rows(kv:Tensor, norm:Norm, cache:Tensor, rope:Rope, start:Tensor, tabl
 def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, start:Tensor,
                         tables:Tensor) -> tuple[Tensor, Tensor]:
   """A token's queries in latent space, and its row of the cache written at start. query: float32 (1, H·head); kv: float32 (1, L+R);
-  k_b: (H, L, nope); cache: (rows, L+R); start: int32 (1,); tables: int32 (1, P) -> float32 (1, H, L), and the cache. The thread with the
-  first job writes the row."""
+  k_b: (H, L, nope); cache: (rows, L+R); start: int32 (1,); tables: int32 (1, P) -> float32 (1, H, L), and the cache. The thread with the first job
+  writes the row."""
   (H, L, nope), groups, size = k_b.shape, row_groups(k_b), group_bytes(k_b)
   body = f"""if (job == 0) {store_row(norm, cache, rope, "0", "start[0]")}
   {stage_buffers(nope)}for (; job < last;) {{

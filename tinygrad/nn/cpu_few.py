@@ -9,11 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple, Sequence
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import prod
-from tinygrad.nn.cpu import (COLUMNS, ROTATE, PackedWeight, choose_experts, dot, group_bytes, launch, mla_attention_decode, row_groups,
-                             write_rows)
+from tinygrad.nn.cpu import COLUMNS, ROTATE, PackedWeight, choose_experts, dot, group_bytes, launch, row_groups, write_rows
 from tinygrad.nn.kernel import Norm, Rope, empty, optional
 from tinygrad.nn.routing import Routing
-from tinygrad.nn.step import Step
 
 class Staged(NamedTuple):
   """Columns as `stage` of nn/cpu.py makes them: float32 (columns, in), (columns, in) and (columns, in / 16). A tile's columns lie beside each other,
@@ -101,13 +99,12 @@ def mul_mat_few(tokens:Tensor, weight:PackedWeight) -> Tensor:
 
 # ---- attention ----
 
-def latent_attention_few(step:Step, query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope,
-                         scale:float) -> tuple[Tensor, Tensor]:
-  """As latent_attention of nn/mla_attention.py, of a token of each sequence"""
+def latent_query_few(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, start:Tensor,
+                     tables:Tensor) -> tuple[Tensor, Tensor]:
+  """As latent_query_decode, of a token of each sequence"""
   H, _, nope = k_b.shape
-  cache = write_rows(kv, norm, cache, rope, step.start, step.tables)
-  q_latent = linear(stage_tokens(query, heads=H, width=nope), k_b, query.shape[0])
-  return mla_attention_decode(q_latent, query, cache, step.start, step.tables, scale), cache
+  written = write_rows(kv, norm, cache, rope, start, tables)
+  return linear(stage_tokens(query, heads=H, width=nope), k_b, query.shape[0]), written
 
 # ---- feed-forward ----
 

@@ -4,7 +4,8 @@ is made of. Each weight is read once for all tokens.
 A product of the tensor core takes 16 rows of weights, eight tokens and 16 inner numbers. Its sums do not mind the order of the inner numbers, as long
 as both operands have the same: so a lane takes whole units of weights from memory, 16 bytes at a time as a vector's kernels do, and its elements of a
 product are four neighbouring weights of its unit. The four lanes that share a row have neighbouring units; eight products take these four units, a
-*chunk* of 128 numbers. The tokens are written in that order by whatever kernel makes them (Columns): a lane reads its elements of two products at once.
+chunk of 128 numbers. The tokens are written in that order by whatever kernel makes them (Columns): a lane reads its elements of two products at
+once.
 
 The warps of a block share out the chunks of the same 16 rows. Weights become halves in registers, two in a word.
 
@@ -18,8 +19,8 @@ from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import Target, and_or, byte_perm, fma_halves, word
-from tinygrad.nn.kernel import (SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum, branch, empty, gated, launch, local, optional, rotated,
-                                safe_index, silu, sum_in_order, total)
+from tinygrad.nn.kernel import (SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum, branch, empty, gated, launch, local, optional,
+                                rotated, safe_index, silu, sum_in_order, total)
 from tinygrad.nn.matmul import HALF_SCALE, rounding_error
 from tinygrad.nn.matvec import global_loads
 from tinygrad.nn.routing import GROUP, most_groups
@@ -110,8 +111,8 @@ def error_words(unit:Unit) -> list[UOp]:
   errors = [rounding_error(weight) for weight in unit.weights()]
   return [pair for i in range(0, UNIT, 4) for pair in quad_pairs(errors[i:i + 4])]
 
-# A code set into the mantissa of the half 4 is 4 + code / 256, sixteen times the code 4 + code / 16. What is added makes value / 256 of both, exactly.
-# The scale times 256 is a half as good as the scale or better.
+# A code set into the mantissa of the half 4 is 4 + code / 256; sixteen times the code, 4 + code / 16. What is added makes value / 256 of both,
+# exactly. A scale times 256 is further from a half's denormals than the scale.
 FOUR, FOURS = 0x44004400, 0x44444444   # in each half; in each byte, its upper one
 SCALE_UP = 256.0
 
@@ -275,11 +276,10 @@ def loader(buffer:UOp, block:BlockProduct, x:Columns, token_of:Callable[[UOp], U
 
 # ---- a launch ----
 
-MANY_TILES = 1024     # of rows; a launch of more, for as many tokens as leave it the registers, makes two of them at once: they share reads of the tokens
-FOR_TWO_TILES = 16
-TOKENS_AT_ONCE = 32   # of a block: a multiprocessor has the registers for two blocks, and keeps the tokens in its L1
+MANY_TILES, TWO_TILES_TOKENS = 1024, 16   # from so many tiles of rows on, up to so many tokens, a block makes two: they share reads of the tokens
+TOKENS_AT_ONCE = 32                       # of a block: a multiprocessor has the registers for two blocks, and keeps the tokens in its L1
 
-def row_tiles_of(rows:int, tokens:int) -> int: return 2 if -(-rows // TILE_ROWS) >= MANY_TILES and tokens <= FOR_TWO_TILES else 1
+def row_tiles_of(rows:int, tokens:int) -> int: return 2 if -(-rows // TILE_ROWS) >= MANY_TILES and tokens <= TWO_TILES_TOKENS else 1
 
 Finish = Callable[[BlockProduct, Quad, dict[str, UOp]], list[UOp]]
 
@@ -328,7 +328,8 @@ def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], pa
 
 # ---- one matrix or several, or one a head ----
 
-def few_matmul(target:Target, x:Columns, weights:Sequence[Weight], residual:Tensor|None=None, rope:Rope|None=None, start:Tensor|None=None) -> list[Tensor]:
+def few_matmul(target:Target, x:Columns, weights:Sequence[Weight], residual:Tensor|None=None, rope:Rope|None=None,
+               start:Tensor|None=None) -> list[Tensor]:
   """W·x for each token's x and each matrix W, (out, in) -> float32 (T, out) each. rope rotates the heads of the first product, residual (T, out) is
   added to it; start: int32 (T,), the tokens' positions. In the kernel, of a matrix:
 
@@ -431,15 +432,15 @@ def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weig
   expert = named.maximum(0).minimum(E - 1).cast(dtypes.weakint)
   block = BlockProduct(target, share_of(width), TILE_TOKENS, row_tile * TILE_ROWS, rows, 1)
   def entry(token:UOp) -> UOp: return behind["groups"][place + 1 + token + zero].load()
-  def choice_of(token:UOp) -> UOp: return entry(token).maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
-  def token_of(token:UOp) -> UOp: return choice_of(token) // (T * K // x.tokens)
+  def choice(entry:UOp) -> UOp: return entry.maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
+  def token_of(token:UOp) -> UOp: return choice(entry(token)) // (T * K // x.tokens)
   matrices = [lambda row, unit, gate, matrix=weight.matrix(buffers, f"weight{i}"): matrix(expert * rows + row + zero, unit, gate)
               for i, weight in enumerate(weights)]
   places = block.products(block.load(matrices), loader(behind["x"], block, x, token_of), loop)
   stores = []
   for quad in block.quads(len(matrices), places):
-    exists = entry(quad.token) >= 0
-    stores += finish(block, quad._replace(token=choice_of(quad.token), inside=quad.inside & exists), behind)
+    chosen = entry(quad.token)
+    stores += finish(block, quad._replace(token=choice(chosen), inside=quad.inside & (chosen >= 0)), behind)
   return [UOp.group(*stores).end(loop)]
 
 def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], groups:Tensor, scale:Tensor) -> Columns:

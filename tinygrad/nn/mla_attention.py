@@ -64,7 +64,8 @@ def latent_attention_cpu(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, 
 @latent_attention.form("cpu_few", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        cpu.takes(k_b) and step.few_tokens and cpu.attention_takes(k_b.shape[1], cache.shape[1]))
 def latent_attention_cpu_few(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
-  return cpu_few.latent_attention_few(step, q, kv, k_b, norm, cache, rope, scale)
+  q_latent, cache = cpu_few.latent_query_few(q, kv, k_b, norm, cache, rope, step.start, step.tables)
+  return cpu.mla_attention_decode(q_latent, q, cache, step.start, step.tables, scale), cache
 
 @latent_attention.form("cpu_prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        cpu.takes(k_b) and step.many_tokens and cpu_prefill.attention_takes(k_b.shape[1]))

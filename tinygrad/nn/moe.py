@@ -70,6 +70,7 @@ def gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
     parts = [MatvecPart(gate.shape[0], lambda row: [[(gate_rows, row)], [(up_rows, row)]], swiglu, gate.integer and up.integer)]
     if router is not None:
       parts.append(linear_part(router.shape[0], single_segment(router.matrix(buffers, "router")), buffers["logits"], router.integer))
+    if x.shape[0] > 1: parts.reverse()   # tinygrad walks the whole first branch for each access of the second, and the router's has more of them
     return matvec(target, operand_of(buffers, x, norm), parts)
   outs = {"y": empty(x, x.shape[0], gate.shape[0]), **({"logits": empty(x, x.shape[0], router.shape[0])} if router is not None else {})}
   ins = {"x": x, "norm": norm.weight, **gate.args("gate"), **up.args("up"), **(router.args("router") if router is not None else {})}

@@ -132,8 +132,8 @@ def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing, overla
   return experts, weights
 
 def sort_by_expert(target:Target, chosen:Tensor, experts:int, overlaps:bool=False) -> tuple[Tensor, Tensor]:
-  """The choices of each expert, in order. overlaps: the launch starts while those before it run. chosen: int32 (T, K), a token's distinct experts -> order, int32 (E, T): choices, token · K + k, of
-  which the first counts[e] of row e are written; and counts, int32 (E,). In the kernel:
+  """The choices of each expert, in order. overlaps: see choose_experts_prefill. chosen: int32 (T, K), a token's distinct experts -> order, int32
+  (E, T): choices, token · K + k, of which the first counts[e] of row e are written; and counts, int32 (E,). In the kernel:
 
   hits = which of a thread's consecutive choices are the expert's   # a block an expert
   place = the number of hits of the threads before            # two levels: of the thread's group, and of the groups before
@@ -174,6 +174,7 @@ def sort_by_expert(target:Target, chosen:Tensor, experts:int, overlaps:bool=Fals
   return order, counts
 
 GROUP = 8   # choices of an expert that a tile of few tokens takes together
+SPARE = 8   # rows behind the groups: threads past a group's choices read there, and what they read is not used
 
 def most_groups(tokens:int, count:int, experts:int) -> int:
   """Groups that so many tokens' choices make at most"""
@@ -182,7 +183,7 @@ def most_groups(tokens:int, count:int, experts:int) -> int:
 
 def group_choices(target:Target, chosen:Tensor, experts:int) -> Tensor:
   """The choices of each expert in groups of GROUP, one expert's after another's. chosen: int32 (T, K), a token's distinct experts -> int32
-  (most_groups, 1 + GROUP): a group's expert and its choices, token · K + k; -1: none. A block makes it all. In the kernel:
+  (most_groups + SPARE, 1 + GROUP): a group's expert and its choices, token · K + k; -1: none. A block makes it all. In the kernel:
 
   everyone = chosen, in shared memory; barrier
   rank = the number of earlier choices of the same expert               # a thread a choice
@@ -223,5 +224,5 @@ def group_choices(target:Target, chosen:Tensor, experts:int) -> Tensor:
     for i in range(1, GROUP): put(first + own_groups - 1, i + 1, zero - 1, is_expert & (own_groups > 0) & (in_last <= i))
     put(number, 0, zero - 1, (number >= total(all_groups, UOp.add)) & (number < n_groups))
     return stores
-  outs = {"groups": empty(chosen, n_groups, width, dtype=dtypes.int32)}
+  outs = {"groups": empty(chosen, n_groups + SPARE, width, dtype=dtypes.int32)}
   return launch(f"group_choices_{T}_{K}_{experts}", outs, {"chosen": chosen}, body)[0]

@@ -47,10 +47,10 @@ class Step:
     if self.phase is Phase.DECODE: return self.start
     return self.start + Tensor.arange(self.tokens, dtype=dtypes.int32)
 
-# what a primitive without a step goes by
 def one_row(x:Tensor) -> bool:
-  """Whether x, (T, …), is of one token"""
+  """Whether x, (T, …), is of one token: what a primitive without a step goes by"""
   return x.shape[0] == 1
+
 def few_rows(x:Tensor) -> bool:
-  """Whether x, (T, …), is of as many tokens as a step of several sequences has at most"""
+  """Whether x, (T, …), is of as many tokens as a step of few has"""
   return 1 < x.shape[0] <= 64
