@@ -3,10 +3,12 @@ from __future__ import annotations
 import itertools, sys
 from pathlib import Path
 if __name__ == "__main__": sys.path[0] = str(Path(__file__).parents[1])
+from types import SimpleNamespace
 from typing import Iterator
 from gguf import TokenType
 from tinygrad.apps.models import Model
 from tinygrad.apps.engine.sampling import Sampling
+from tinygrad.apps.engine.sequence import Request, Sequence
 from tinygrad.apps.tokenizer import _BYTE_OF, Tokenizer, Vocabulary
 
 SPECIALS = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<think>", "</think>"]
@@ -18,9 +20,9 @@ def vocabulary(specials:list[str]=SPECIALS) -> Tokenizer:
   return Tokenizer("talker", Vocabulary("glm4", tokens, types, [], bos_id=None, eos_id=256, add_bos=False, stops=frozenset()))
 
 class Talker(Model):
-  """Answers by the last word of the question. It thinks first where the prompt asks it to."""
-  def __init__(self, max_context:int=1 << 16):
-    self.tokenizer, self.generator, self.max_context, self.kernels_a_token, self.full = vocabulary(), self, max_context, 0, False
+  """Answers by the last word of the question. It thinks first where the prompt asks it to. It is its own engine."""
+  def __init__(self, capacity:int=1 << 16):
+    self.tokenizer, self.engine, self.capacity, self.pool, self.kernels_a_token = vocabulary(), self, capacity, SimpleNamespace(rows=capacity), 0
     self.name, self.sampling, self.prompts, self.lengths = "talker", Sampling(), [], []
 
   def render(self, messages:list[dict[str, str]], enable_thinking:bool=True) -> list[int]:
@@ -38,17 +40,18 @@ class Talker(Model):
     elif word == "escape": yield "a\x1b[31mred\x07\x9b2J\u202eb\tc"
     else: yield f"heard {len(said)} characters, {said.count(chr(10)) + 1} lines, {prompt.count('<|user|>')} turns, seed {sampling.seed}"
 
-  def generate(self, ids:list[int], count:int|None, sampling:Sampling, stops:frozenset[int]) -> Iterator[int]:
-    self.prompts.append(prompt := self.tokenizer.decode(ids))
-    self.lengths.append(len(ids))
-    self.full, left, self.kernels_a_token = False, self.max_context - len(ids), 1
-    for text in self.words(prompt, sampling):
-      for token in self.tokenizer.encode(text, special=True):
-        if count is not None and (count := count - 1) < 0: return
-        if self.full: return
-        yield token
-        self.full = (left := left - 1) <= 0
-    yield self.tokenizer.eos_id
+  def add(self, request:Request) -> Sequence:
+    self.prompts.append(self.tokenizer.decode(request.ids))
+    self.lengths.append(len(request.ids))
+    self.kernels_a_token = 1
+    return Sequence(request, self.capacity - len(request.ids))
+  def stream(self, s:Sequence) -> Iterator[int]:
+    texts = self.words(self.tokenizer.decode(s.ids), s.sampling)
+    for token in itertools.chain((t for text in texts for t in self.tokenizer.encode(text, special=True)), [self.tokenizer.eos_id]):
+      if s.left <= 0: return
+      s.ids.append(token)
+      yield token
+  def abort(self, s:Sequence) -> None: s.aborted = True
 
 if __name__ == "__main__":
   from tinygrad.apps.terminal import Options, chat_loop

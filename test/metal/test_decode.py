@@ -7,7 +7,7 @@ from tinygrad.apps.models import Model, load
 from tinygrad.helpers import Context
 
 COUNT = 64
-# a prompt that is fed token by token, and one that takes a prefill step
+# prompts of a few tokens and of many
 PROMPTS = ["The for statement", "The for statement is used to iterate over the elements of a sequence (such as a string, tuple or list)"]
 def tokens(model:Model, prompt:str) -> list[int]: return list(model.generate(model.tokenizer.encode(prompt), COUNT, stop=False))
 def built_in() -> Model: return load(Path(__file__).parents[2] / "models/tiny-glm-Q4_0.gguf", max_context=128)
@@ -18,7 +18,7 @@ def test_the_tokens_of_the_cpu(msl:int):
   with on_metal(check=False), Context(QL_MOE_MSL=msl, QL_SHEXP_MSL=msl):
     model = built_in()
     assert tokens(model, PROMPTS[msl]) == expected and len(set(expected)) > 8
-    step, = model.generator.decode_steps.values()
+    step, = model.engine.runner.batch.replays.values()
     names = [[call.src[0].arg.name for call in batch] for batch in step.batches]
     # the paravirtual GPU of a hosted Mac has no graphs
     if Device["METAL"].graph is not None: assert len(names) <= 6 and all(len(batch) > 1 for batch in names)

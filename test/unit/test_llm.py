@@ -184,7 +184,7 @@ def test_a_stopped_prompt_ends_with_130(talker, capsys, monkeypatch):
   def stopped(*_):
     yield ord("x")
     raise KeyboardInterrupt
-  monkeypatch.setattr(talker, "generate", stopped)
+  monkeypatch.setattr(talker, "stream", stopped)
   assert llm.main(["-p", "a"]) == 130 and capsys.readouterr().err == "[stopped]\n"
 
 def test_what_a_models_makers_advise():

@@ -215,9 +215,9 @@ def test_what_the_model_is_asked(capsys):
 def test_stopping(capsys):
   """A stopped answer stays as far as it came; stopped before it, or in mid-thought, nothing does, and what was there before is still there"""
   class Stopped(Talker):
-    def generate(self, ids, *rest):
+    def stream(self, s):
       at = next(stop, None)
-      for n, token in enumerate(super().generate(ids, *rest)):
+      for n, token in enumerate(super().stream(s)):
         if n == at: raise KeyboardInterrupt
         yield token
   stop = iter([None, 40, 3, 0])

@@ -48,8 +48,9 @@ class Options:
 def drawing(s:Sampling) -> str:
   """Sampling in words, as --stats prints it"""
   if not s.temperature: return "greedy"
-  changed = [f.name for f in fields(s) if f.name not in ("temperature", "seed") and getattr(s, f.name) != f.default]
-  return ", ".join(f"{name} {getattr(s, name):.6g}" for name in ("temperature", *changed)) + f", seed {s.seed}"
+  changed = [f.name for f in fields(s) if f.name not in ("temperature", "seed", "bias") and getattr(s, f.name) != f.default]
+  bias = f", bias of {len(s.bias)} tokens" if s.bias else ""
+  return ", ".join(f"{name} {getattr(s, name):.6g}" for name in ("temperature", *changed)) + bias + f", seed {s.seed}"
 
 # ---- an answer ----
 
