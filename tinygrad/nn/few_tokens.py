@@ -414,6 +414,8 @@ def few_router(target:Target, x:Columns, low:Columns, router:Weight) -> Tensor:
 
 # ---- experts ----
 
+EXPERT_TILES = 2   # of rows, that a block of one matrix makes: as many bytes as one of two matrices reads
+
 def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weight], x:Columns, T:int, K:int,
                     finish:Finish) -> list[UOp]:
   """The stores of a launch on stacks of matrices, (E, out, in), and the tokens that chose each. x: of T tokens or T · K choices. buffers: x; groups,
@@ -425,12 +427,13 @@ def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weig
   finish: the epilogue stores
   """
   E, rows, width = weights[0].shape
-  row_tile, group = UOp.special(-(-rows // TILE_ROWS), "gidx0"), UOp.special(most_groups(T, K, E), "gidx1")
+  tiles = 1 if len(weights) > 1 else EXPERT_TILES
+  row_tile, group = UOp.special(-(-rows // (TILE_ROWS * tiles)), "gidx0"), UOp.special(most_groups(T, K, E), "gidx1")
   behind, place = behind_wait(target, buffers), group * (GROUP + 1)
   named = behind["groups"][place].load()
   loop, zero = branch(0, (named >= 0) & (named < E))
   expert = named.maximum(0).minimum(E - 1).cast(dtypes.weakint)
-  block = BlockProduct(target, share_of(width), TILE_TOKENS, row_tile * TILE_ROWS, rows, 1)
+  block = BlockProduct(target, share_of(width), TILE_TOKENS, row_tile * (TILE_ROWS * tiles), rows, tiles)
   def entry(token:UOp) -> UOp: return behind["groups"][place + 1 + token + zero].load()
   def choice(entry:UOp) -> UOp: return entry.maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
   def token_of(token:UOp) -> UOp: return choice(entry(token)) // (T * K // x.tokens)
