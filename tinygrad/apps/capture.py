@@ -86,12 +86,9 @@ def describe(x:Any, tensors:list[Tensor]) -> Any:
     slot = next((i for i, t in enumerate(tensors) if t.uop.base is x.uop.base), len(tensors))
     if slot == len(tensors): tensors.append(x)
     return "tensor", slot, x.shape, x.dtype, x.device
-  if isinstance(x, UOp):
-    variable, _ = x.unbind()
-    return "variable", variable.expr, variable.vmin, variable.vmax
   if isinstance(x, (list, tuple)): return [describe(y, tensors) for y in x]
   if isinstance(x, dict): return [(k, describe(y, tensors)) for k, y in x.items()]
-  if isinstance(x, type) or hasattr(x, "__code__") or not hasattr(x, "__dict__"): raise TypeError(f"a part of a step cannot depend on {x!r}")
+  if isinstance(x, (type, UOp)) or hasattr(x, "__code__") or not hasattr(x, "__dict__"): raise TypeError(f"a part of a step cannot depend on {x!r}")
   return type(x).__qualname__, [(k, describe(y, tensors)) for k, y in vars(x).items()]
 
 @functools.cache
@@ -267,7 +264,7 @@ class Replay:
     linear = UOp(Ops.LINEAR, src=tuple(self.calls))
     return graph_split_rewrite(linear, max_batch_size=JIT_BATCH_SIZE.value) if JIT < 2 else linear
 
-  def __call__(self, **variables:int) -> None: run_linear(self.linear, variables, jit=True)
+  def __call__(self) -> None: run_linear(self.linear, {}, jit=True)
 
   @property
   def batches(self) -> list[list[UOp]]: return batches(self.linear)
