@@ -26,8 +26,8 @@ from tinygrad.nn.matvec import global_loads
 from tinygrad.nn.routing import GROUP, most_groups
 from tinygrad.uop.ops import Ops
 
-# Up to eight tokens share a matrix times a vector's way (nn/matvec.py), which takes eight columns. Past 64 the sums leave a warp's registers.
-LEAST_TOKENS, MOST_TOKENS = 9, 64
+# Two tokens are faster by a matrix times two vectors (nn/matvec.py), which takes half as many launches. Past 64 the sums leave a warp's registers.
+LEAST_TOKENS, MOST_TOKENS = 3, 64
 TILE_ROWS, TILE_TOKENS = 16, GROUP   # of a product
 CHUNK = 4 * UNIT                 # numbers of a row that a product's lanes have between them
 QUADS = UNIT // 4                # products of a chunk
