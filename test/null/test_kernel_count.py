@@ -2,6 +2,7 @@
 
 A number that changes is to be changed here, in the commit that changes it: fewer is the aim, more wants a reason. The same by hand:
   python bench_block.py --count --target CUDA
+  python bench_block.py --count --target CUDA --parallel 8
 """
 import pytest
 from extra.bench import batch_count, count_kernels, no_device, render_kernels, stand_in, with_blocks
@@ -18,8 +19,21 @@ TABLE = {
   "youtu": {"CUDA": (294, [(4, 9), (28, 9)]), "METAL": (294, [(4, 9), (28, 9)]), "CPU": (261, [(4, 8), (28, 8)])},
 }
 
+# model: {(target, sequences): kernels a step}. Up to 8 and from 9 on are forms of their own on CUDA; elsewhere all numbers have one
+MANY = {
+  "glm": {("CUDA", 8): (476, [(1, 9), (4, 10), (42, 10)]), ("CUDA", 64): (849, [(1, 13), (4, 18), (42, 18)]),
+          ("METAL", 8): (476, [(1, 9), (4, 10), (42, 10)]), ("CPU", 8): (1127, [(1, 17), (4, 24), (42, 24)])},
+  "ds2lite": {("CUDA", 8): (249, [(1, 8), (2, 9), (24, 9)]), ("CUDA", 64): (435, [(1, 11), (2, 16), (24, 16)]),
+              ("METAL", 8): (249, [(1, 8), (2, 9), (24, 9)]), ("CPU", 8): (593, [(1, 15), (2, 22), (24, 22)])},
+  "youtu": {("CUDA", 8): (295, [(4, 9), (28, 9)]), ("CUDA", 64): (424, [(4, 13), (28, 13)]),
+            ("METAL", 8): (295, [(4, 9), (28, 9)]), ("CPU", 8): (550, [(4, 17), (28, 17)])},
+}
+
 @pytest.mark.parametrize("name,to", [(name, to) for name, row in TABLE.items() for to in row])
 def test_table(name: str, to: str): assert count_kernels(stand_in(name), to) == TABLE[name][to]
+
+@pytest.mark.parametrize("name,to,sequences", [(name, *key) for name, row in MANY.items() for key in row])
+def test_many(name: str, to: str, sequences: int): assert count_kernels(stand_in(name), to, parallel=sequences) == MANY[name][to, sequences]
 
 @pytest.mark.parametrize("to", ["CUDA", "METAL", "CPU"])
 def test_multiplying_is_counting(to: str):

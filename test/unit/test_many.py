@@ -1,0 +1,188 @@
+"""Many sequences at once on real models: whoever else is there, whenever they come and go, each says what it says alone.
+
+On the CPU that is so to the bit. On the mocks of CUDA and Metal, whose kernels for several rows round otherwise than those for one, every token is
+judged by the oracle's logits."""
+from __future__ import annotations
+import math, random
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Callable, Iterator
+import numpy as np, pytest
+from extra.mkgguf import write_model
+from helpers import SMALL
+from mockcuda import on_cuda
+from mockmetal import on_metal
+from oracle import forward
+from tinygrad import Device
+from tinygrad.apps.engine.engine import Engine
+from tinygrad.apps.engine.runner import Runner
+from tinygrad.apps.engine.sampling import Sampling
+from tinygrad.apps.engine.sequence import BatchRow, Request, Sequence
+from tinygrad.apps.gguf import read_gguf
+from tinygrad.apps.mla import Transformer
+from tinygrad.apps.models import BUILT_IN
+from tinygrad.nn.cpu import is_cpu
+from tinygrad.nn.step import PAGE
+
+CONTEXT, PAGES, LONGEST = 3 * PAGE, 40, 40   # of a sequence, of the cache, and the most tokens of an answer
+
+def runner_of(path: Path, context: int = CONTEXT) -> Runner:
+  return Runner(Transformer.from_gguf(read_gguf(path), context, pool=lambda model: PAGES))
+
+class Pressed(Engine):
+  """Counts who gave way and which pages were evicted, and proves after each piece of work that the pool is whole"""
+  def __init__(self, *args, **kw):
+    super().__init__(*args, **kw)
+    self.preempted = self.evicted = 0
+    preempt, free = self.scheduler.preempt, self.pool._free
+    def counted_preempt() -> None:
+      self.preempted += 1
+      preempt()
+    def counted_free(page: int) -> None:
+      self.evicted += 1
+      free(page)
+    self.scheduler.preempt, self.pool._free = counted_preempt, counted_free  # type: ignore[method-assign]
+  def step(self) -> bool:
+    busy = super().step()
+    self.pool.check(self.scheduler.tables)
+    return busy
+
+def run(engine: Pressed, requests: list[Request], rng: random.Random, waits: tuple[int, ...] = (0, 0, 1, 5, 20),
+        aborts: float = 0.0) -> list[Sequence]:
+  """All of them, each added some steps after the one before it, and perhaps aborted"""
+  sequences, left, busy = [], 0, True
+  while busy or len(sequences) < len(requests):
+    while left <= 0 and len(sequences) < len(requests):
+      sequences.append(engine.add(requests[len(sequences)]))
+      left = rng.choice(waits)
+    if rng.random() < aborts: engine.abort(rng.choice(sequences))
+    busy, left = engine.step(), left - 1
+  assert not engine.scheduler.live and engine.pool.available == engine.pool.pages - 1
+  return sequences
+
+# ---- on the CPU ----
+
+class Alone:
+  """A model, and what it says where there is nobody else"""
+  def __init__(self, path: Path):
+    self.runner, self.said = runner_of(path), {}
+    self.engine, self.vocab = Engine(self.runner, PAGES), min(self.runner.vocab_size, 320)
+    rng = random.Random(path.name)
+    bases = [[rng.randrange(self.vocab) for _ in range(2 * PAGE + 12)] for _ in range(3)]
+    self.prompts = [rng.choice(bases)[:rng.choice((0, 30, PAGE, PAGE + 9, 2 * PAGE, 2 * PAGE + 9))] +
+                    [rng.randrange(self.vocab) for _ in range(rng.choice((1, 2, 9, 13)))] for _ in range(24)]
+  def says(self, ids: list[int], sampling: Sampling = Sampling()) -> list[int]:
+    key = (*ids,), repr(sampling)
+    if key not in self.said:
+      self.engine.forget()
+      self.said[key] = list(self.engine.generate(ids, LONGEST, sampling))
+    return self.said[key]
+
+MODELS: dict[str, Callable[[Path], Path]] = {
+  "built-in": lambda folder: BUILT_IN,
+  "small": lambda folder: write_model(folder / "m.gguf", "small-glm", "Q8_0", seed=5, **SMALL | dict(q_lora=64, experts=8, used=2))[0]}
+
+@pytest.fixture(scope="module", params=MODELS)
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+  if not is_cpu(Device.DEFAULT): pytest.skip("not on the CPU")
+  return Alone(MODELS[request.param](tmp_path_factory.mktemp("many")))
+
+ALL = dict(temperature=1.5, top_k=40, top_p=.9, min_p=.02, repeat_penalty=1.3, presence_penalty=.4, frequency_penalty=.2, bias={5: 2.0, 7: -math.inf})
+
+def schedule(alone: Alone, seed: int, samplings: list[Sampling]) -> None:
+  rng = random.Random(seed)
+  def request() -> Request:
+    ids, sampling, limit = rng.choice(alone.prompts), rng.choice(samplings), rng.choice((0, 1, 3, 15, LONGEST))
+    stop = frozenset({rng.choice(alone.says(ids, sampling))}) if rng.random() < .3 else frozenset()
+    return Request(ids, sampling, stop, limit)
+  requests, aborts = [request() for _ in range(rng.randint(2, 12))], rng.choice((0.0, 0.0, .02))
+  engine = Pressed(alone.runner, rng.choice((4, 5, 7, 12, PAGES)), rng.choice((2, 3, 9, 64)), rng.choice((0.0, math.inf)))
+  for r, s in zip(requests, run(engine, requests, rng, aborts=aborts), strict=True):
+    want = alone.says(list(r.ids), r.sampling)[:r.limit]
+    end = next((i + 1 for i, token in enumerate(want) if token in r.stop), 0)
+    want, reason = (want[:end], "stop") if end else (want, "length")
+    if s.reason == "abort" and aborts: assert s.produced == want[:len(s.produced)]
+    else: assert (s.produced, s.reason) == (want, reason)
+
+@pytest.mark.parametrize("seed", range(24))
+def test_greedy(alone: Alone, seed: int): schedule(alone, seed, [Sampling()])
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sampling_by_rows(alone: Alone, seed: int):
+  """Rows that ask for everything beside rows that ask for less, or for nothing"""
+  schedule(alone, 100 + seed, [Sampling(), Sampling(repeat_penalty=1.5, bias={9: 3.0}), *(Sampling(**ALL, seed=s) for s in (1, 2, 3))])
+
+def test_too_few_pages(alone: Alone):
+  """All want another page at once: some give way, and known pages are evicted"""
+  requests = [Request(prompt[:PAGE - 2 - i], limit=30) for i, prompt in enumerate(p for p in alone.prompts if len(p) > PAGE)]
+  engine = Pressed(alone.runner, 6, max_stall=math.inf)
+  assert list(engine.generate(alone.prompts[0], LONGEST)) == alone.says(alone.prompts[0])   # leaves rows behind
+  for r, s in zip(requests, run(engine, requests, random.Random(0)), strict=True): assert s.produced == alone.says(list(r.ids))[:30]
+  assert engine.preempted and engine.evicted
+
+# ---- rows that are not there ----
+
+TARGETS: dict[str, Callable[[], AbstractContextManager[None]]] = {"CUDA": on_cuda, "METAL": lambda: on_metal(check=False)}
+
+def caches(runner: Runner) -> np.ndarray:
+  runner.wait()
+  return np.stack([c.numpy() for c in runner.model.cache])
+def changed(before: np.ndarray, after: np.ndarray) -> set[int]:
+  """Rows that are other than they were, in some block"""
+  assert not np.isnan(after).any()
+  return {*np.flatnonzero((before != after).any((0, 2))).tolist()}
+
+def assert_page_0_alone(runner: Runner) -> None:
+  """3 of 4 rows, 9 of 16, and a chunk that is padded past its table: what is nobody's is written in page 0"""
+  nobodys = {*range(PAGE)}
+  for count in (3, 9):
+    tables, positions = [[7 + 2 * i, 6 + 2 * i] for i in range(count)], [13 * i + 1 for i in range(count)]
+    before = caches(runner)
+    rows = [(20 * count + i, at, table) for i, (at, table) in enumerate(zip(positions, tables))]
+    runner.set_batch([BatchRow(token, at, table, Sampling(), [1] * at + [token], at) for token, at, table in rows])
+    for _ in range(2):
+      runner.launch()
+      assert runner.read().shape == (count,)
+    written = {table[(at + n) // PAGE] * PAGE + (at + n) % PAGE for at, table in zip(positions, tables) for n in range(2)}
+    assert written <= changed(before, caches(runner)) <= written | nobodys
+  before = caches(runner)
+  runner.prefill([8, 9, 10], PAGE - 3, runner.sizes[0], [3])
+  written = {3 * PAGE + PAGE - 3 + i for i in range(3)}
+  assert written <= changed(before, caches(runner)) <= written | nobodys
+
+def test_rows_that_are_not_there(alone: Alone): assert_page_0_alone(alone.runner)
+
+# ---- on the mocks ----
+
+# the least that all kernels for several rows take
+LEAST = dict(blocks=2, dim=64, heads=2, kv_lora=128, nope=64, rope=32, v=32, ff=128, moe_ff=64, vocab=320, experts=8, used=2)
+# and the error that Judge allows: activations are halves, or of 8 bits
+FILES: dict[str, tuple[str, str, float]] = {"halves": ("small-ds", "F16", 1e-5), "quantized": ("small-glm", "Q4_0", 1e-3)}
+MOCKED = [("CUDA", "halves"), ("CUDA", "quantized"), ("METAL", "quantized")]
+
+def assert_likely(path: Path, s: Sequence, limit: float) -> None:
+  """Each token that it said is the oracle's, or as good: the logits of both are as near as Judge's limit allows, or the router's choice is"""
+  logits, margins = forward(path, s.ids)
+  for token, row, margin in zip(s.produced, logits[s.prompt - 1:], margins[s.prompt - 1:]):
+    assert row.max() - row[token] <= (2 * limit) ** .5 * np.linalg.norm(row) or margin < (2 * limit) ** .5, f"{token}, expected {row.argmax()}"
+
+@pytest.fixture(scope="module", params=MOCKED, ids="-".join)
+def mocked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Runner, float]]:
+  target, file = request.param
+  family, quant, limit = FILES[file]
+  path, = write_model(tmp_path_factory.mktemp("many") / "m.gguf", family, quant, seed=2, **LEAST | dict(q_lora=64 if family == "small-glm" else 0))
+  with TARGETS[target](): yield path, runner_of(path, 2 * PAGE), limit
+
+@pytest.mark.parametrize("rows", [2, 3, 10])
+def test_on_a_mock(mocked: tuple[Path, Runner, float], rows: int):
+  """Prompts with a common page and own rests, answers that go on into the next page, and too few pages for all"""
+  path, runner, limit = mocked
+  rng = random.Random(rows)
+  base, engine = [rng.randrange(320) for _ in range(PAGE + 2)], Pressed(runner, rows + 2, max_rows=rows, max_stall=math.inf)
+  requests = [Request((base if i % 2 else base[:PAGE - 4]) + [rng.randrange(320) for _ in range(rng.randint(1, 3))], limit=4 + i % 2)
+              for i in range(rows)]
+  for s in run(engine, requests, rng, waits=(0,)):
+    assert s.reason == "length" and len(s.produced) == s.limit
+    assert_likely(path, s, limit)
+
+def test_rows_that_are_not_there_on_a_mock(mocked: tuple[Path, Runner, float]): assert_page_0_alone(mocked[1])
