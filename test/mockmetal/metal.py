@@ -251,6 +251,7 @@ class MTLIndirectCommandBuffer(NSObject):
       if c is not None: together.append(c)
 
 lock = threading.RLock()  # runtime.cpp runs one dispatch at a time
+LATE = .01                # seconds
 
 class MTLCommandBuffer(NSObject):
   def __init__(self, queue:MTLCommandQueue):
@@ -262,7 +263,7 @@ class MTLCommandBuffer(NSObject):
     if self.encoder is not None: raise MetalError("commit with an encoder that was not ended")
     if self.committed: raise MetalError("a command buffer committed twice")
     self.committed = True
-    self.queue.pending.append(self)
+    self.queue.append(self)
   def waitUntilCompleted(self) -> None:
     if not self.committed: raise MetalError("wait for a command buffer that was not committed")
     with lock:
@@ -280,9 +281,25 @@ class MTLCommandBuffer(NSObject):
 class MTLCommandQueue(NSObject):
   def __init__(self, limit:int):
     super().__init__()
-    self.limit, self.pending = limit, []
+    self.limit, self.pending, self.device = limit, [], None
+  def append(self, buffer:MTLCommandBuffer) -> None:
+    self.pending.append(buffer)
+    if self.device is None or not self.device.is_alive():      # a fork has none
+      self.device = threading.Thread(target=self.goes_on, daemon=True)
+      self.device.start()
+  def goes_on(self) -> None:
+    """What nobody waits for is done late, but done: the host may look for it in memory that it shares"""
+    late:list[MTLCommandBuffer] = []
+    while True:
+      time.sleep(LATE)
+      with lock:
+        for buffer in late:
+          if not buffer.done: buffer.waitUntilCompleted()
+        late = list(self.pending)
   def commandBuffer(self) -> MTLCommandBuffer:
-    if len(self.pending) >= self.limit: self.pending[0].waitUntilCompleted()  # as the real one does
+    if len(self.pending) >= self.limit:                        # as the real one does
+      with lock:
+        if self.pending: self.pending[0].waitUntilCompleted()
     return MTLCommandBuffer(self)
 
 CLASSES = {c.__name__: c for c in (NSString, NSError, MTLComputePipelineDescriptor, MTLIndirectCommandBufferDescriptor)}

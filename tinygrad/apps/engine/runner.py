@@ -150,7 +150,9 @@ class Runner:
     if batch.logged is None: return read(batch.log)[rows, columns]
     patience = time.monotonic() + PATIENCE
     while (tokens := batch.logged[rows, columns]).min() < 0:
-      if time.monotonic() < patience: continue
+      if time.monotonic() < patience:
+        time.sleep(0)   # other threads have their turn
+        continue
       self.wait()
       if (tokens := batch.logged[rows, columns]).min() < 0: raise RuntimeError(f"{self.model.device}: a step ended without a token")
     return tokens
