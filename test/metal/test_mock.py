@@ -1,8 +1,9 @@
 """Kernels with one mistake each, and what the mock Metal says about them."""
-import ctypes, sys
+import ctypes, sys, time
 from typing import Any, Iterator
 import numpy as np, pytest
 from mockmetal import on_metal
+from mockmetal.metal import lock
 from tinygrad import Device, dtypes
 from tinygrad.device import CompileError, TinyELF
 from tinygrad.engine.worker import get_worker_pool, terminate_worker_pool
@@ -59,14 +60,19 @@ def test_simdgroup_matrix():
 def test_the_same_value_from_two_threads_is_no_race():
   assert run(f"device float* o, {AT}) {{ threadgroup float t[1]; t[0] = 7; {BARRIER} o[lid] = t[0]; }}", numbers(32))[0][5] == 7
 
-def test_nothing_runs_before_it_is_waited_for():
+def test_what_nobody_waits_for_runs_late():
   buffer = Device["METAL"].allocator.alloc(16)
-  view = Device["METAL"].allocator._as_buffer(buffer).cast("f")
+  view, store = Device["METAL"].allocator._as_buffer(buffer).cast("f"), program("device float* o) { o[0] += 5; }", numbers(1))
   view[0] = 1
-  program("device float* o) { o[0] = 5; }", numbers(1))(buffer)
-  assert view[0] == 1
-  Device["METAL"].synchronize()
-  assert view[0] == 5
+  with lock:                                               # the device cannot go on
+    store(buffer)
+    assert view[0] == 1
+    Device["METAL"].synchronize()
+  assert view[0] == 6
+  store(buffer)
+  patience = time.monotonic() + 60
+  while view[0] == 6 and time.monotonic() < patience: time.sleep(.01)
+  assert view[0] == 11
 
 def test_workers_compile():
   terminate_worker_pool()
