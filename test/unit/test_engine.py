@@ -95,7 +95,7 @@ def test_what_can_never_fit():
 @pytest.mark.parametrize("request_,message", [
   (Request([]), "no tokens: give at least one"), (Request([1, VOCAB]), f"token {VOCAB}: expected 0 to {VOCAB - 1}"),
   (Request([1.5]), "token: expected a whole number"),
-  (Request([1], limit=-1), "limit: expected 0 or more, found -1"), (Request([1], limit=True), "limit: expected a whole number, found True"),
+  (Request([1], limit=-1), "count: expected 0 or more, found -1"), (Request([1], limit=True), "count: expected a whole number, found True"),
   (Request("ab"), "tokens: expected a list of numbers, found str")], ids=str)
 def test_what_is_no_request(request_: Request, message: str):
   e = toy()

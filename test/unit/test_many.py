@@ -6,7 +6,7 @@ from __future__ import annotations
 import math, random
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator
 import numpy as np, pytest
 from extra.mkgguf import write_model
 from helpers import SMALL
@@ -14,6 +14,7 @@ from mockcuda import on_cuda
 from mockmetal import on_metal
 from oracle import forward
 from tinygrad import Device
+from tinygrad.apps.engine import runner as runner_module
 from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sampling import Sampling
@@ -186,3 +187,31 @@ def test_on_a_mock(mocked: tuple[Path, Runner, float], rows: int):
     assert_likely(path, s, limit)
 
 def test_rows_that_are_not_there_on_a_mock(mocked: tuple[Path, Runner, float]): assert_page_0_alone(mocked[1])
+
+# ---- ids that the host does not see ----
+
+class Unseen:
+  """The log, as a host that sees what the device wrote only after it has waited for it"""
+  def __init__(self, runner: Runner, monkeypatch: pytest.MonkeyPatch):
+    self.log, self.waited, wait, launch = runner.batch.logged, False, runner.wait, runner.launch
+    def waits() -> None:
+      wait()
+      self.waited = True
+    def launches() -> None:
+      self.waited = False
+      launch()
+    monkeypatch.setattr(runner, "wait", waits)
+    monkeypatch.setattr(runner, "launch", launches)
+    monkeypatch.setattr(runner.batch, "logged", self)
+  def __getitem__(self, places: Any) -> np.ndarray: return self.log[places] if self.waited else np.full_like(self.log[places], -1)
+  def __setitem__(self, places: Any, value: int) -> None: self.log[places] = value
+
+def test_a_host_that_sees_no_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+  """It waits for the device, some times for as long as its patience is; then it asks only when all is done, and says so"""
+  runner = runner_of(write_model(tmp_path / "m.gguf", "small-glm", "F16", seed=6, **SMALL)[0])
+  engine = Engine(runner, PAGES)
+  want = list(engine.generate([5, 6, 7], 12))
+  monkeypatch.setattr(runner_module, "PATIENCE", 0.01)
+  Unseen(runner, monkeypatch)
+  assert runner.in_flight == 2 and list(engine.generate([5, 6, 7], 12)) == want and runner.in_flight == 1
+  assert "no step is launched ahead" in capfd.readouterr().err

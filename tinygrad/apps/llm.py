@@ -87,7 +87,7 @@ def parser(bench:bool=False) -> Parser:
   add("max_context", "-c", type=int_at_least(2, 0), metavar="N",
       help=f"tokens the cache holds (default {DEFAULT_CONTEXT}, or what --benchmark needs; 0: all that the model can)")
   add("cache_tokens", type=int_at_least(2), metavar="N", help="tokens the cache holds of all sequences together (default: what fits beside the "
-      "weights, at most 16 contexts)")
+      "weights, at most 16 contexts, 4 on a CPU)")
   add("prompt", "-p", metavar="TEXT", help="answer TEXT and leave")
   add("file", "-f", metavar="FILE", help="answer the text of FILE and leave; - is stdin")
   add("raw_prompt", nargs="?", const=True, metavar="TEXT", help="continue TEXT (or --prompt's, or --file's) as it is, without the chat template")

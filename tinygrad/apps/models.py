@@ -22,6 +22,7 @@ from tinygrad.apps.screen import doing, safe_line
 from tinygrad.apps.tokenizer import Tokenizer
 from tinygrad.device import ALL_DEVICES
 from tinygrad.helpers import Context, DEV, OSX, getenv
+from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.step import PAGE
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
@@ -44,7 +45,8 @@ ALIASES = {
 }
 BUILT_IN = ROOT / "models" / "tiny-glm-Q4_0.gguf"
 DEFAULT_CONTEXT = 4096
-SEQUENCES, SHARE = 16, .9   # whose whole contexts the cache holds where it is not told; of the free memory, which it takes at most
+# where the cache's size is not given: how many whole contexts it holds, and what part of the free memory it takes at most
+CARD_POOL, HOST_POOL = (16, .9), (4, .5)
 # the sampling that a model's makers advise, by (tokenizer.ggml.pre, tokens of the vocabulary): models of any size share a pre, the built-in one too
 ADVISED: dict[tuple[str, int], dict[str, Any]] = {
   ("glm4", 154880): dict(temperature=1.0, top_p=.95),
@@ -242,11 +244,12 @@ class Model:
     return self.complete(self.render(messages, **template), count, sampling, stops)
 
 def pool_pages(model:Transformer, cache_tokens:int|None) -> int:
-  """Pages of the cache, nobody's among them: for `cache_tokens`; without it, what fits beside the weights, at most what SEQUENCES contexts need"""
+  """Pages of the cache, nobody's among them: for `cache_tokens`; without it, what fits beside the weights, but no more than several contexts need"""
   if cache_tokens is not None: return -(-cache_tokens // PAGE) + 1
-  free, page = free_memory(model.device), model.row_bytes * PAGE
-  fitting = int(free * SHARE) // page if free is not None else 0
-  return max(min(SEQUENCES * model.pages, fitting), model.pages) + 1
+  contexts, share = HOST_POOL if is_cpu(model.device) else CARD_POOL
+  free = free_memory(model.device)
+  fitting = 0 if free is None else int(free * share) // (model.row_bytes * PAGE)
+  return max(min(contexts * model.pages, fitting), model.pages) + 1
 
 def load(path:str|Path, max_context:int|None=None, progress:bool=False, cache_tokens:int|None=None) -> Model:
   """A model from a GGUF file (any part of one) or a name of --list-models, on the default device (DEV). max_context: tokens the cache holds, at most

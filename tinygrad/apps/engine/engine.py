@@ -251,7 +251,7 @@ class Engine:
     self.flying += 1
     self.decode_seconds += time.perf_counter() - start
     self.scheduler.spent = 0.0
-    if self.flying == self.runner.in_flight: self._read()
+    while self.flying >= self.runner.in_flight: self._read()
 
   def _read(self) -> None:
     """The tokens of the oldest launch in flight. A row that has ended meanwhile made one too much."""

@@ -22,7 +22,8 @@ from tinygrad.nn.step import Step
 ROWS = 1, 2, 4, 8, 16, 32, 64   # of recorded decode steps; a batch takes the least that holds it
 LOG = 4                         # steps whose ids a log holds
 WRITES = 64                      # after which the device is waited for: what it is to copy is kept until then
-PATIENCE = 10.0                 # seconds without an id after which the device is asked whether it has failed
+UNSEEN = 3                      # such waits in a row after which the log is read when all is done
+PATIENCE = 1.0                  # seconds without an id after which the device is waited for
 
 @functools.cache
 def _say_once(line:str) -> None: print(line, file=sys.stderr)
@@ -52,6 +53,7 @@ class Batch:
     self.values, self.key = zeros(size, VALUES, dtype=np.float32), zeros(size, 2, dtype=np.uint32)
     self.log, self.logged = seen_by_host(np.full((size, LOG), -1, np.int32), model.device)
     self.positions = np.zeros(0, np.int64)    # of the rows that are there, before the next step
+    self.unseen = 0                           # steps in a row whose ids were not seen before all was done
     self.features = Features()
     self.replays: dict[Features, Replay] = {}
 
@@ -155,6 +157,12 @@ class Runner:
         continue
       self.wait()
       if (tokens := batch.logged[rows, columns]).min() < 0: raise RuntimeError(f"{self.model.device}: a step ended without a token")
+      batch.unseen += 1
+      if batch.unseen == UNSEEN:
+        batch.logged = None
+        _say_once(f"{self.model.device}: tokens are seen only when all is done: no step is launched ahead of them")
+      return tokens
+    batch.unseen = 0
     return tokens
 
   def wait(self) -> None:
