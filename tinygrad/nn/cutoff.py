@@ -47,7 +47,7 @@ def cutoff_cpu(x:Tensor, mass:Tensor|None, target:Tensor) -> Tensor:
     unsigned found = 0; unsigned long above = 0, sums[2048];
     for (int shift = 21; ; shift = shift > 10 ? 10 : 0) {{
       int bits = shift ? 11 : 10;
-      __builtin_memset(sums, 0, sizeof(sums));
+      for (int i = 0; i < 2048; i++) sums[i] = 0;   /* memset would be a call, to where a jump may not reach */
       for (long i = job * {V}L; i < (job + 1) * {V}L; i++) {{
         unsigned key = *(const unsigned*)(x + i);
         key = key >> 31 ? ~key : key | 0x80000000u;
