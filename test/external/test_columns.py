@@ -5,7 +5,7 @@ import re
 from typing import Any, Callable
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
-from helpers import decoding, random_weight
+from helpers import HALVES, decoding, random_weight
 from mockcuda import on_cuda
 from mockmetal import on_metal
 from extra.bench import no_device, shared_bytes
@@ -35,10 +35,9 @@ def check(kind: T, rows: int, width: int, tokens: int) -> None:
   together = product(w, x)
   for i in {0, tokens - 1}: assert np.array_equal(together[i:i + 1], product(w, x[i:i + 1]))
 
-@pytest.mark.parametrize("kind", (T.Q4_0, T.Q5_K, T.IQ4_NL, T.F16), ids=lambda k: k.name)
+@pytest.mark.parametrize("kind", HALVES, ids=lambda k: k.name)
 @pytest.mark.parametrize("gpu", GPUS)
-def test_types(gpu: str, kind: T):
-  """Of each way in which a unit is multiplied"""
+def test_every_type(gpu: str, kind: T):
   with GPUS[gpu](): check(kind, 5, max(GGML_QUANT_SIZES[kind][0], 96), 3)
 
 # a unit; a warp and its tail; a team of several warps; x too wide for shared memory; room for two columns
