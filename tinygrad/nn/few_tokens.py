@@ -228,25 +228,26 @@ class BlockProduct:
     at_once = min(max(self.shared_bytes // (4 * PITCH * TILE_TOKENS * n_tiles * self.share.warps), 1), self.token_tiles)   # tiles of tokens
     shared, found = local(self.share.warps * n_tiles * at_once * TILE_TOKENS * PITCH, dtypes.float, self.slot), []
     def place(warp:UOp|int, tile:UOp|int, token:UOp, row:UOp) -> UOp: return ((warp * n_tiles + tile) * (at_once * TILE_TOKENS) + token) * PITCH + row
+    def turns(count:int) -> list[tuple[UOp, UOp|None]]:
+      """The thread's of so many items, and whether there is such an item; None: always"""
+      items = [(self.thread + start, start + self.n_threads <= count) for start in range(0, count, self.n_threads)]
+      return [(item, None) if exists else (safe_index(item, item < count), item < count) for item, exists in items]
     for first in range(0, self.token_tiles, at_once):
-      stores, loads = [], []
+      n_tokens, stores, sums, loads = min(self.tokens - first * TILE_TOKENS, at_once * TILE_TOKENS), [], [], []
       for tile, token_tile, i in product(range(n_tiles), range(min(at_once, self.token_tiles - first)), range(4)):
         row, token = self.mma.c(self.lane, i)
         value = place_of(tile // self.row_tiles, tile % self.row_tiles, first + token_tile, i).load()
         stores.append(shared[place(self.warp, tile, token_tile * TILE_TOKENS + token, row)].store(value))
       summed = shared.after(UOp(Ops.BARRIER, src=tuple(stores)))
-      n_quads = min(self.tokens - first * TILE_TOKENS, at_once * TILE_TOKENS) * quads_of_token
-      for start in range(0, n_quads, self.n_threads):
-        item = self.thread + start
-        exists = None if start + self.n_threads <= n_quads else item < n_quads
-        item = safe_index(item, exists)
+      if self.share.warps > 1:   # one number a thread: all warps share the work, and none holds what all of them have
+        for item, exists in turns(n_tiles * n_tokens * TILE_ROWS):
+          own = [place(warp, item // (n_tokens * TILE_ROWS), item // TILE_ROWS % n_tokens, item % TILE_ROWS) for warp in range(self.share.warps)]
+          sums.append(summed[gated(own[0], exists)].store(sum_in_order(summed[index].load() for index in own)))
+        summed = summed.after(UOp(Ops.BARRIER, src=tuple(sums)))
+      for item, exists in turns(n_tokens * quads_of_token):
         token, row_tile, row = item // quads_of_token, item % quads_of_token // 4, item % 4 * 4
-        values = []
-        for matrix in range(n_matrices):
-          each = [[summed[place(warp, matrix * self.row_tiles + row_tile, token, row) + i].load() for i in range(4)]
-                  for warp in range(self.share.warps)]
-          loads += [load for of_warp in each for load in of_warp]
-          values.append([sum_in_order(of_row) for of_row in zip(*each)])
+        values = [[summed[place(0, matrix * self.row_tiles + row_tile, token, row) + i].load() for i in range(4)] for matrix in range(n_matrices)]
+        loads += [load for of_matrix in values for load in of_matrix]
         row = self.first_row + row_tile * TILE_ROWS + row
         found.append(Quad(first * TILE_TOKENS + token, row, row < self.rows if exists is None else exists & (row < self.rows), values))
       shared = shared.after(UOp(Ops.BARRIER, src=tuple(loads)))
