@@ -17,6 +17,7 @@ from functools import reduce
 from typing import Callable
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
+from tinygrad.nn.few_tokens import Columns, columns_like, store_columns
 from tinygrad.nn.intrinsics import MMA_CUDA, Target, group_reduce, group_sum, of_lane, pdl_wait, prefetch
 from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local
 from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages
@@ -491,16 +492,27 @@ class CombineLaunch:
   latent: int   # L
   step: int     # positions that a block of split_kv reads at once
   plan: PlanShape|None
+  columns: bool   # the context is Columns
+  @property
+  def tokens(self) -> int: return self.pages.sequences
 
 def mla_combine(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Step) -> Tensor:
   """The context of all splits. sums, stats: what split_kv made of the cache -> float32 (T, H, L)"""
+  return combine_launch(target, sums, stats, cache, step, empty(sums, step.tokens, *sums.shape[1:]))
+
+def mla_combine_columns(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Step) -> Columns:
+  """… as L numbers of each head of a token"""
+  _, heads, latent = sums.shape
+  return Columns(combine_launch(target, sums, stats, cache, step, columns_like(sums, heads, step.tokens, latent), columns=True))
+
+def combine_launch(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Step, context:Tensor, columns:bool=False) -> Tensor:
   (splits, heads, latent), pages = sums.shape, Pages.of(cache, step.tables)
   plan = plan_shape(target, heads, latent, pages) if step.plan is not None else None
-  shape = CombineLaunch(target, pages, splits, heads, latent, plan_splits(target, heads, latent, pages)[1], plan)
+  shape = CombineLaunch(target, pages, splits, heads, latent, plan_splits(target, heads, latent, pages)[1], plan, columns)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return combine_kernel(shape, buffers)
-  outs, ins = {"context": empty(sums, step.tokens, heads, latent)}, {"sums": sums, "stats": stats, **step_buffers(step)}
-  mem = None if plan is None else sums.nbytes() + stats.nbytes() + outs["context"].nbytes()   # a loop's turns are out of the renderer's reach
-  return launch(f"mla_combine_{step.tokens}_{splits}_{heads}_{latent}", outs, ins, body, mem)[0]
+  mem = None if plan is None else sums.nbytes() + stats.nbytes() + context.nbytes()   # a loop's turns are out of the renderer's reach
+  name = f"mla_combine{'_columns' if columns else ''}_{step.tokens}_{splits}_{heads}_{latent}"
+  return launch(name, {"context": context}, {"sums": sums, "stats": stats, **step_buffers(step)}, body, mem)[0]
 
 def combine_kernel(shape:CombineLaunch, buffers:dict[str, UOp]) -> list[UOp]:
   """A block's stores. It has a token's head and 4 · lanes of the latent numbers; its eight warps take every eighth split each, a lane four numbers.
@@ -510,7 +522,7 @@ def combine_kernel(shape:CombineLaunch, buffers:dict[str, UOp]) -> list[UOp]:
     context = sums / weight_sum"""
   thread = CombineThread(shape, buffers)
   weight_sum, *sums = thread.warp_sums(thread.row_max())
-  return [thread.combine_warps(weight_sum, sums)]
+  return thread.combine_warps(weight_sum, sums)
 
 class CombineThread:
   """A thread of mla_combine"""
@@ -544,7 +556,7 @@ class CombineThread:
     return [registers[i].load() for i in range(len(initial))]
 
   def stat(self, split:UOp, i:int) -> UOp:
-    index = ((self.first + split) * self.shape.heads + self.head) * 2 + i + self.wait_zero
+    index = ((self.first + split) * self.shape.heads + self.head) * 2 + i + self.wait_zero * 2
     return self.buffers["stats"][index.valid(split < self.written)].load()
 
   def row_max(self) -> UOp:
@@ -558,19 +570,26 @@ class CombineThread:
     def weighted(split:UOp) -> list[UOp]:
       weight = (split < self.written).where((self.stat(split, ROW_MAX) - row_max).exp2(), 0.0)
       number = ((self.first + split) * self.shape.heads + self.head) * self.shape.latent + (self.part * self.lanes + self.lane) * 4
-      sums = [weight * self.buffers["sums"][(number + i + self.wait_zero).valid(split < self.written)].load() for i in range(4)]
+      sums = [weight * self.buffers["sums"][(number + i + self.wait_zero * 4).valid(split < self.written)].load() for i in range(4)]
       return [weight * self.stat(split, WEIGHT_SUM), *sums]
     return self.over_splits(self.warp, COMBINE_WARPS, 1, [0.0] * 5, weighted, UOp.add)
 
-  def combine_warps(self, weight_sum:UOp, sums:list[UOp]) -> UOp:
-    """The store of a number of the context. Threads past the block's numbers store none."""
+  def combine_warps(self, weight_sum:UOp, sums:list[UOp]) -> list[UOp]:
+    """The stores of four numbers of the context, by a warp's lanes"""
     block_numbers = 4 * self.lanes
     shared_sums, weight_sums = local(COMBINE_WARPS * block_numbers, dtypes.float, 0), local(COMBINE_WARPS, dtypes.float, 1)
     stores = [shared_sums[(self.warp * self.lanes + self.lane) * 4 + i].store(value) for i, value in enumerate(sums)]
     barrier = UOp(Ops.BARRIER, src=(*stores, weight_sums[self.warp.valid(self.lane.eq(0))].store(weight_sum)))
     shared_sums, weight_sums = shared_sums.after(barrier), weight_sums.after(barrier)
-    number = self.thread.minimum(block_numbers - 1)
-    total = reduce(UOp.add, [shared_sums[warp * block_numbers + number].load() for warp in range(COMBINE_WARPS)])
     total_weight = reduce(UOp.add, [weight_sums[warp].load() for warp in range(COMBINE_WARPS)])
-    index = (self.sequence * self.shape.heads + self.head) * self.shape.latent + self.part * block_numbers + number
-    return self.buffers["context"][index.valid(self.thread < block_numbers)].store(total / total_weight)
+    values, quad = [], self.part * self.lanes + self.lane
+    for i in range(4):
+      total = reduce(UOp.add, [shared_sums[warp * block_numbers + self.lane * 4 + i].load() for warp in range(COMBINE_WARPS)])
+      values.append(total / total_weight)
+    return self.store(quad, values, self.warp.eq(0))
+
+  def store(self, quad:UOp, values:list[UOp], is_writer:UOp) -> list[UOp]:
+    shape, context, number = self.shape, self.buffers["context"], self.head * self.shape.latent + quad * 4
+    if shape.columns: return store_columns(context, number, self.sequence, shape.tokens, is_writer, values)   # a head's are whole chunks
+    first = self.sequence * (shape.heads * shape.latent) + number
+    return [context[(first + i).valid(is_writer)].store(value) for i, value in enumerate(values)]
