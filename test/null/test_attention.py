@@ -1,7 +1,7 @@
 """Attention over a cache whose pages lie anywhere, on the mocks of CUDA and Metal: splits of one sequence and of several against float64
 (split_kv_mma, split_kv_simt, mla_combine), and what the forms write to the cache."""
 from __future__ import annotations
-import dataclasses
+import dataclasses, re
 from typing import Callable, NamedTuple
 import numpy as np, pytest
 from helpers import decoding, prefilling, random_weight
@@ -10,15 +10,19 @@ from mockmetal import on_metal
 from oracle import nmse
 from gguf import GGMLQuantizationType as T
 from tinygrad import Device, Tensor, UOp, dtypes
+from extra.bench import no_device
+from tinygrad.apps.capture import collected_calls
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedLinear
 from tinygrad.apps.rope import Rope, rope_table
+from tinygrad.engine.realize import compile_linear
 from tinygrad.nn import intrinsics, kernel, mla_attention, split_kv
 from tinygrad.nn.latent_cache import PageAhead, Pages
 from tinygrad.nn.mla_attention import attention_plan, latent_attention
 from tinygrad.nn.primitive import plain_ops
 from tinygrad.nn.split_plan import Item, PlanShape
 from tinygrad.nn.step import PAGE, Step
+from tinygrad.uop.ops import Ops
 
 def split_attention(q_latent: Tensor, q: Tensor, cache: Tensor, step: Step, scale: float) -> Tensor:
   target = intrinsics.target_of(Device.DEFAULT)
@@ -133,6 +137,19 @@ def test_several_simt(count: int, on: Callable, monkeypatch: pytest.MonkeyPatch)
   monkeypatch.setitem(intrinsics.TARGETS, "CUDA", dataclasses.replace(intrinsics.TARGETS["CUDA"], mma=None))
   monkeypatch.setattr(split_kv, "MULTIPROCESSORS", 5)
   with on(): assert attention_of_several(count, 4, 128, 32, seed=count) < 1e-3
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_numbers_are_read_in_fours(count: int):
+  """tinygrad reads them one by one where it cannot see that an index is a multiple of four"""
+  with no_device("CUDA"), collected_calls() as calls:
+    target, step = intrinsics.target_of(Device.DEFAULT), Step.decode(*(Tensor.empty(*n, dtype=dtypes.int32) for n in ((count,), (count, 9))))
+    cache = Tensor.empty(20 * PAGE, 160, dtype=dtypes.half)
+    if count > 1: step = dataclasses.replace(step, plan=attention_plan(step, split_kv.plan_shape(target, 5, 128, Pages.of(cache, step.tables))))
+    split_attention(Tensor.empty(count, 8, 128, dtype=dtypes.half), Tensor.empty(count, 5, 80), cache, step, 0.11).realize()
+    programs = [call.src[0] for call in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
+  sources = {p.arg.name: next(u.arg for u in p.src if u.op is Ops.SOURCE) for p in programs}
+  split, combine = (next(source for name, source in sources.items() if name.startswith(start)) for start in ("mla_split_kv_mma", "mla_combine"))
+  assert "half4*" in split and not re.search(r"half val\d+ = \(?\*", split) and "float4*" in combine
 
 # ---- faults ----
 

@@ -72,6 +72,11 @@ def plan(blocks: int, positions: int) -> Callable:
   def of(tokens: int) -> tuple: return step_of(tokens), PlanShape.of(Pages(9, 2, tokens, 40), blocks, positions)
   return of
 def output(tokens: int) -> tuple: return step_of(tokens), floats(tokens, 3, 64), load(T.Q8_0, 3, 32, 64), load(T.Q4_0, 50, 96), floats(tokens, 50)
+def attention_of_a_block(tokens: int) -> tuple:
+  step, q, kv, k_b, norm_of_kv, cache, rope, _ = attention(3, 128, 32, 40)(tokens)
+  scale = 1e-4   # what the queries' int8 costs is latent_attention's case
+  weights = mla_attention.LatentWeights(norm_of_kv, k_b, load(T.Q8_0, 3, 32, 128), load(T.Q4_0, 50, 96), scale)
+  return step, floats(tokens, 50), q, kv, weights, cache, rope
 def gated(router: bool, kind: T) -> Callable:
   def of(tokens: int) -> tuple:
     return step_of(tokens), floats(tokens, 256), norm(256), load(kind, 37, 256), load(kind, 37, 256), load(T.F32, 9, 256) if router else None
@@ -172,6 +177,7 @@ CASES = [
   Case(norm_linear.norm_linear, "few: 96 rows rotated", linear(96, True), few(20)),
   Case(norm_linear.norm_linear, "few: residual", with_residual, few(16)),
   Case(norm_linear.attention_output, "few: heads", output, few(33)),
+  Case(mla_attention.attention, "few: of a block", attention_of_a_block, few(3, 33)),
   Case(moe.feed_forward, "few: dense", dense, few(16, 64)),
   Case(moe.mixture, "few: no shared expert", mixed(False), few(16)),
   Case(moe.mixture, "few: shared", mixed(True), few(9, 33)),

@@ -1,6 +1,6 @@
 """Models with multi-head latent attention and mixture-of-experts (GGUF arch deepseek2: GLM-4.7-Flash, DeepSeek-V2-Lite, Youtu-LLM).
 
-A block is four or five calls of primitives: norm_linear once or twice, latent_attention, attention_output, then feed_forward or mixture. Each says
+A block is three or four calls of primitives: norm_linear once or twice, attention, then feed_forward or mixture. Each says
 what it means in its file (nn/norm_linear.py, nn/mla_attention.py, nn/moe.py) and runs in the form that suits the device and the step
 (nn/primitive.py). A step (nn/step.py) says which tokens run and where they stand; the forward pass hands it on.
 
@@ -23,9 +23,9 @@ from tinygrad.apps.rope import Rope, Yarn, rope_table
 from tinygrad.dtype import DType
 from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.intrinsics import target_of
-from tinygrad.nn.mla_attention import attention_plan, latent_attention, plan_shape
+from tinygrad.nn.mla_attention import LatentWeights, attention, attention_plan, plan_shape
 from tinygrad.nn.moe import FeedForward, feed_forward, mixture
-from tinygrad.nn.norm_linear import attention_output, norm_linear
+from tinygrad.nn.norm_linear import norm_linear
 from tinygrad.nn.primitive import PLAIN, rehearsal
 from tinygrad.nn.routing import Gating, Routing
 from tinygrad.nn.split_plan import PlanShape
@@ -150,8 +150,8 @@ class Attention:
       q, kv = norm_linear(step, x, self.attn_norm, [self.attn_q_a, self.attn_kv_a_mqa])
       q, = norm_linear(step, q, self.attn_q_a_norm, [self.attn_q_b], rope)                      # (T, H·(nope+R))
     else: q, kv = norm_linear(step, x, self.attn_norm, [self.attn_q, self.attn_kv_a_mqa], rope)
-    context, cache = latent_attention(step, q, kv, self.attn_k_b, self.attn_kv_a_norm, cache, rope, c.score_scale)  # (T, H, L)
-    return attention_output(step, context, self.attn_v_b, self.attn_output, x), cache
+    weights = LatentWeights(self.attn_kv_a_norm, self.attn_k_b, self.attn_v_b, self.attn_output, c.score_scale)
+    return attention(step, x, q, kv, weights, cache, rope)
 
 class MLP:
   def __init__(self, norm:RMSNorm, gate:QuantizedLinear, up:QuantizedLinear, down:QuantizedLinear):

@@ -73,7 +73,6 @@ class Bulk:
 class Target:
   """What a kernel may ask of a GPU. A str is a C expression over the operands {0}, {1}, … None: the GPU has no such instruction."""
   shuffle_xor: str             # {0} of the lane whose number differs by the bit {o}, a constant
-  shuffle: str                 # {0} of the lane {1}
   dot4: str|None = None        # {2} + Σ of the four int8 products of {0} and {1}; int32
   wait: str|None = None        # statements: the next kernel may start; go on when the kernels before this one are done
   mma: Mma|None = None
@@ -86,7 +85,7 @@ class Target:
   shared_bytes: int = 32768    # of a block
 
 TARGETS = {
-  "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", "__shfl_sync(0xffffffffu, {0}, {1})", "__dp4a((int)({0}), {1}, {2})", mma=MMA_CUDA,
+  "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", "__dp4a((int)({0}), {1}, {2})", mma=MMA_CUDA,
                  byte_perm="__byte_perm({0}, {1}, {2})",
                  and_or='[](uint a, uint b, uint c) {{ uint d; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }}'
                         "({0}, {1}, {2})",
@@ -94,7 +93,7 @@ TARGETS = {
                             "tg_bitcast<half2>((uint)({2}))))",
                  prefetch='asm volatile("prefetch.global.L2 [%0];" :: "l"({0}))',
                  shared_bytes=49152),
-  "METAL": Target("simd_shuffle_xor({{0}}, (ushort){o})", "simd_shuffle({0}, (ushort){1})", mma=MMA_METAL),
+  "METAL": Target("simd_shuffle_xor({{0}}, (ushort){o})", mma=MMA_METAL),
 }
 
 def _shared(pointer:str) -> str: return f'"r"((uint)__cvta_generic_to_shared({pointer}))'
@@ -140,10 +139,6 @@ def target_of(device:str) -> Target|None:
 def shuffle(target:Target, value:UOp, distance:int) -> UOp:
   """The value of the lane whose number differs by the bit `distance`"""
   return UOp(Ops.CUSTOM, value.dtype, src=(value,), arg=target.shuffle_xor.format(o=distance))
-
-def of_lane(target:Target, value:UOp, lane:UOp) -> UOp:
-  """The value of the given lane"""
-  return UOp(Ops.CUSTOM, value.dtype, src=(value, lane.cast(dtypes.int)), arg=target.shuffle)
 
 def group_reduce(target:Target, value:UOp, lanes:int, op:Callable[[UOp, UOp], UOp], step:int=1) -> UOp:
   """op over `lanes` neighbouring lanes, a power of two, `step` apart. Every one of them has the result; the order is fixed."""

@@ -7,14 +7,15 @@ queries and the tokens' rows of the cache in a launch, then nn/split_kv.py, by a
 with tensor cores: nn/mla_prefill.py. Where a row lies and how it is written is nn/latent_cache.py's; on the CPU, nn/cpu.py and nn/cpu_prefill.py.
 """
 from __future__ import annotations
+from typing import NamedTuple
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn import cpu, cpu_few, cpu_prefill, mla_prefill, split_kv, split_plan
+from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens, mla_prefill, split_kv, split_plan
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Norm, Rope, Weight, branch, empty, launch, load4
 from tinygrad.nn.latent_cache import CacheRow, Pages, cache_row, visible_rows, write_rows
 from tinygrad.nn.matmul import matmul
 from tinygrad.nn.matvec import Operand, linear_part, matvec
-from tinygrad.nn.norm_linear import as_half, decode_target, mul_mat, prefill_target, single_segment
+from tinygrad.nn.norm_linear import as_half, attention_output, decode_target, few_target, mul_mat, prefill_target, single_segment
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step
 
@@ -31,6 +32,20 @@ def latent_attention(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cach
   query = mul_mat(heads[..., :nope], k_b).cat(heads[..., nope:], dim=-1)
   scores = (query @ keys.transpose(-1, -2)) * scale  # (T, H, C)
   return (scores + unseen.unsqueeze(1)).softmax(-1) @ keys[..., :L], cache
+
+class LatentWeights(NamedTuple):
+  """What a block's attention has after its first matrices"""
+  norm: Norm       # of kv[:L]
+  k_b: Weight      # (H, L, nope)
+  v_b: Weight      # (H, v, L)
+  output: Weight   # (D, H·v)
+  scale: float     # of the scores
+
+@primitive(outputs=lambda step, x, q, kv, weights, cache, rope: (empty(x, *x.shape), cache), composite=True)
+def attention(step:Step, x:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+  """x + output·(the heads' v_b·context), and the cache with the tokens' rows. x: float32 (T, D) -> (T, D)"""
+  context, cache = latent_attention(step, q, kv, weights.k_b, weights.norm, cache, rope, weights.scale)   # (T, H, L)
+  return attention_output(step, context, weights.v_b, weights.output, x), cache
 
 @primitive(outputs=lambda step, shape: empty(step.start, *split_plan.plan_size(shape), dtype=dtypes.int32))
 def attention_plan(step:Step, shape:split_plan.PlanShape) -> Tensor:
@@ -81,9 +96,26 @@ def latent_attention_decode(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Nor
   lengths (nn/split_plan.py): float32 sums in another order, and rounded at other places."""
   target = target_of(k_b.device)
   assert target is not None
+  sums, stats, cache = latent_splits(step, q, kv, k_b, norm, cache, rope, scale)
+  return split_kv.mla_combine(target, sums, stats, cache, step), cache
+
+@attention.form("few", takes=lambda step, x, q, kv, weights, cache, rope:
+                few_target(step, weights.v_b, *weights.v_b.shape[1:]) and splits_take(step, weights.k_b, cache) and step.plan is not None)
+def attention_few(step:Step, x:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+  """Five launches: those of latent_attention_decode, whose last writes the context as tensor cores take it; v_b a head; output + x"""
+  target = target_of(weights.v_b.device)
+  assert target is not None
+  sums, stats, cache = latent_splits(step, q, kv, weights.k_b, weights.norm, cache, rope, weights.scale)
+  heads = few_tokens.few_heads(target, split_kv.mla_combine_columns(target, sums, stats, cache, step), weights.v_b)
+  return few_tokens.few_matmul(target, heads, [weights.output], x)[0], cache
+
+def latent_splits(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor, Tensor]:
+  """What mla_combine takes, by two launches, and the cache with the tokens' rows written"""
+  target = target_of(k_b.device)
+  assert target is not None
   q_latent, cache = latent_query(target, step, q, kv, k_b, norm, cache, rope)
   sums, stats = split_kv.split_kv(target, q_latent, q.reshape(step.tokens, k_b.shape[0], -1), cache, step, scale)
-  return split_kv.mla_combine(target, sums, stats, cache, step), cache
+  return sums, stats, cache
 
 def latent_query(target:Target, step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   """What split_kv reads: the latent queries k_b·q_nope, as it takes them, and the cache with the tokens' rows written"""

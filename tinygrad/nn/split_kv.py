@@ -14,10 +14,11 @@ Two forms of split_kv: split_kv_mma by tensor cores, split_kv_simt on every othe
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Callable
+from typing import Callable, NamedTuple
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.nn.intrinsics import MMA_CUDA, Target, group_reduce, group_sum, of_lane, pdl_wait, prefetch
+from tinygrad.nn.few_tokens import Columns, columns_like, store_columns
+from tinygrad.nn.intrinsics import MMA_CUDA, Target, group_reduce, group_sum, pdl_wait, prefetch
 from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local
 from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages
 from tinygrad.nn.split_plan import PlanShape, item_of, items_of
@@ -319,21 +320,29 @@ def split_kv_mma(shape:SplitLaunch, buffers:dict[str, UOp]) -> list[UOp]:
     for each step of the split:
       scores of a tile: each of the warps that share it multiplies its share of the rows' numbers -> shared memory
       values = the lane's share of the latent numbers of both tiles, loaded before the barrier
-      for each column: scores = Σ of the shares; the online softmax, in every warp; sums += weights · values, the warp's 64 latent numbers
+      for each of the warp's heads: scores = Σ of the shares; the online softmax, a lane a position; weights, rescale -> shared memory
+      for each column: sums = sums · rescale + weights · values, the warp's 64 latent numbers
     store row_max, weight_sum, sums"""
   thread = MmaThread(shape, buffers)
   queries = [[thread.load_query(column, piece) for piece in range(thread.warp_pieces)] for column in range(thread.columns)]
-  state = SoftmaxState.initial(thread.columns, LANE_SUMS)
+  state, sums = SoftmaxState.initial(thread.own_heads, 0), thread.no_sums()
   step = thread.split.steps()
   at = thread.split.at(step)
   values = thread.load_values(at)
   scores = thread.share_scores(thread.partial_scores(queries, at), values, at.following)
-  updates = [at.update]
-  for column in range(thread.columns):
-    rescale, weights, stores = thread.softmax(state.after(step), column, thread.scores(scores, column, at.start))
-    updates += stores + thread.update_sums(state.after(step), column, rescale, weights, values)
-  state = state.after(UOp.group(*updates).end(step))
-  return [store for column in range(thread.columns) for store in thread.store_stats(state, column) + thread.store_sums(state, column)]
+  softmax = [thread.softmax(state.after(step), own, thread.scores(scores, own, at.start)) for own in range(thread.own_heads)]
+  weights, rescales = thread.share_weights(softmax)
+  updates = [at.update, *(store for of_head in softmax for store in of_head.stores)]
+  for column in range(thread.columns): updates += thread.update_sums(sums.after(step), column, rescales, weights, values)
+  done = UOp.group(*updates).end(step)
+  return [*(store for own in range(thread.own_heads) for store in thread.store_stats(state.after(done), own)),
+          *(store for column in range(thread.columns) for store in thread.store_sums(sums.after(done), column))]
+
+class HeadSoftmax(NamedTuple):
+  """A step's softmax of a head: what its weighted sums are multiplied with, the weights of the lane's positions, the stores of its state"""
+  rescale: UOp
+  weights: list[UOp]
+  stores: list[UOp]
 
 def fragment_a(rows:list[list[UOp]]) -> list[UOp]:
   """A lane's elements of a: it has two rows, and four inner numbers of each"""
@@ -352,11 +361,12 @@ class MmaThread:
     self.pieces = shape.dim // self.mma.K                     # of a row: the inner numbers of a product
     self.shares = warps // self.tiles                         # warps that share a tile's scores
     self.warp_pieces = -(-self.pieces // self.shares)
-    self.pitch = shape.step + 16                              # of a head's scores in shared memory: heads begin in other banks
+    self.own_heads = self.heads // warps                      # of a warp, in the softmax
+    self.pitch, self.weights_pitch = shape.step + 4, shape.step + 16   # of a head in shared memory: a warp's lanes hit different banks
     index, block = UOp.special(shape.splits, "gidx0"), UOp.special(-(-shape.heads // self.heads), "gidx1")
     thread = UOp.special(warps * 32, "lidx0")
-    self.warp, lane = thread // 32, thread % 32
-    self.lane_group, self.in_group = lane // 4, lane % 4
+    self.warp, self.lane = thread // 32, thread % 32
+    self.lane_group, self.in_group = self.lane // 4, self.lane % 4
     self.tile, self.share = self.warp // self.shares, self.warp % self.shares
     self.split = Split(shape, buffers, index, thread, warps * 32)
     self.wait_zero = self.split.wait_zero
@@ -364,9 +374,9 @@ class MmaThread:
 
   # ---- where things are ----
 
-  def head(self, column:int, within:UOp) -> tuple[UOp, UOp|None]:
-    """(a head of the block, whether there is such a head); None: always"""
-    number = self.first_head + column * self.mma.N + within
+  def head(self, of_block:UOp) -> tuple[UOp, UOp|None]:
+    """(the head's number, whether there is such a head); None: always"""
+    number = self.first_head + of_block
     if self.shape.heads % self.heads == 0: return number, None
     return number.minimum(self.shape.heads - 1), number < self.shape.heads
 
@@ -397,7 +407,7 @@ class MmaThread:
     has_latent = None if shape.heads % self.heads == 0 else head < padded(shape.heads)
     first = self.split.sequence * (padded(shape.heads) * shape.latent)
     latent = self.load4("q_latent", first + query_place(head, number, shape.latent) + self.wait_zero * 4, is_latent, has_latent)
-    existing, _ = self.head(column, self.lane_group)
+    existing, _ = self.head(column * self.mma.N + self.lane_group)
     place = (self.split.sequence * shape.heads + existing + 1) * shape.head_dim - shape.dim + number + self.wait_zero * 4
     rotated = self.load4("q", place, is_rotated, inside)
     return [is_latent.where(own, other.cast(dtypes.half)) for own, other in zip(latent, rotated)]
@@ -429,54 +439,79 @@ class MmaThread:
     loads = [number for tile in values for half in tile for position in half for number in position]
     return scores.after(UOp(Ops.BARRIER, src=(*stores, *loads, following)))
 
-  def scores(self, shared:UOp, column:int, start:UOp) -> list[UOp]:
-    """The lane's head's scores of the lane's positions, tile by tile, in base 2"""
-    rows = [share * self.heads + column * self.mma.N + self.lane_group for share in range(self.shares)]
+  def own_head(self, own:int) -> UOp:
+    """A head of the block, whose softmax is the warp's"""
+    return self.warp * self.own_heads + own
+
+  def lane_positions(self, start:UOp) -> list[UOp]:
+    """The lane's positions of a step, in the softmax"""
+    return [start + first + self.lane for first in range(0, self.shape.step, 32)]
+
+  def scores(self, shared:UOp, own:int, start:UOp) -> list[UOp]:
+    """A head's scores of the lane's positions, in base 2"""
     scores = []
-    for tile in range(self.tiles):
-      for i, position in enumerate(self.tile_positions(start, tile)):
-        total = reduce(UOp.add, [shared[row * self.pitch + tile * TILE_POSITIONS + self.in_group * 4 + i].load() for row in rows])
-        scores.append((position <= self.split.last).where(total * self.shape.scale_log2e, MASKED_SCORE))
+    for position in self.lane_positions(start):
+      rows = [share * self.heads + self.own_head(own) for share in range(self.shares)]
+      total = reduce(UOp.add, [shared[row * self.pitch + position - start].load() for row in rows])
+      scores.append((position <= self.split.last).where(total * self.shape.scale_log2e, MASKED_SCORE))
     return scores
 
-  def softmax(self, state:SoftmaxState, column:int, scores:list[UOp]) -> tuple[UOp, list[UOp], list[UOp]]:
-    """(rescale, weights, stores) of the lane's head. row_max is that of all lanes of the head, weight_sum the lane's own."""
-    old = state.row_max(column).load()
-    row_max = old.maximum(group_reduce(self.shape.target, reduce(UOp.maximum, scores), 4, UOp.maximum))
+  def softmax(self, state:SoftmaxState, own:int, scores:list[UOp]) -> HeadSoftmax:
+    """row_max is that of all lanes, weight_sum the lane's own"""
+    old = state.row_max(own).load()
+    row_max = old.maximum(group_reduce(self.shape.target, reduce(UOp.maximum, scores), 32, UOp.maximum))
     rescale, weights = (old - row_max).exp2(), [(score - row_max).exp2() for score in scores]
-    weight_sum = state.weight_sum(column).load() * rescale + reduce(UOp.add, weights)
-    return rescale, weights, [state.row_max(column).store(row_max), state.weight_sum(column).store(weight_sum)]
+    weight_sum = state.weight_sum(own).load() * rescale + reduce(UOp.add, weights)
+    return HeadSoftmax(rescale, weights, [state.row_max(own).store(row_max), state.weight_sum(own).store(weight_sum)])
 
-  def update_sums(self, state:SoftmaxState, column:int, rescale:UOp, weights:list[UOp], values:Values) -> list[UOp]:
+  def share_weights(self, softmax:list[HeadSoftmax]) -> tuple[UOp, UOp]:
+    """Weights, (heads, weights_pitch), and rescales, (heads), in shared memory behind a barrier"""
+    weights, rescales, stores = local(self.heads * self.weights_pitch, dtypes.half, 1), local(self.heads, dtypes.float, 2), []
+    for own, of_head in enumerate(softmax):
+      head = self.own_head(own)
+      places = self.lane_positions(head * self.weights_pitch)
+      stores += [weights[place].store(weight.cast(dtypes.half)) for place, weight in zip(places, of_head.weights)]
+      stores.append(rescales[head.valid(self.lane.eq(0))].store(of_head.rescale))
+    barrier = UOp(Ops.BARRIER, src=tuple(stores))
+    return weights.after(barrier), rescales.after(barrier)
+
+  def no_sums(self) -> UOp:
+    """Registers of the weighted sums, LANE_SUMS of each column"""
+    sums = UOp.placeholder((self.columns * LANE_SUMS,), dtypes.float, slot=4, addrspace=AddrSpace.REG)
+    return sums.after(UOp.group(*(sums[i].store(0.0) for i in range(self.columns * LANE_SUMS))))
+
+  def update_sums(self, sums:UOp, column:int, rescales:UOp, weights:UOp, values:Values) -> list[UOp]:
     """The stores of a column's weighted sums: four products of 16 latent numbers a tile"""
-    rescales = [of_lane(self.shape.target, rescale, self.in_group * 8 + i * 4) for i in range(2)]   # of the two heads whose sums the lane has
-    fragments_b = [[weight.cast(dtypes.half) for weight in weights[tile * 4:tile * 4 + 4]] for tile in range(self.tiles)]
+    first = column * self.mma.N
+    rescale = [rescales[first + self.in_group * 2 + i].load() for i in range(2)]   # of the two heads whose sums the lane has
+    own_weights = (first + self.lane_group) * self.weights_pitch + self.in_group * 4
+    fragments_b = [[weights[own_weights + tile * TILE_POSITIONS + i].load() for i in range(4)] for tile in range(self.tiles)]
     stores = []
     for product in range(4):
-      sums = [state.weighted_sum(column, product * 4 + i).load() * rescales[i % 2] for i in range(4)]
+      places = [sums[column * LANE_SUMS + product * 4 + i] for i in range(4)]
+      total = [place.load() * rescale[i % 2] for i, place in enumerate(places)]
       for tile, fragment_b in enumerate(fragments_b):
         positions = values[tile][product // 2]
         rows = [[numbers[product % 2 * 2 + row] for numbers in positions] for row in range(2)]
-        sums = self.mma(fragment_a(rows), fragment_b, sums)
-      stores += [state.weighted_sum(column, product * 4 + i).store(value) for i, value in enumerate(sums)]
+        total = self.mma(fragment_a(rows), fragment_b, total)
+      stores += [place.store(value) for place, value in zip(places, total)]
     return stores
 
-  def store_stats(self, state:SoftmaxState, column:int) -> list[UOp]:
-    weight_sum = group_sum(self.shape.target, state.weight_sum(column).load(), 4)
-    head, exists = self.head(column, self.lane_group)
-    is_writer = self.split.active & self.warp.eq(0) & self.in_group.eq(0)
+  def store_stats(self, state:SoftmaxState, own:int) -> list[UOp]:
+    weight_sum = group_sum(self.shape.target, state.weight_sum(own).load(), 32)
+    head, exists = self.head(self.own_head(own))
     row = (self.split.index * self.shape.heads + head) * 2
-    return [self.buffers["stats"][gated(row + i, is_writer, exists)].store(value)
-            for i, value in enumerate((state.row_max(column).load(), weight_sum))]
+    return [self.buffers["stats"][gated(row + i, self.split.active & self.lane.eq(0), exists)].store(value)
+            for i, value in enumerate((state.row_max(own).load(), weight_sum))]
 
-  def store_sums(self, state:SoftmaxState, column:int) -> list[UOp]:
+  def store_sums(self, sums:UOp, column:int) -> list[UOp]:
     stores = []
     for product in range(4):
       for i in range(4):
-        head, exists = self.head(column, self.in_group * 2 + i % 2)
+        head, exists = self.head(column * self.mma.N + self.in_group * 2 + i % 2)
         number = self.latent_index(self.first_latent, product // 2) + product % 2 * 2 + i // 2
         index = (self.split.index * self.shape.heads + head) * self.shape.latent + number
-        stores.append(self.buffers["sums"][gated(index, self.split.active, exists)].store(state.weighted_sum(column, product * 4 + i).load()))
+        stores.append(self.buffers["sums"][gated(index, self.split.active, exists)].store(sums[column * LANE_SUMS + product * 4 + i].load()))
     return stores
 
 # ---- mla_combine ----
@@ -491,16 +526,27 @@ class CombineLaunch:
   latent: int   # L
   step: int     # positions that a block of split_kv reads at once
   plan: PlanShape|None
+  columns: bool   # the context is Columns
+  @property
+  def tokens(self) -> int: return self.pages.sequences
 
 def mla_combine(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Step) -> Tensor:
   """The context of all splits. sums, stats: what split_kv made of the cache -> float32 (T, H, L)"""
+  return combine_launch(target, sums, stats, cache, step, empty(sums, step.tokens, *sums.shape[1:]))
+
+def mla_combine_columns(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Step) -> Columns:
+  """… as L numbers of each head of a token"""
+  _, heads, latent = sums.shape
+  return Columns(combine_launch(target, sums, stats, cache, step, columns_like(sums, heads, step.tokens, latent), columns=True))
+
+def combine_launch(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Step, context:Tensor, columns:bool=False) -> Tensor:
   (splits, heads, latent), pages = sums.shape, Pages.of(cache, step.tables)
   plan = plan_shape(target, heads, latent, pages) if step.plan is not None else None
-  shape = CombineLaunch(target, pages, splits, heads, latent, plan_splits(target, heads, latent, pages)[1], plan)
+  shape = CombineLaunch(target, pages, splits, heads, latent, plan_splits(target, heads, latent, pages)[1], plan, columns)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return combine_kernel(shape, buffers)
-  outs, ins = {"context": empty(sums, step.tokens, heads, latent)}, {"sums": sums, "stats": stats, **step_buffers(step)}
-  mem = None if plan is None else sums.nbytes() + stats.nbytes() + outs["context"].nbytes()   # a loop's turns are out of the renderer's reach
-  return launch(f"mla_combine_{step.tokens}_{splits}_{heads}_{latent}", outs, ins, body, mem)[0]
+  mem = None if plan is None else sums.nbytes() + stats.nbytes() + context.nbytes()   # a loop's turns are out of the renderer's reach
+  name = f"mla_combine{'_columns' if columns else ''}_{step.tokens}_{splits}_{heads}_{latent}"
+  return launch(name, {"context": context}, {"sums": sums, "stats": stats, **step_buffers(step)}, body, mem)[0]
 
 def combine_kernel(shape:CombineLaunch, buffers:dict[str, UOp]) -> list[UOp]:
   """A block's stores. It has a token's head and 4 · lanes of the latent numbers; its eight warps take every eighth split each, a lane four numbers.
@@ -510,7 +556,7 @@ def combine_kernel(shape:CombineLaunch, buffers:dict[str, UOp]) -> list[UOp]:
     context = sums / weight_sum"""
   thread = CombineThread(shape, buffers)
   weight_sum, *sums = thread.warp_sums(thread.row_max())
-  return [thread.combine_warps(weight_sum, sums)]
+  return thread.combine_warps(weight_sum, sums)
 
 class CombineThread:
   """A thread of mla_combine"""
@@ -544,7 +590,7 @@ class CombineThread:
     return [registers[i].load() for i in range(len(initial))]
 
   def stat(self, split:UOp, i:int) -> UOp:
-    index = ((self.first + split) * self.shape.heads + self.head) * 2 + i + self.wait_zero
+    index = ((self.first + split) * self.shape.heads + self.head) * 2 + i + self.wait_zero * 2
     return self.buffers["stats"][index.valid(split < self.written)].load()
 
   def row_max(self) -> UOp:
@@ -558,19 +604,26 @@ class CombineThread:
     def weighted(split:UOp) -> list[UOp]:
       weight = (split < self.written).where((self.stat(split, ROW_MAX) - row_max).exp2(), 0.0)
       number = ((self.first + split) * self.shape.heads + self.head) * self.shape.latent + (self.part * self.lanes + self.lane) * 4
-      sums = [weight * self.buffers["sums"][(number + i + self.wait_zero).valid(split < self.written)].load() for i in range(4)]
+      sums = [weight * self.buffers["sums"][(number + i + self.wait_zero * 4).valid(split < self.written)].load() for i in range(4)]
       return [weight * self.stat(split, WEIGHT_SUM), *sums]
     return self.over_splits(self.warp, COMBINE_WARPS, 1, [0.0] * 5, weighted, UOp.add)
 
-  def combine_warps(self, weight_sum:UOp, sums:list[UOp]) -> UOp:
-    """The store of a number of the context. Threads past the block's numbers store none."""
+  def combine_warps(self, weight_sum:UOp, sums:list[UOp]) -> list[UOp]:
+    """The stores of four numbers of the context, by a warp's lanes"""
     block_numbers = 4 * self.lanes
     shared_sums, weight_sums = local(COMBINE_WARPS * block_numbers, dtypes.float, 0), local(COMBINE_WARPS, dtypes.float, 1)
     stores = [shared_sums[(self.warp * self.lanes + self.lane) * 4 + i].store(value) for i, value in enumerate(sums)]
     barrier = UOp(Ops.BARRIER, src=(*stores, weight_sums[self.warp.valid(self.lane.eq(0))].store(weight_sum)))
     shared_sums, weight_sums = shared_sums.after(barrier), weight_sums.after(barrier)
-    number = self.thread.minimum(block_numbers - 1)
-    total = reduce(UOp.add, [shared_sums[warp * block_numbers + number].load() for warp in range(COMBINE_WARPS)])
     total_weight = reduce(UOp.add, [weight_sums[warp].load() for warp in range(COMBINE_WARPS)])
-    index = (self.sequence * self.shape.heads + self.head) * self.shape.latent + self.part * block_numbers + number
-    return self.buffers["context"][index.valid(self.thread < block_numbers)].store(total / total_weight)
+    values, quad = [], self.part * self.lanes + self.lane
+    for i in range(4):
+      total = reduce(UOp.add, [shared_sums[warp * block_numbers + self.lane * 4 + i].load() for warp in range(COMBINE_WARPS)])
+      values.append(total / total_weight)
+    return self.store(quad, values, self.warp.eq(0))
+
+  def store(self, quad:UOp, values:list[UOp], is_writer:UOp) -> list[UOp]:
+    shape, context, number = self.shape, self.buffers["context"], self.head * self.shape.latent + quad * 4
+    if shape.columns: return store_columns(context, number, self.sequence, shape.tokens, is_writer, values)   # a head's are whole chunks
+    first = self.sequence * (shape.heads * shape.latent) + number
+    return [context[(first + i).valid(is_writer)].store(value) for i, value in enumerate(values)]

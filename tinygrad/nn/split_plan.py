@@ -103,7 +103,9 @@ def plan_kernel(target:Target, shape:PlanShape, buffers:dict[str, UOp]) -> list[
 
 # ---- reading it. A plan is written before any kernel of the step that waits for others starts, and so is loaded before the wait ----
 
-def _numbers(buffers:dict[str, UOp], row:UOp, count:int) -> list[UOp]: return [buffers["plan"][row * ROW + i].load() for i in range(count)]
+def _numbers(buffers:dict[str, UOp], row:UOp, count:int) -> list[UOp]:
+  # as tinygrad's own indices: behind a cast it no longer sees that four numbers begin at a multiple of four, and loads them one by one
+  return [buffers["plan"][row * ROW + i].load().cast(dtypes.weakint) for i in range(count)]
 
 @dataclass(frozen=True)
 class Item:
