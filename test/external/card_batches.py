@@ -71,19 +71,20 @@ def expect(right: bool, text: str) -> None:
 # ---- files ----
 
 class File(NamedTuple):
-  """limit: the NMSE of a position's logits. What test_cuda_decode.py and test_many.py allow: activations are of 8 bits where weights are quantized and
-  few rows are there, halves else"""
+  """limit: the NMSE of a position's logits. What test_cuda_decode.py and test_many.py allow: activations are of 8 bits where weights are quantized
+  and few rows are there, halves else"""
   write: Callable[[Path], Path]
   limit: float
 
 def least(path: Path, family: str, quant: str) -> Path:
   return write_model(path, family, quant, seed=2, **LEAST | dict(q_lora=64 if family == "small-glm" else 0))[0]
 FILES: dict[str, File] = {
-  "small-glm": File(lambda path: write_mixed(path, "small-glm", [T.Q4_0, T.Q8_0, T.Q6_K, T.Q5_K], **WIDE | dict(q_lora=256, experts=8), seed=1), 1e-3),
-  "small-ds": File(lambda path: write_mixed(path, "small-ds", [T.Q4_K, T.F16, T.Q5_0], **WIDE, seed=1), 1e-3),
-  "small-youtu": File(lambda path: write_mixed(path, "small-youtu", [T.F16], **WIDE | dict(q_lora=256, experts=0), seed=1), 1e-5),
+  "small-glm": File(lambda path: write_mixed(path, "small-glm", [T.Q4_0, T.Q8_0, T.Q6_K, T.Q5_K], **WIDE | dict(q_lora=256, experts=8)), 1e-3),
+  "small-ds": File(lambda path: write_mixed(path, "small-ds", [T.Q4_K, T.F16, T.Q5_0], **WIDE), 1e-3),
+  "small-youtu": File(lambda path: write_mixed(path, "small-youtu", [T.F16], **WIDE | dict(q_lora=256, experts=0)), 1e-5),
   "tiny": File(lambda path: BUILT_IN, 1e-3),
-  "glm": File(lambda path: write_model(path, "glm", "Q4_0", blocks=2, vocab=20011)[0], 1e-3),     # a dense block, one of experts, the head's two tiles
+  # a dense block, one of experts, and a head of which a block of threads makes two tiles
+  "glm": File(lambda path: write_model(path, "glm", "Q4_0", blocks=2, vocab=20011)[0], 1e-3),
   "ds2lite": File(lambda path: write_model(path, "ds2lite", "Q4_K_M", blocks=2, vocab=20011)[0], 1e-3),
   "youtu": File(lambda path: write_model(path, "youtu", "Q4_0", blocks=2, vocab=20011)[0], 1e-3),
   "least-glm": File(lambda path: least(path, "small-glm", "Q4_0"), 1e-3),
@@ -200,9 +201,9 @@ class LogitsJudge:
     far = others & ~self.near & ~(margin < self.tie)
     right = bool((error < self.limit).all() and (from_alone < 4 * self.limit).all() and not far.any())
     differ = ", ".join(f"{m:.1e}{' (router)' * bool(near)}" for m, near in sorted(zip(margin[others], self.near[others])))
-    expect(right, f"{name}: NMSE at most {error[worst]:.1e} (sequence {worst}, position {s.lasts[worst]}; limit {self.limit:.0e}; routers near a tie: "
-                  f"{self.near.sum()} of {MOST}), of alone {np.nanmax(from_alone):.1e}, {(got == alone).all(-1).sum()} the same bytes; "
-                  f"other greedy tokens: {others.sum()}{f', by margins {differ}' if others.any() else ''}")
+    judged = f"NMSE at most {error[worst]:.1e} (limit {self.limit:.0e}; at position {s.lasts[worst]}; {self.near.sum()} near a router's tie)"
+    beside = f"of alone {np.nanmax(from_alone):.1e}, {(got == alone).all(-1).sum()} of {MOST} the same bytes"
+    expect(right, f"{name}: {judged}, {beside}; other greedy tokens: {others.sum()}{f', by margins {differ}' if others.any() else ''}")
 
 def check_cache(name: str, model: Transformer, s: Sequences) -> None:
   for i, cache in enumerate(model.cache):
@@ -272,8 +273,10 @@ def cases(spec: Spec) -> list[Case]:
   def step(n: int) -> Step: return Step.decode(to_device(lasts[:n]), to_device(tables[:n]))
   rope, x, out = Rope(rope_table(R, spec.theta, CONTEXT), head, spec.nope), floats(D), []
   def linear(what: str, width: int, kinds: list[tuple[T, int]], normed: bool = True, rotated: bool = False, residual: bool = False) -> None:
-    inputs, weights, n_of, beside = floats(width), [lin(kind, rows, width) for kind, rows in kinds], norm(width) if normed else None, floats(kinds[0][1])
-    out.append(Case("norm_linear", what, lambda n: (step(n), inputs(n), n_of, weights, rope if rotated else None, beside(n) if residual else None)))
+    inputs, weights, n_of, beside = floats(width), [lin(kind, rows, width) for kind, rows in kinds], norm(width), floats(kinds[0][1])
+    def args(n: int) -> tuple:
+      return step(n), inputs(n), n_of if normed else None, weights, rope if rotated else None, beside(n) if residual else None
+    out.append(Case("norm_linear", what, args))
   if spec.q_lora:
     linear("q_a, kv_a", D, [(T.Q4_0, spec.q_lora), (T.Q8_0, L + R)])
     linear("q_b rotated", spec.q_lora, [(T.Q4_0, H * head)], rotated=True)
@@ -300,7 +303,7 @@ def planned(step: Step, k_b: Any, cache: Tensor) -> Step:
   return step if shape is None else replace(step, plan=attention_plan(step, shape).realize())
 
 def results(primitive: str, args: tuple) -> tuple[Replay, list[Tensor]]:
-  """A recording of the primitive, and what holds its results then. The cache, which plain ops and kernels round each in their way, is not looked at"""
+  """A recording of the primitive, and what will hold its results; of the cache, which is written in place, nothing is looked at"""
   returned = (replay := Replay()).run(primitive_of, primitive, *args)
   outs = list(returned) if isinstance(returned, tuple) else [returned]
   return replay, outs[:1] if primitive == "latent_attention" else outs
@@ -345,7 +348,7 @@ def check_plans(n: int, spec: Spec, only: str) -> None:
       if shape is None: continue
       got = attention_plan(step, shape).numpy()
       with plain_ops(): want = attention_plan(step, shape).numpy()
-      expect(np.array_equal(got, want), f"attention_plan, {n:2d} rows of up to {longest}: {'the same' if np.array_equal(got, want) else 'another'} plan")
+      expect(same := np.array_equal(got, want), f"attention_plan, {n:2d} rows of up to {longest}: {'the same' if same else 'another'}")
   if spec.experts and only in "group_choices":
     E, K = spec.experts, spec.used
     spread = np.stack([rng.permutation(E)[:K] for _ in range(n)])
@@ -410,10 +413,11 @@ def schedule(alone: Alone, seed: int) -> None:
   for request, s in zip(requests, sequences, strict=True):
     want = alone.says(list(request.ids))[:request.limit]
     if s.reason != "abort" and (s.reason, len(s.produced)) != ("length", len(want)): bad.append(f"ended by {s.reason} after {len(s.produced)}")
-    same += s.produced == want[:len(s.produced)]
-    if s.produced != want[:len(s.produced)] and (at := unlikely(alone.path, s.ids, s.prompt, alone.limit)): bad.append(f"tokens at {at} are not the oracle's")
-  expect(not bad, f"{alone.path.stem}, schedule {seed}: {len(requests)} sequences, batches of up to {max(rows)} rows, {pages} pages, {engine.preempted} "
-                  f"gave way, {engine.evicted} pages evicted: {same} say what they say alone, {len(requests) - same} another token as likely{''.join(bad)}")
+    if s.produced == want[:len(s.produced)]: same += 1
+    elif at := unlikely(alone.path, s.ids, s.prompt, alone.limit): bad.append(f"tokens at {at} are not the oracle's")
+  ran = f"{len(requests)} sequences, batches of up to {max(rows)} rows, {pages} pages, {engine.preempted} gave way, {engine.evicted} pages evicted"
+  said = f"{same} say what they say alone, {len(requests) - same - len(bad)} others what is as likely"
+  expect(not bad, f"{alone.path.stem}, schedule {seed}: {ran}: {'; '.join([said, *bad])}")
 
 def check_engine(names: list[str], schedules: int, folder: Path) -> None:
   for i, name in enumerate(names):
@@ -448,7 +452,7 @@ def main() -> None:
   p.add_argument("--engine", action="store_true")
   p.add_argument("--block", type=int, metavar="ROWS")
   def sizes(text: str) -> list[int]: return [int(n) for n in text.split(",")]
-  p.add_argument("--sizes", type=sizes, help=f"of batches (default: of --logits {','.join(map(str, SIZES))}; of --kernels {','.join(map(str, ROWS[1:]))})")
+  p.add_argument("--sizes", type=sizes, help=f"of batches (default: {','.join(map(str, SIZES))}; of --kernels {','.join(map(str, ROWS[1:]))})")
   p.add_argument("--models", help=f"of {', '.join(FILES)}")
   p.add_argument("--shapes", default="glm", choices=SPECS, help="whose widths --kernels and --block take (default glm)")
   p.add_argument("--only", default="", help="cases of --kernels with this in their name")
