@@ -1,6 +1,6 @@
 """Decode steps of several sequences on a real card, judged by numbers: the mocks of the tests show neither races nor what NVRTC makes of a kernel.
 
-  DEV=CUDA python test/external/card_batches.py --kernels [--shapes glm] [--only TEXT]      every kernel of such a step at full-size widths
+  DEV=CUDA python test/external/card_batches.py --kernels [--models glm] [--only TEXT]      every kernel of such a step at full-size widths
   DEV=CUDA python test/external/card_batches.py --logits [--models glm,tiny]                whole steps, by batch sizes
   DEV=CUDA python test/external/card_batches.py --engine [--schedules 20]                   random schedules through the engine
   DEV=CUDA python test/external/card_batches.py --block ROWS                                two blocks of GLM-4.7-Flash, twice: for compute-sanitizer
@@ -33,27 +33,24 @@ from dataclasses import dataclass, replace
 from typing import Any, Callable, NamedTuple
 import numpy as np
 from gguf import GGMLQuantizationType as T
-from extra.mkgguf import MODELS as SPECS, Spec, write_model
-from external.bench_kernels import random_weight
+from extra.mkgguf import write_model
 from helpers import WIDE, write_mixed
 from mockcuda import on_cuda
 from oracle import Weights, config, errors, forward, mixture, rms_norm, rope_and_scale, rotate, softmax, swiglu
-from tinygrad import Device, Tensor
+from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.capture import Replay, compile_parts, read, to_device, write
 from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.engine.runner import ROWS, Runner
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.engine.sequence import BatchRow, Request
 from tinygrad.apps.gguf import read_gguf
-from tinygrad.apps.mla import RMSNorm, Transformer
+from tinygrad.apps.mla import MLP, Transformer
 from tinygrad.apps.models import BUILT_IN
-from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear
-from tinygrad.apps.rope import Rope, rope_table
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.mla_attention import attention_plan, plan_shape
 from tinygrad.nn.moe import FeedForward
-from tinygrad.nn.primitive import PLAIN, PRIMITIVES, plain_ops
-from tinygrad.nn.routing import GROUP, SPARE, Gating, Routing, group_choices
+from tinygrad.nn.primitive import PLAIN, PRIMITIVES, only_plain_ops, plain_ops
+from tinygrad.nn.routing import GROUP, SPARE, group_choices
 from tinygrad.nn.step import PAGE, Step
 from unit.test_many import LEAST, Pressed, run
 
@@ -90,11 +87,19 @@ FILES: dict[str, File] = {
   "least-glm": File(lambda path: least(path, "small-glm", "Q4_0"), 1e-3),
   "least-ds": File(lambda path: least(path, "small-ds", "F16"), 1e-5)}
 
+def file_of(name: str, folder: Path) -> Path:
+  path = folder / f"{name}.gguf"
+  return path if path.exists() else FILES[name].write(path)
+def loaded(name: str, folder: Path) -> Transformer:
+  model = Transformer.from_gguf(read_gguf(file_of(name, folder)), CONTEXT, pool=lambda _: 1 + MOST * CONTEXT // PAGE)
+  say(f"{name}: loaded")
+  return model
+
 # ---- sequences in a cache ----
 
 @dataclass
 class Sequences:
-  """tokens, lasts: (MOST,), the token that a step is to decode and where it stands. tables: (MOST, pages). cache: half (blocks, rows, dim)"""
+  """tokens, lasts: (MOST,), the token that a step is to decode and where it stands. tables: (MOST, pages). cache: (blocks, rows, dim)"""
   tokens: np.ndarray
   lasts: np.ndarray
   tables: np.ndarray
@@ -115,6 +120,7 @@ class Sequences:
         tables[i, page] = free.pop()
         rows = min(last - page * PAGE, PAGE)                          # the step writes the last one
         cache[:, tables[i, page], :rows] = rng.standard_normal((len(model.blk), rows, c.cache_dim))
+    cache = cache.astype(np.float32 if model.cache[0].dtype == dtypes.float else np.float16)
     return Sequences(rng.integers(0, c.vocab_size, MOST), lasts, tables, cache.reshape(len(model.blk), -1, c.cache_dim))
 
   def rows(self, block: int, i: int) -> np.ndarray:
@@ -191,31 +197,32 @@ class LogitsJudge:
     (self.want, margins), self.other = step_of_oracle(w, s), step_of_oracle(w, s, self.tie)[0]
     self.near = margins < self.tie
 
+  def nearer(self, got: np.ndarray) -> np.ndarray:
+    """(MOST,): whether the other outcome is what these logits come of"""
+    return self.near & (errors(got, self.other) < errors(got, self.want))
+
   def check(self, name: str, s: Sequences, got: np.ndarray, alone: np.ndarray) -> None:
-    error = errors(got, self.want)
-    error = np.where(self.near, np.minimum(error, errors(got, self.other)), error)
-    from_alone = np.where(self.near, 0.0, errors(got, alone))
-    worst, chosen, rows = int(np.argmax(np.nan_to_num(error, nan=np.inf))), got.argmax(-1), np.arange(MOST)
-    margin = (self.want.max(-1) - self.want[rows, chosen]) / np.linalg.norm(self.want, axis=-1)
-    others = chosen != self.want.argmax(-1)
-    far = others & ~self.near & ~(margin < self.tie)
-    right = bool((error < self.limit).all() and (from_alone < 4 * self.limit).all() and not far.any())
-    differ = ", ".join(f"{m:.1e}{' (router)' * bool(near)}" for m, near in sorted(zip(margin[others], self.near[others])))
-    judged = f"NMSE at most {error[worst]:.1e} (limit {self.limit:.0e}; at position {s.lasts[worst]}; {self.near.sum()} near a router's tie)"
-    beside = f"of alone {np.nanmax(from_alone):.1e}, {(got == alone).all(-1).sum()} of {MOST} the same bytes"
+    want = np.where(self.nearer(got)[:, None], self.other, self.want)
+    error, chosen = np.nan_to_num(errors(got, want), nan=np.inf), got.argmax(-1)
+    from_alone = np.where(self.nearer(got) == self.nearer(alone), errors(got, alone), 0.0)
+    margin = (want.max(-1) - want[np.arange(MOST), chosen]) / np.linalg.norm(want, axis=-1)
+    worst, others = int(error.argmax()), chosen != want.argmax(-1)
+    right = bool((error < self.limit).all() and (from_alone < 4 * self.limit).all() and (margin[others] < self.tie).all())
+    differ = ", ".join(f"{m:.1e}" for m in sorted(margin[others]))
+    judged = f"NMSE at most {error[worst]:.1e} (limit {self.limit:.0e}; at position {s.lasts[worst]}; {self.nearer(got).sum()} by another router's choice)"
+    beside = f"of alone {from_alone.max():.1e}, {(got == alone).all(-1).sum()} of {MOST} the same bytes"
     expect(right, f"{name}: {judged}, {beside}; other greedy tokens: {others.sum()}{f', by margins {differ}' if others.any() else ''}")
 
 def check_cache(name: str, model: Transformer, s: Sequences) -> None:
   for i, cache in enumerate(model.cache):
     found = cache.numpy()
-    changed = np.flatnonzero((found.view(np.uint16) != s.cache[i].view(np.uint16)).any(-1))
+    changed = np.flatnonzero(((found != s.cache[i]) & ~(np.isnan(found) & np.isnan(s.cache[i]))).any(-1))
     strays = sorted({*changed.tolist()} - {*s.written.tolist()} - {*range(PAGE)})
     if strays or not np.isfinite(found[s.written]).all() or not np.isfinite(found[:PAGE]).all():
       expect(False, f"{name}: block {i}'s cache: rows {strays[:8]} changed that are not the step's, or what it wrote is not finite")
 
 def check_logits(name: str, sizes: list[int], folder: Path) -> None:
-  path = FILES[name].write(folder / f"{name}.gguf")
-  model = Transformer.from_gguf(read_gguf(path), CONTEXT, pool=lambda _: 1 + MOST * CONTEXT // PAGE)
+  model = loaded(name, folder)
   s = Sequences.random(model)
   steps = {size: DecodeStep(model, size) for size in sorted({1, *(least_batch(n) for n in sizes)})}
   if plain := {part for size in steps for part in model.plain_parts(Step.decode(steps[size].start, steps[size].tables))}:
@@ -223,7 +230,8 @@ def check_logits(name: str, sizes: list[int], folder: Path) -> None:
   say(f"{name}: {len(steps)} steps recorded")
   compile_parts([part for step in steps.values() for part in step.replay.recorded])
   say(f"{name}: compiled")
-  judge, rng = LogitsJudge(path, s, FILES[name].limit), np.random.default_rng(2)
+  judge, rng = LogitsJudge(file_of(name, folder), s, FILES[name].limit), np.random.default_rng(2)
+  say(f"{name}: judged by numpy")
   def logits(n: int) -> np.ndarray:
     """Of all sequences, n at a time"""
     for cache, rows in zip(model.cache, s.cache): write(cache, rows)
@@ -256,46 +264,35 @@ class Case(NamedTuple):
   what: str
   args: Callable[[int], tuple]
 
-def cases(spec: Spec) -> list[Case]:
-  """A step's primitives at a model's widths; types are those of the public Q4_0 files"""
-  rng = np.random.default_rng(3)
-  D, H, L, R, head = spec.dim, spec.heads, spec.kv_lora, spec.rope, spec.nope + spec.rope
-  def lin(kind: T, *shape: int) -> Any: return random_weight(QuantizedLinear, kind, *shape)
-  def stack(kind: T, *shape: int) -> Any: return random_weight(QuantizedExpertWeights, kind, spec.experts, *shape)
-  def norm(n: int) -> RMSNorm: return RMSNorm(to_device(rng.uniform(.5, 1.5, n).astype(np.float32)), 1e-5)
+def cases(model: Transformer, s: Sequences) -> list[Case]:
+  """A step's primitives with the model's weights"""
+  rng, c, a = np.random.default_rng(3), model.config, model.blk[0].attn
   def floats(*shape: int) -> Callable[[int], Tensor]:
     values = rng.standard_normal((MOST, *shape)).astype(np.float32)
     return lambda n: to_device(values[:n])
-  pages = CONTEXT // PAGE
-  lasts, tables = rng.integers(0, CONTEXT, MOST).astype(np.int32), (1 + rng.permutation(MOST * pages)).reshape(MOST, -1).astype(np.int32)
-  lasts[:6] = 0, PAGE - 1, PAGE, 31, 32, CONTEXT - 1
-  pool = rng.standard_normal(((1 + MOST * pages) * PAGE, L + R)).astype(np.float16)
-  def step(n: int) -> Step: return Step.decode(to_device(lasts[:n]), to_device(tables[:n]))
-  rope, x, out = Rope(rope_table(R, spec.theta, CONTEXT), head, spec.nope), floats(D), []
-  def linear(what: str, width: int, kinds: list[tuple[T, int]], normed: bool = True, rotated: bool = False, residual: bool = False) -> None:
-    inputs, weights, n_of, beside = floats(width), [lin(kind, rows, width) for kind, rows in kinds], norm(width), floats(kinds[0][1])
-    def args(n: int) -> tuple:
-      return step(n), inputs(n), n_of if normed else None, weights, rope if rotated else None, beside(n) if residual else None
-    out.append(Case("norm_linear", what, args))
-  if spec.q_lora:
-    linear("q_a, kv_a", D, [(T.Q4_0, spec.q_lora), (T.Q8_0, L + R)])
-    linear("q_b rotated", spec.q_lora, [(T.Q4_0, H * head)], rotated=True)
-  else: linear("q rotated, kv_a", D, [(T.Q4_0, H * head), (T.Q8_0, L + R)], rotated=True)
-  linear("with a residual", H * spec.v, [(T.Q4_0, D)], normed=False, residual=True)
-  linear("head", D, [(T.Q6_K, 20011)])
-  k_b, v_b, output, kv_norm = lin(T.Q8_0, H, L, spec.nope), lin(T.Q8_0, H, spec.v, L), lin(T.Q4_0, D, H * spec.v), norm(L)
-  q, kv, context = floats(H * head), floats(L + R), floats(H, L)
-  def attention(n: int) -> tuple: return planned(step(n), k_b, cache := to_device(pool)), q(n), kv(n), k_b, kv_norm, cache, rope, 0.01
-  out.append(Case("latent_attention", f"{H} heads", attention))
-  out.append(Case("attention_output", f"{H} heads", lambda n: (step(n), context(n), v_b, output, x(n))))
-  n_x, dense = norm(D), FeedForward(lin(T.Q4_0, spec.ff, D), lin(T.Q4_0, spec.ff, D), lin(T.Q4_1, D, spec.ff))
-  out.append(Case("feed_forward", "dense", lambda n: (step(n), x(n), n_x, dense)))
-  if spec.experts:
-    F, choice = spec.shared * spec.moe_ff, Routing(spec.used, Gating(spec.gating or 1), spec.weights_norm, spec.scale)
-    router, shared = lin(T.F32, spec.experts, D), FeedForward(lin(T.Q5_K, F, D), lin(T.Q5_K, F, D), lin(T.Q6_K if F % 256 == 0 else T.Q8_0, D, F))
-    experts = FeedForward(stack(T.Q4_0, spec.moe_ff, D), stack(T.Q4_0, spec.moe_ff, D), stack(T.Q4_1, D, spec.moe_ff))
-    for what, beside in (("beside a shared expert", shared), ("without one", None)):
-      out.append(Case("mixture", what, lambda n, beside=beside: (step(n), x(n), n_x, router, choice, experts, beside)))
+  def step(n: int) -> Step: return Step.decode(to_device(s.lasts[:n].astype(np.int32)), to_device(s.tables[:n]))
+  x, q, kv, context = floats(c.dim), floats(c.n_heads * model.rope.head), floats(c.cache_dim), floats(c.n_heads, c.kv_lora_rank)
+  heads, low_rank, out = floats(c.n_heads * c.v_dim), floats(c.q_lora_rank), []
+  def linear(what: str, *args: Any) -> None: out.append(Case("norm_linear", what, lambda n: (step(n), args[0](n), *args[1:])))
+  if c.q_lora_rank:
+    linear("q_a, kv_a", x, a.attn_norm, [a.attn_q_a, a.attn_kv_a_mqa], None, None)
+    linear("q_b rotated", low_rank, a.attn_q_a_norm, [a.attn_q_b], model.rope, None)
+  else: linear("q rotated, kv_a", x, a.attn_norm, [a.attn_q, a.attn_kv_a_mqa], model.rope, None)
+  linear("head", x, model.output_norm, [model.output], None, None)
+  out.append(Case("norm_linear", "with a residual", lambda n: (step(n), heads(n), None, [a.attn_output], None, x(n))))
+  def attention(n: int) -> tuple:
+    rows = s.cache[0] if not only_plain_ops() else np.nan_to_num(s.cache[0])   # plain ops read what is nobody's, and weigh it by zero
+    cache = to_device(rows)
+    return planned(step(n), a.attn_k_b, cache), q(n), kv(n), a.attn_k_b, a.attn_kv_a_norm, cache, model.rope, c.score_scale
+  out.append(Case("latent_attention", "", attention))
+  out.append(Case("attention_output", "", lambda n: (step(n), context(n), a.attn_v_b, a.attn_output, x(n))))
+  for ffn in (block.ffn for block in model.blk):
+    if isinstance(ffn, MLP): out.append(Case("feed_forward", "", lambda n, ffn=ffn: (step(n), x(n), ffn.ffn_norm, ffn.weights)))
+    else:
+      experts = FeedForward(ffn.ffn_gate_exps, ffn.ffn_up_exps, ffn.ffn_down_exps)
+      for what, shared in (("beside a shared expert", ffn.shared and ffn.shared.weights), ("without one", None)):
+        of_block = ffn.ffn_norm, ffn.ffn_gate_inp, ffn.routing, experts, shared
+        out.append(Case("mixture", what, lambda n, of_block=of_block: (step(n), x(n), *of_block)))
   return out
 
 def planned(step: Step, k_b: Any, cache: Tensor) -> Step:
@@ -308,20 +305,18 @@ def results(primitive: str, args: tuple) -> tuple[Replay, list[Tensor]]:
   outs = list(returned) if isinstance(returned, tuple) else [returned]
   return replay, outs[:1] if primitive == "latent_attention" else outs
 
-def check_kernels(sizes: list[int], shapes: str, only: str) -> None:
-  spec, recorded = SPECS[shapes], []
-  some = [case for case in cases(spec) if only in f"{case.primitive} {case.what}"]
-  say(f"{shapes}: {len(some)} cases, weights made")
-  for case in some:
-    bound = PRIMITIVES[case.primitive].signature.bind
-    with plain_ops(): recorded.append((case, None, "", *results(case.primitive, case.args(MOST))))
+def check_kernels(name: str, sizes: list[int], only: str, folder: Path) -> None:
+  model = loaded(name, folder)
+  s, recorded = Sequences.random(model), []
+  for case in (case for case in cases(model, s) if only in f"{case.primitive} {case.what}"):
+    of = PRIMITIVES[case.primitive]
+    with plain_ops(): recorded.append((case, None, PLAIN, *results(case.primitive, case.args(MOST))))
     for n in sizes:
-      (named := bound(*(args := case.args(n)))).apply_defaults()
-      form = PRIMITIVES[case.primitive].choose(*named.args)
-      recorded.append((case, n, form, *results(case.primitive, args)))
-  say(f"{shapes}: {len(recorded)} recorded")
+      args = case.args(n)
+      recorded.append((case, n, of.choose(*args), *results(case.primitive, args)))
+  say(f"{name}: {len(recorded)} recorded")
   compile_parts([part for *_, replay, _ in recorded for part in replay.recorded])
-  say(f"{shapes}: compiled")
+  say(f"{name}: compiled")
   for case, n, form, replay, outs in recorded:
     replay()
     got = [read(out).astype(np.float64) for out in outs]
@@ -329,32 +324,32 @@ def check_kernels(sizes: list[int], shapes: str, only: str) -> None:
       want = got
       continue
     composite = form == PLAIN and PRIMITIVES[case.primitive].composite
-    limit = LIMITS.get("decode" if composite else form, 0.0)
-    error = max(float(errors(a, b[:n]).max()) for a, b in zip(got, want, strict=True))
-    expect(error < limit, f"{shapes}: {case.primitive} {case.what}, {n:2d} rows, by {form}: NMSE of the worst row {error:.1e} (limit {limit:.0e})")
-  for n in sizes: check_plans(n, spec, only)
+    limit, error = LIMITS.get("decode" if composite else form, 0.0), max(worst_row(a, b[:n]) for a, b in zip(got, want, strict=True))
+    expect(error < limit, f"{name}: {case.primitive} {case.what}, {n:2d} rows, by {form}: NMSE of the worst row {error:.1e} (limit {limit:.0e})")
+  for n in sizes: check_plans(model, s, n, only)
 
-def check_plans(n: int, spec: Spec, only: str) -> None:
+def worst_row(got: np.ndarray, want: np.ndarray) -> float:
+  """inf where something is not finite"""
+  return float(np.nan_to_num(errors(got, want), nan=np.inf).max())
+
+def check_plans(model: Transformer, s: Sequences, n: int, only: str) -> None:
   """What is made of whole numbers: attention's plan, and the groups of choices, spread and all of the same experts"""
-  rng, pages = np.random.default_rng(n), CONTEXT // PAGE
-  cache = Tensor.empty((1 + MOST * pages) * PAGE, spec.kv_lora + spec.rope, dtype="half").realize()
-  k_b = random_weight(QuantizedLinear, T.Q8_0, spec.heads, spec.kv_lora, spec.nope)
-  if only in "attention_plan":
+  rng, c = np.random.default_rng(n), model.config
+  if n > 1 and only in "attention_plan":
     for longest in (1, PAGE, CONTEXT):
       lasts = rng.integers(0, longest, n).astype(np.int32)
       lasts[-1] = longest - 1
-      step = Step.decode(to_device(lasts), to_device(np.zeros((n, pages), np.int32)))
-      shape = plan_shape(step, k_b, cache)
-      if shape is None: continue
+      step = Step.decode(to_device(lasts), to_device(s.tables[:n]))
+      shape = plan_shape(step, model.blk[0].attn.attn_k_b, model.cache[0])
+      assert shape is not None
       got = attention_plan(step, shape).numpy()
       with plain_ops(): want = attention_plan(step, shape).numpy()
       expect(same := np.array_equal(got, want), f"attention_plan, {n:2d} rows of up to {longest}: {'the same' if same else 'another'}")
-  if spec.experts and only in "group_choices":
-    E, K = spec.experts, spec.used
-    spread = np.stack([rng.permutation(E)[:K] for _ in range(n)])
+  if c.n_experts and only in "group_choices":
+    spread = np.stack([rng.permutation(c.n_experts)[:c.n_chosen] for _ in range(n)])
     for what, chosen in (("spread", spread), ("all alike", np.tile(spread[:1], (n, 1)))):
-      got, flat, want = groups_of(to_device(chosen.astype(np.int32)), E).numpy(), chosen.reshape(-1), []
-      for e in range(E):
+      got, flat, want = groups_of(to_device(chosen.astype(np.int32)), c.n_experts).numpy(), chosen.reshape(-1), []
+      for e in range(c.n_experts):
         own = np.flatnonzero(flat == e).tolist()
         want += [[e, *part, *[-1] * (GROUP - len(part))] for part in (own[i:i + GROUP] for i in range(0, len(own), GROUP))]
       right = got[:len(want)].tolist() == want and bool((got[len(want):-SPARE, 0] == -1).all())
@@ -385,7 +380,7 @@ class Alone:
     self.engine, self.said, rng = Engine(self.runner, self.PAGES), {}, random.Random(1)
     vocab = min(self.runner.vocab_size, 320)
     bases = [[rng.randrange(vocab) for _ in range(2 * PAGE + 12)] for _ in range(3)]
-    self.prompts = [rng.choice(bases)[:rng.choice((0, 30, PAGE, PAGE + 9, 2 * PAGE, 2 * PAGE + 9))] +
+    self.prompts = [rng.choice(bases)[:rng.choice((0, 30, PAGE - 9, PAGE + 9, 2 * PAGE - 9, 2 * PAGE + 9))] +
                     [rng.randrange(vocab) for _ in range(rng.choice((1, 2, 9, 13)))] for _ in range(40)]
   def says(self, ids: list[int]) -> list[int]:
     if (key := tuple(ids)) not in self.said:
@@ -421,14 +416,14 @@ def schedule(alone: Alone, seed: int) -> None:
 
 def check_engine(names: list[str], schedules: int, folder: Path) -> None:
   for i, name in enumerate(names):
-    alone = Alone(FILES[name].write(folder / f"{name}.gguf"), FILES[name].limit)
+    alone = Alone(file_of(name, folder), FILES[name].limit)
     for seed in range(i, schedules, len(names)): schedule(alone, seed)
 
 # ---- --block ----
 
 def run_block(rows: int, model: str, folder: Path) -> None:
   """Steps of the first two blocks, a dense one and one of experts, with a small vocabulary"""
-  path, rng = write_model(folder / "block.gguf", model, "Q4_0", blocks=2, vocab=1024)[0], np.random.default_rng(4)
+  path, rng = write_model(folder / f"{model}-block.gguf", model, "Q4_0", blocks=2, vocab=1024)[0], np.random.default_rng(4)
   runner = Runner(Transformer.from_gguf(read_gguf(path), 2 * PAGE, pool=lambda _: 1 + 2 * rows))
   say(f"{path.stem}: loaded")
   def row(i: int) -> BatchRow:
@@ -453,8 +448,7 @@ def main() -> None:
   p.add_argument("--block", type=int, metavar="ROWS")
   def sizes(text: str) -> list[int]: return [int(n) for n in text.split(",")]
   p.add_argument("--sizes", type=sizes, help=f"of batches (default: {','.join(map(str, SIZES))}; of --kernels {','.join(map(str, ROWS[1:]))})")
-  p.add_argument("--models", help=f"of {', '.join(FILES)}")
-  p.add_argument("--shapes", default="glm", choices=SPECS, help="whose widths --kernels and --block take (default glm)")
+  p.add_argument("--models", help=f"of {', '.join(FILES)}; of --block, of extra/mkgguf.py's")
   p.add_argument("--only", default="", help="cases of --kernels with this in their name")
   p.add_argument("--schedules", type=int, default=20, help="of --engine (default 20)")
   p.add_argument("--mock", action="store_true", help="on the mock of CUDA")
@@ -462,11 +456,12 @@ def main() -> None:
   def names(default: str) -> list[str]: return (args.models or default).split(",")
   with on_cuda() if args.mock else contextlib.nullcontext(), tempfile.TemporaryDirectory() as folder:
     say(f"{Device.DEFAULT} {Device[Device.DEFAULT].renderer.target}")
-    if args.kernels: check_kernels(args.sizes or list(ROWS[1:]), args.shapes, args.only)
+    if args.kernels:
+      for name in names("glm"): check_kernels(name, args.sizes or list(ROWS[1:]), args.only, Path(folder))
     if args.logits:
       for name in names("small-glm,small-ds,small-youtu,tiny,glm"): check_logits(name, args.sizes or list(SIZES), Path(folder))
     if args.engine: check_engine(names("least-ds,least-glm,tiny"), args.schedules, Path(folder))
-    if args.block: run_block(args.block, args.shapes, Path(folder))
+    if args.block: run_block(args.block, (args.models or "glm").split(",")[0], Path(folder))
   say(f"{len(wrong)} wrong" if wrong else "all right")
   sys.exit(bool(wrong))
 
