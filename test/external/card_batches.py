@@ -3,7 +3,7 @@
   DEV=CUDA python test/external/card_batches.py --kernels [--models glm] [--only TEXT]      every kernel of such a step at full-size widths
   DEV=CUDA python test/external/card_batches.py --logits [--models glm,tiny]                whole steps, by batch sizes
   DEV=CUDA python test/external/card_batches.py --engine [--schedules 20]                   random schedules through the engine
-  DEV=CUDA python test/external/card_batches.py --block ROWS                                two blocks of GLM-4.7-Flash, twice: for compute-sanitizer
+  DEV=CUDA python test/external/card_batches.py --block ROWS [--models glm]                 two full-size blocks, twice: for compute-sanitizer
   python test/external/card_batches.py --mock …                                             the same on the mock of CUDA, to try this script
 
 --sizes 2,8,17 names the batch sizes of --kernels and --logits. Checks may run beside each other, as processes. The exit code is 1 where something is
@@ -209,7 +209,7 @@ class LogitsJudge:
     worst, others = int(error.argmax()), chosen != want.argmax(-1)
     right = bool((error < self.limit).all() and (from_alone < 4 * self.limit).all() and (margin[others] < self.tie).all())
     differ = ", ".join(f"{m:.1e}" for m in sorted(margin[others]))
-    judged = f"NMSE at most {error[worst]:.1e} (limit {self.limit:.0e}; at position {s.lasts[worst]}; {self.nearer(got).sum()} by another router's choice)"
+    judged = f"NMSE at most {error[worst]:.1e} (limit {self.limit:.0e}; at {s.lasts[worst]}; {self.nearer(got).sum()} by another router's choice)"
     beside = f"of alone {from_alone.max():.1e}, {(got == alone).all(-1).sum()} of {MOST} the same bytes"
     expect(right, f"{name}: {judged}, {beside}; other greedy tokens: {others.sum()}{f', by margins {differ}' if others.any() else ''}")
 
@@ -381,7 +381,8 @@ class Alone:
     vocab = min(self.runner.vocab_size, 320)
     bases = [[rng.randrange(vocab) for _ in range(2 * PAGE + 12)] for _ in range(3)]
     self.prompts = [rng.choice(bases)[:rng.choice((0, 30, PAGE - 9, PAGE + 9, 2 * PAGE - 9, 2 * PAGE + 9))] +
-                    [rng.randrange(vocab) for _ in range(rng.choice((1, 2, 9, 13)))] for _ in range(40)]
+                    [rng.randrange(vocab) for _ in range(rng.choice((1, 2, 9, 13)))] for _ in range(30)]
+    self.crossing = [[rng.randrange(vocab) for _ in range(PAGE - rng.randint(2, 20))] for _ in range(30)]   # their answers go on into the next page
   def says(self, ids: list[int]) -> list[int]:
     if (key := tuple(ids)) not in self.said:
       self.engine.forget()
@@ -393,16 +394,17 @@ class Alone:
 def schedule(alone: Alone, seed: int) -> None:
   rng = random.Random(seed)
   most = rng.choice((3, 9, 17, MOST))
-  requests = [Request(rng.choice(alone.prompts), limit=rng.choice((1, 3, 15, Alone.LONGEST))) for _ in range(rng.randint(most, most + 8))]
-  pages = rng.choice((4, 7, most + 3, 2 * most, Alone.PAGES))
-  engine, aborts = Pressed(alone.runner, min(max(pages, 4), Alone.PAGES), most, rng.choice((0.0, math.inf))), rng.choice((0.0, 0.0, .02))
+  prompts, limits = (alone.crossing, (30, Alone.LONGEST)) if seed % 2 else (alone.prompts, (1, 3, 15, Alone.LONGEST))
+  requests = [Request(rng.choice(prompts), limit=rng.choice(limits)) for _ in range(rng.randint(most, most + 8))]
+  pages = rng.choice((most // 2 + 4, most + 4, 2 * most, Alone.PAGES))
+  engine, aborts = Pressed(alone.runner, pages, most, rng.choice((0.0, math.inf))), rng.choice((0.0, 0.0, .02))
   rows: set[int] = set()
   set_batch = alone.runner.set_batch
   def counted(batch: list[BatchRow]) -> None:
     rows.add(len(batch))
     set_batch(batch)
   alone.runner.set_batch = counted  # type: ignore[method-assign]
-  try: sequences = run(engine, requests, rng, waits=(0, 0, 0, 1, 5), aborts=aborts)
+  try: sequences = run(engine, requests, rng, rng.choice(((0,), (0, 0, 0, 1, 5))), aborts)
   finally: del alone.runner.set_batch
   same, bad = 0, []
   for request, s in zip(requests, sequences, strict=True):
