@@ -5,6 +5,7 @@
   python bench_block.py --generic                          the same without the fork's kernels: what tinygrad's compiler makes of plain ops
   python bench_block.py --parallel 8 --depth 128           a step of eight sequences, a token each
   python bench_block.py --target METAL                     kernels a step of the three models, with no device; for METAL with estimates
+  python bench_block.py --target METAL --parallel 1,4,8    the same for steps of one, four and eight sequences
 
 Distinct blocks, together larger than the caches, run one after another in one JIT, as in decode. A round replays it for several tokens with the
 device synchronized only before and after, so that gaps between launches count as they do in decode. Attention and feed-forward run the same
@@ -20,7 +21,7 @@ except ImportError as e: sys.exit(str(e))
 if not hasattr(tinygrad, "OVERLAY"):
   sys.exit(f"this measures the fork, but `import tinygrad` found {tinygrad.__file__}: expected {ROOT / 'tinygrad'}")
 
-import contextlib, copy, ctypes, json, statistics, time
+import argparse, contextlib, copy, ctypes, json, statistics, time
 from typing import Any, Callable
 import numpy as np
 from extra.bench import (LANGUAGES, batch_count, cache_row_bytes, count_kernels, head_bytes, random_weights, read_bytes,
@@ -160,7 +161,8 @@ MACHINES = ("M3 Pro", "M3 Max", "M4 Max", "M2 Ultra")
 
 def estimate(kernels:int, size:int, parallel:int) -> dict[str, Any]:
   """Seconds a step by bytes / bandwidth + launches · LAUNCH_SECONDS, printed as what it is"""
-  print(f"{'':24s} estimate, not a measurement: {size / 1e6:.1f} MB / bandwidth + {kernels} launches x {LAUNCH_SECONDS * 1e6:g} us")
+  launches = f"{kernels} launches x {LAUNCH_SECONDS * 1e6:g} us"
+  print(f"{'':24s} estimate, not a measurement: {size / 1e6:.1f} MB, each weight read once, / bandwidth + {launches}")
   result:dict[str, Any] = {"launch_us": LAUNCH_SECONDS * 1e6}
   for machine in MACHINES:
     seconds = size / (APPLE[machine] * 1e9) + kernels * LAUNCH_SECONDS
@@ -188,6 +190,13 @@ def count(files:dict[str, GGUFFile], target:str, depth:int, parallel:int) -> dic
       result[name]["estimate"] = estimate(kernels, size, parallel)
   return {"target": target, "depth": depth, "parallel": parallel, "models": result}
 
+def sequences(text:str) -> list[int]:
+  """N,N,…, each a size of recorded steps"""
+  numbers = [int(n) for n in text.split(",") if n.isdecimal()]
+  if len(numbers) != text.count(",") + 1 or not {*numbers} <= {*ROWS}:
+    raise argparse.ArgumentTypeError(f"expected {', '.join(map(str, ROWS))}, or several of them with commas, found {text!r}")
+  return numbers
+
 def main() -> None:
   p = Parser(prog="bench_block.py", description="Measure decoding on a bank of blocks, or count its kernels.", allow_abbrev=False)
   p.add_argument("rounds", nargs="?", type=int_at_least(1), default=10, help="rounds to measure (default 10)")
@@ -195,7 +204,8 @@ def main() -> None:
                  "(default glm; with --count glm, ds2lite and youtu)")
   p.add_argument("--quant", default="Q4_0", choices=[*MIXES, "F16"], help="types of a made-up model (default Q4_0, the public file's mix)")
   p.add_argument("--depth", type=int_at_least(0), default=0, metavar="D", help="tokens in the cache (default 0)")
-  p.add_argument("--parallel", type=int, choices=ROWS, default=1, metavar="N", help=f"sequences of a step: {', '.join(map(str, ROWS))} (default 1)")
+  p.add_argument("--parallel", type=sequences, default=[1], metavar="N[,N…]",
+                 help=f"sequences of a step, one number after another: {', '.join(map(str, ROWS))} (default 1)")
   p.add_argument("--blocks", type=int_at_least(1), metavar="N", help="blocks in a bank (default: enough to exceed four times the cache)")
   p.add_argument("--count", action="store_true", help="print kernels a step, with no device, and leave")
   p.add_argument("--target", choices=LANGUAGES, help="whom --count counts for (default CUDA); implies --count")
@@ -214,12 +224,13 @@ def main() -> None:
       raise UserError(f"--depth {args.depth}: expected at most {room - TOKENS}, the context of {name} less {TOKENS}")
   if args.generic: print("generic   plain ops, as tinygrad's compiler schedules them: the fork's kernels are off")
   with plain_ops() if args.generic else contextlib.nullcontext():
-    if counting: result = count(files, args.target or "CUDA", args.depth, args.parallel)
+    if counting: results = [count(files, args.target or "CUDA", args.depth, parallel) for parallel in args.parallel]
     else:
       check_device()
       (name, f), = files.items()
-      result = measure(f, name, random_weights if made_up else lambda tensors: tensors, args.rounds, args.depth, args.blocks, args.parallel)
-  result["generic"] = args.generic
+      progress = random_weights if made_up else lambda tensors: tensors
+      results = [measure(f, name, progress, args.rounds, args.depth, args.blocks, parallel) for parallel in args.parallel]
+  result = (results[0] if len(results) == 1 else {"steps": results}) | {"generic": args.generic}
   print(line := json.dumps(result))
   if args.json: Path(args.json).write_text(line + "\n")
 

@@ -116,6 +116,14 @@ def test_count():
   assert m["step_bytes"] == sum(read_bytes(f, c, i) + 100 * c.cache_dim * 2 for i in range(c.n_blocks)) + head_bytes(f, c)
   assert name == "small-youtu Q4_0" and sum(n for n, _ in m["kinds"]) == MODELS["small-youtu"].blocks and f"{m['kernels_a_step']} = " in out
 
+def test_count_of_several_steps():
+  out = run("bench_block.py", "--target", "METAL", "--model", "small-youtu", "--parallel", "1,4").stdout
+  (one,), (four,) = (step["models"].values() for step in last(out)["steps"])
+  assert [step["parallel"] for step in last(out)["steps"]] == [1, 4] and out.count("estimate, not a measurement") == 2
+  for n, step in ((1, one), (4, four)):
+    machines = [m for m in step["estimate"].values() if isinstance(m, dict)]
+    assert machines and all(m["tok_s"] == pytest.approx(n * 1e3 / m["step_ms"]) for m in machines)
+
 @pytest.mark.parametrize("target,item,parts", [("METAL", 2, ("mla_split_kv", "mla_combine")), ("CUDA", 2, ("mla_split_kv", "mla_combine")),
                                                ("CPU", 4, ("mla_attention",))])
 def test_count_at_a_depth(target: str, item: int, parts: tuple[str, ...]):
@@ -167,6 +175,8 @@ def test_profile_model(tmp_path: Path):
   ("bench_block.py", ("--model", "README-is-no-model.gguf", "--count"), "README-is-no-model.gguf"),
   ("bench_block.py", ("0",), "whole number of at least 1"),
   ("bench_block.py", ("--target", "TPU"), "invalid choice: 'TPU'"),
+  ("bench_block.py", ("--parallel", "1,,4"), "expected 1, 2, 4, 8, 16, 32, 64, or several of them with commas, found '1,,4'"),
+  ("bench_block.py", ("--parallel", "3"), "found '3'"),
   ("bench_block.py", ("--json", "no/such/folder/x.json"), "no/such/folder/x.json: No such file or directory"),
   ("bench_block.py", ("--model", "small-glm", "--depth", "999999999"), "expected at most"),
   ("bench_block.py", ("--target", "METAL", "--depth", "999999999"), "expected at most"),
