@@ -31,17 +31,11 @@ class MockCompiler(Compiler):
   def operands(text: str) -> str:
     """Those of an asm statement, as arguments"""
     return re.sub(r'"\+?[fr]"', "", text).replace(" : ", ", ")
-  @staticmethod
-  def bulk(m: re.Match) -> str:
-    """A statement of the copy engine or its barrier"""
-    operands = re.sub(r'"[rl]"', "", m[4]).replace("(uint)__cvta_generic_to_shared", "")
-    return f"{m[3]} = " * (m[3] is not None) + f"mock_{m[1]}_{m[2]}({operands});"
   def compile(self, src: str) -> bytes:
     src = re.sub(r'asm volatile\("griddepcontrol[^)]*\);', "", src)  # kernels run one after another here
     src = re.sub(r'asm volatile\("prefetch.*', "", src)              # and there is no cache
     src = re.sub(r'(__WMMA_8_16_(8|16)_half_float\([^)]*\)\{).*?return c;', r"\1 return mock_mma<\2>(a, b, c);", src, flags=re.S)
     src = re.sub(r'asm\("mma\.sync\.aligned\.m16n8k(8|16)\.[^"]*" : ([^;]*)\);', lambda m: f"mock_mma_words<{m[1]}>({self.operands(m[2])});", src)
-    src = re.sub(r'asm volatile\("(?:\{ \.reg \.pred p; )?(mbarrier|cp)\.(\w+)[^"]*" : ?(?:"=r"\((\w+)\) )?: (.*?) : "memory"\);', self.bulk, src)
     src = re.sub(r'asm\("lop3\.b32 [^"]* 0xea;"[^;]*;', "d = a & b | c;", src)
     with tempfile.TemporaryDirectory() as folder:
       kernel, out = pathlib.Path(folder) / "kernel.cpp", pathlib.Path(folder) / "kernel.so"

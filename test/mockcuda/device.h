@@ -40,26 +40,6 @@ template <int K, class A, class B, class C> static inline C mock_mma(A a, B b, C
   }
   return c;
 }
-// The copy engine. Nothing arrives before somebody waits for it, and what does not add up faults.
-struct Copies { void* to; const void* of; unsigned bytes; };
-static struct { Copies copies[16]; unsigned count, expected; } mock_bulk;
-static inline void mock_fault(bool wrong) { if (wrong) *(volatile int*)0 = 0; }
-static inline void mock_mbarrier_init(unsigned long* barrier) { *barrier = mock_bulk.count = mock_bulk.expected = 0; }
-static inline void mock_mbarrier_arrive(unsigned long* barrier, unsigned bytes) { mock_fault(*barrier != 0); mock_bulk.expected = bytes; }
-static inline void mock_cp_async(void* to, const void* of, unsigned bytes, unsigned long* barrier) {
-  mock_fault(*barrier != 0 || mock_bulk.count == 16 || ((unsigned long long)to | (unsigned long long)of | bytes) % 16);
-  mock_bulk.copies[mock_bulk.count++] = {to, of, bytes};
-}
-static inline unsigned mock_mbarrier_try_wait(unsigned long* barrier) {
-  unsigned bytes = 0;
-  for (unsigned i = 0; i < mock_bulk.count; i++) {
-    __builtin_memcpy(mock_bulk.copies[i].to, mock_bulk.copies[i].of, mock_bulk.copies[i].bytes);
-    bytes += mock_bulk.copies[i].bytes;
-  }
-  mock_fault(*barrier == 0 && bytes != mock_bulk.expected);
-  mock_bulk.count = 0;
-  return *barrier = 1;
-}
 static inline int __dp4a(int a, int b, int c) {
   for (int i = 0; i < 4; i++) c += (int)(signed char)(a >> 8 * i) * (int)(signed char)(b >> 8 * i);
   return c;

@@ -18,9 +18,8 @@ from itertools import product
 from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.helpers import prod
-from tinygrad.nn.intrinsics import Target, and_or, bulk_begin, bulk_copy, bulk_wait, byte_perm, fma_halves, word
-from tinygrad.nn.kernel import (SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum, branch, empty, event, gated, launch, local, optional,
+from tinygrad.nn.intrinsics import Target, and_or, byte_perm, fma_halves, word
+from tinygrad.nn.kernel import (SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum, branch, empty, gated, launch, local, optional,
                                 rotated, safe_index, silu, sum_in_order, total)
 from tinygrad.nn.matmul import HALF_SCALE, rounding_error
 from tinygrad.nn.matvec import global_loads
@@ -35,7 +34,6 @@ QUADS = UNIT // 4                # products of a chunk
 MOST_WARPS = 8                   # of a block
 PITCH = TILE_ROWS + 4            # of a token's sums in shared memory: a warp's lanes hit different banks
 SHARED_BYTES = 40960             # of the sums in shared memory
-STAGE_SLOT = 8 * SLOTS           # the first of a stage's in shared memory
 
 def takes(target:Target) -> bool:
   """Whether the tensor cores take words of two halves, and a lane can multiply them: the fragments are then PTX's"""
@@ -139,8 +137,7 @@ def half_words(target:Target, unit:Unit) -> list[UOp]:
 # ---- a block ----
 
 LoadPairs = Callable[[UOp, UOp, UOp|None], list[UOp]]   # (token, piece, whether there is such a piece) -> the lane's four words of it
-Units = list[list[Unit]]                                # a lane's, by tile of rows, and which of its two rows
-UnitsOf = Callable[[int, int, UOp], Units]              # (chunk, matrix, what they may come behind)
+Weights = list[list[list[list[Unit]]]]                  # a lane's units by chunk, matrix, tile of rows, and which of its two rows
 PlaceOf = Callable[[int, int, int, int], UOp]           # (matrix, tile of rows, tile of tokens, element) -> where the lane's sum is, in registers
 
 @dataclass(frozen=True)
@@ -155,8 +152,6 @@ def share_of(width:int) -> Share:
   chunks = -(-width // CHUNK)
   most = -(-chunks // MOST_WARPS)
   return Share(width // UNIT, -(-chunks // most), most)
-
-def of_loaded(units:list[list[Units]]) -> UnitsOf: return lambda chunk, matrix, _: units[chunk][matrix]
 
 class Quad(NamedTuple):
   """Four neighbouring rows' products with a token, of each matrix"""
@@ -184,7 +179,6 @@ class BlockProduct:
     self.warp, self.lane = self.thread // target.lanes, self.thread % target.lanes
     self.lane_group, self.in_group = self.lane // 4, self.lane % 4
     self.token_tiles = -(-tokens // TILE_TOKENS)
-    self.lane_tokens = [tile * TILE_TOKENS + self.lane_group for tile in range(self.token_tiles)]
 
   def unit(self, chunk:int) -> tuple[UOp, UOp|None]:
     """(the lane's unit of its warp's chunk, whether there is such a unit); None: always"""
@@ -192,67 +186,47 @@ class BlockProduct:
     unit = (self.warp * share.chunks + chunk) * 4 + self.in_group
     return unit, None if share.warps * share.chunks * 4 == share.units else unit < share.units
 
-  def load(self, matrix:Matrix, chunk:int, staged:bool=False) -> Units:
-    """The lane's units of a chunk. staged: the matrix is the block's rows alone"""
-    number, inside = self.unit(chunk)
-    def unit(row:int) -> Unit:
-      own = self.lane_group + row
-      return matrix(own if staged else (self.first_row + own).minimum(self.rows - 1), safe_index(number, inside), inside)
-    return [[unit(tile * TILE_ROWS + half * 8) for half in range(2)] for tile in range(self.row_tiles)]
-  def load_all(self, matrices:Sequence[Matrix]) -> list[list[Units]]:
-    """… by chunk and matrix"""
-    return [[self.load(matrix, chunk) for matrix in matrices] for chunk in range(self.share.chunks)]
+  def load(self, matrices:Sequence[Matrix]) -> Weights:
+    def unit(matrix:Matrix, chunk:int, row:int) -> Unit:
+      number, inside = self.unit(chunk)
+      return matrix((self.first_row + row + self.lane_group).minimum(self.rows - 1), safe_index(number, inside), inside)
+    return [[[[unit(matrix, chunk, tile * TILE_ROWS + half * 8) for half in range(2)] for tile in range(self.row_tiles)] for matrix in matrices]
+            for chunk in range(self.share.chunks)]
 
-  def first_pairs(self, load_pairs:LoadPairs) -> list[UOp]:
-    """What the lane loads of its tokens for its first chunk"""
-    unit, inside = self.unit(0)
-    return [pair for i, token in product(range(QUADS // 2), self.lane_tokens) for pair in load_pairs(token, unit // 4 * 4 + i, inside)]
-
-  def products(self, units_of:UnitsOf, turns:Sequence[Sequence[int]], load_pairs:LoadPairs, loop:UOp|None=None,
-               low_pairs:LoadPairs|None=None) -> PlaceOf:
-    """turns: the matrices that are multiplied together. loop: what all this is inside of. low_pairs: the tokens' rounding errors; the weights' are
-    multiplied then too."""
-    n_sums = sum(map(len, turns)) * self.row_tiles * self.token_tiles * 4
+  def products(self, weights:Weights, load_pairs:LoadPairs, loop:UOp|None=None, low_pairs:LoadPairs|None=None) -> PlaceOf:
+    """loop: what all this is inside of. low_pairs: the tokens' rounding errors; the weights' are multiplied then too."""
+    tokens = [tile * TILE_TOKENS + self.lane_group for tile in range(self.token_tiles)]
+    n_sums = len(weights[0]) * self.row_tiles * self.token_tiles * 4
     sums = UOp.placeholder((n_sums + 1,), dtypes.float, slot=self.slot + 1, addrspace=AddrSpace.REG)
     def place(matrix:int, row_tile:int, token_tile:int, i:int) -> UOp:
       return sums[((matrix * self.row_tiles + row_tile) * self.token_tiles + token_tile) * 4 + i]
     if loop is not None: sums = sums.after(loop)
-    last = UOp.group(*[sums[i].store(0.0) for i in range(n_sums)])
-    def accumulate(last:UOp, rows:list[list[UOp]], first:int, pairs:list[UOp], matrix:int, row_tile:int, token_tile:int) -> UOp:
-      """The event of a product of words `first` and `first + 1` of the lane's two rows, behind `last`"""
-      own = sums.after(last)
+    sums = sums.after(UOp.group(*[sums[i].store(0.0) for i in range(n_sums)]))
+    def accumulate(rows:list[list[UOp]], first:int, pairs:list[UOp], *at:int) -> UOp:
+      """The sums behind a product of words `first` and `first + 1` of the lane's two rows"""
       a_words = [row[first + pair] for pair in range(2) for row in rows]
-      number = ((matrix * self.row_tiles + row_tile) * self.token_tiles + token_tile) * 4
-      return own[n_sums].store(self.mma.accumulate(a_words, pairs, [own[number + i] for i in range(4)]))
-    def words_of(unit:Unit) -> list[UOp]: return half_words(self.target, unit) if low_pairs is None else weight_words(unit)
-    for chunk, matrices in product(range(self.share.chunks), turns):
+      event = self.mma.accumulate(a_words, pairs, [place(*at, i) for i in range(4)])
+      return sums.after(sums[n_sums].store(event))
+    for chunk, of_chunk in enumerate(weights):
       unit, inside = self.unit(chunk)
-      units = [units_of(chunk, matrix, last) for matrix in matrices]
-      words = [[[words_of(unit) for unit in rows] for rows in tiles] for tiles in units]
-      errors = [[[error_words(unit) for unit in rows] for rows in tiles] for tiles in units] if low_pairs is not None else words
-      for i, (token_tile, token) in product(range(QUADS // 2), enumerate(self.lane_tokens)):
+      def words_of(unit:Unit) -> list[UOp]: return half_words(self.target, unit) if low_pairs is None else weight_words(unit)
+      words = [[[words_of(unit) for unit in rows] for rows in tiles] for tiles in of_chunk]
+      errors = [[[error_words(unit) for unit in rows] for rows in tiles] for tiles in of_chunk] if low_pairs is not None else words
+      for i, (token_tile, token) in product(range(QUADS // 2), enumerate(tokens)):
         pairs = load_pairs(token, unit // 4 * 4 + i, inside)
         low = low_pairs(token, unit // 4 * 4 + i, inside) if low_pairs is not None else []
-        for part, (number, row_tile) in product(range(2), product(range(len(matrices)), range(self.row_tiles))):
-          own, first, at = slice(part * 2, part * 2 + 2), (i * 2 + part) * 2, (matrices[number], row_tile, token_tile)
-          last = accumulate(last, words[number][row_tile], first, pairs[own], *at)
+        for part, (matrix, row_tile) in product(range(2), product(range(len(words)), range(self.row_tiles))):
+          own, first, at = slice(part * 2, part * 2 + 2), (i * 2 + part) * 2, (matrix, row_tile, token_tile)
+          sums = accumulate(words[matrix][row_tile], first, pairs[own], *at)
           if low_pairs is not None:
-            last = accumulate(last, words[number][row_tile], first, low[own], *at)
-            last = accumulate(last, errors[number][row_tile], first, pairs[own], *at)
-    sums = sums.after(last)
+            sums = accumulate(words[matrix][row_tile], first, low[own], *at)
+            sums = accumulate(errors[matrix][row_tile], first, pairs[own], *at)
     return place
-
-  def tile_bytes(self, n_matrices:int) -> int:
-    """Of the sums of a tile of tokens, of all warps"""
-    return 4 * PITCH * TILE_TOKENS * n_matrices * self.row_tiles * self.share.warps
-  def sums_bytes(self, n_matrices:int) -> int:
-    """What the sums take of shared memory: as many tiles of tokens as find room"""
-    return min(max(self.shared_bytes // self.tile_bytes(n_matrices), 1), self.token_tiles) * self.tile_bytes(n_matrices)
 
   def quads(self, n_matrices:int, place_of:PlaceOf) -> list[Quad]:
     n_tiles, quads_of_token = n_matrices * self.row_tiles, self.row_tiles * TILE_ROWS // 4
-    at_once = self.sums_bytes(n_matrices) // self.tile_bytes(n_matrices)   # tiles of tokens
-    shared, found = local(self.sums_bytes(n_matrices) // 4, dtypes.float, self.slot), []
+    at_once = min(max(self.shared_bytes // (4 * PITCH * TILE_TOKENS * n_tiles * self.share.warps), 1), self.token_tiles)   # tiles of tokens
+    shared, found = local(self.share.warps * n_tiles * at_once * TILE_TOKENS * PITCH, dtypes.float, self.slot), []
     def place(warp:UOp|int, tile:UOp|int, token:UOp, row:UOp) -> UOp: return ((warp * n_tiles + tile) * (at_once * TILE_TOKENS) + token) * PITCH + row
     def turns(count:int) -> list[tuple[UOp, UOp|None]]:
       """The thread's of so many items, and whether there is such an item; None: always"""
@@ -276,7 +250,7 @@ class BlockProduct:
         loads += [load for of_matrix in values for load in of_matrix]
         row = self.first_row + row_tile * TILE_ROWS + row
         found.append(Quad(first * TILE_TOKENS + token, row, row < self.rows if exists is None else exists & (row < self.rows), values))
-      if first + at_once < self.token_tiles: shared = shared.after(UOp(Ops.BARRIER, src=tuple(loads)))
+      shared = shared.after(UOp(Ops.BARRIER, src=tuple(loads)))
     return found
 
   # ---- what is done with four sums ----
@@ -340,10 +314,10 @@ def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], pa
     loop, zero = branch(i, (number >= start) & (number < start + count)) if len(parts) > 1 else (None, 0)
     first_row = (number - start + zero) * (TILE_ROWS * row_tiles)
     block = BlockProduct(target, share, min(T, TOKENS_AT_ONCE), first_row, part.rows, row_tiles, i * SLOTS, SHARED_BYTES // len(parts))
-    units = block.load_all(part.matrices)
-    behind = behind_wait(target, buffers, *global_loads([of_rows for of_chunk in units for tiles in of_chunk for of_rows in tiles]))
+    weights = block.load(part.matrices)
+    behind = behind_wait(target, buffers, *global_loads([units for of_chunk in weights for tiles in of_chunk for units in tiles]))
     low = loader(behind["low"], block, x, token_of, head) if part.precise else None
-    places = block.products(of_loaded(units), [range(len(part.matrices))], loader(behind["x"], block, x, token_of, head), loop, low)
+    places = block.products(weights, loader(behind["x"], block, x, token_of, head), loop, low)
     finished = []
     for quad in block.quads(len(part.matrices), places):
       token = first_token + quad.token
@@ -443,76 +417,32 @@ def few_router(target:Target, x:Columns, low:Columns, router:Weight) -> Tensor:
 
 EXPERT_TILES = 2   # of rows, that a block of one matrix makes: as many bytes as one of two matrices reads
 
-class Stage:
-  """A block's rows of some matrices, which the copy engine brings to shared memory: neighbouring rows are a run of memory in each plane. `ready` is to
-  come before the wait for other kernels, `ask` behind it."""
-  def __init__(self, target:Target, weights:dict[str, Weight], rows:int):
-    self.target, self.weights, self.rows, self.planes = target, weights, rows, {}
-    for plane, tensor in (entry for name, weight in weights.items() for entry in weight.args(name).items()):
-      self.planes[plane] = local(rows * self.entries(plane), tensor.dtype, STAGE_SLOT + 1 + len(self.planes))
-    self.barrier = local(1, dtypes.uint64, STAGE_SLOT)
-    self.ready = bulk_begin(target, self.barrier[0])
-  def entries(self, plane:str) -> int:
-    """Of a row"""
-    weight = self.weights[plane.split(".")[0]]
-    return weight.args(plane.split(".")[0])[plane].numel() // prod(weight.shape[:-1])
-  def ask(self, buffers:dict[str, UOp], first_row:UOp) -> None:
-    copies = []
-    for plane, shared in self.planes.items():
-      size = self.entries(plane)
-      copies.append((shared[0], buffers[plane][first_row * size], self.rows * size * shared.dtype.itemsize))
-    self.asked = event(STAGE_SLOT, bulk_copy(self.target, self.barrier[0], copies))
-  def arrived(self, *loads:UOp) -> dict[str, UOp]:
-    """The planes, whose row 0 is first_row. Reads come behind the copy, which comes behind `loads`."""
-    there = event(STAGE_SLOT + 1, bulk_wait(self.target, self.barrier[0], self.asked, *loads))
-    return {plane: shared.after(there) for plane, shared in self.planes.items()}
-
-def stages(target:Target, weights:Sequence[Weight], rows:int, sums_bytes:int) -> bool:
-  """Whether the block's rows of the matrices find room in shared memory, beside its sums, and are runs of whole 16 bytes"""
-  row_bytes = [weight.nbytes // prod(weight.shape[:-1]) for weight in weights]
-  fits = rows * sum(row_bytes) + sums_bytes + 8 <= target.shared_bytes
-  return target.bulk is not None and fits and all(weight.shape[-2] % rows == 0 for weight in weights)
-
 def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weight], x:Columns, T:int, K:int,
                     finish:Finish) -> list[UOp]:
   """The stores of a launch on stacks of matrices, (E, out, in), and the tokens that chose each. x: of T tokens or T · K choices. buffers: x; groups,
   as group_choices gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token. In the kernel:
 
   expert, choices = the group's                                  # a block a tile of rows of a group's expert; some groups are empty
-  the copy engine is asked for the block's rows, or weights = the lane's units of them
-  pairs = the lane's numbers of the choices' x, for its first chunk
-  wait until the rows are there; weights = the lane's units of them
+  weights = the lane's units of the block's rows
   the products with the choices' x, and the sums over the warps  # BlockProduct
   finish: the epilogue stores
   """
   E, rows, width = weights[0].shape
   tiles = 1 if len(weights) > 1 else EXPERT_TILES
   row_tile, group = UOp.special(-(-rows // (TILE_ROWS * tiles)), "gidx0"), UOp.special(most_groups(T, K, E), "gidx1")
-  first_row, place = row_tile * (TILE_ROWS * tiles), group * (GROUP + 1)
-  block, named_weights = BlockProduct(target, share_of(width), TILE_TOKENS, first_row, rows, tiles), {f"weight{i}": w for i, w in enumerate(weights)}
-  staged = stages(target, weights, TILE_ROWS * tiles, block.sums_bytes(len(weights)))
-  stage = Stage(target, named_weights, TILE_ROWS * tiles) if staged else None
-  behind = behind_wait(target, buffers, *([stage.ready] if stage is not None else []))
+  behind, place = behind_wait(target, buffers), group * (GROUP + 1)
   named = behind["groups"][place].load()
   loop, zero = branch(0, (named >= 0) & (named < E))
   expert = named.maximum(0).minimum(E - 1).cast(dtypes.weakint)
+  block = BlockProduct(target, share_of(width), TILE_TOKENS, row_tile * (TILE_ROWS * tiles), rows, tiles)
   def entry(token:UOp) -> UOp: return behind["groups"][place + 1 + token + zero].load()
   def choice(entry:UOp) -> UOp: return entry.maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
   def token_of(token:UOp) -> UOp: return choice(entry(token)) // (T * K // x.tokens)
-  if stage is not None:
-    stage.ask(behind, expert * rows + first_row + zero)
-    pairs = loader(behind["x"].after(stage.asked), block, x, token_of)
-    planes = stage.arrived(*block.first_pairs(pairs))
-    def of_stage(chunk:int, number:int, last:UOp) -> Units:
-      """Behind the products before: registers hold no more than a matrix's units of a chunk"""
-      return block.load(weights[number].matrix({plane: rows.after(last) for plane, rows in planes.items()}, f"weight{number}"), chunk, staged=True)
-    places = block.products(of_stage, [[i] for i in range(len(weights))], pairs, loop)
-  else:
-    def of_expert(of_stack:Matrix) -> Matrix: return lambda row, unit, gate: of_stack(expert * rows + row + zero, unit, gate)
-    units = block.load_all([of_expert(weight.matrix(behind, name)) for name, weight in named_weights.items()])
-    places = block.products(of_loaded(units), [range(len(weights))], loader(behind["x"], block, x, token_of), loop)
+  matrices = [lambda row, unit, gate, matrix=weight.matrix(buffers, f"weight{i}"): matrix(expert * rows + row + zero, unit, gate)
+              for i, weight in enumerate(weights)]
+  places = block.products(block.load(matrices), loader(behind["x"], block, x, token_of), loop)
   stores = []
-  for quad in block.quads(len(weights), places):
+  for quad in block.quads(len(matrices), places):
     chosen = entry(quad.token)
     stores += finish(block, quad._replace(token=choice(chosen), inside=quad.inside & (chosen >= 0)), behind)
   return [UOp.group(*stores).end(loop)]

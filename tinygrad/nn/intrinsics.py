@@ -2,7 +2,6 @@
 from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Callable
 from tinygrad import Device, UOp, dtypes
 from tinygrad.renderer.cstyle import CUDARenderer, MetalRenderer
@@ -61,15 +60,6 @@ def _simdgroup(lane:UOp, i:int) -> tuple[UOp, UOp]: return lane // 16 * 4 + lane
 MMA_METAL = Mma(8, 8, 8, (2, 2, 2), _simdgroup, _simdgroup, _simdgroup, "METAL")
 
 @dataclass(frozen=True)
-class Bulk:
-  """A copy engine: it brings runs of memory to a block's shared memory while the block's threads go on. A barrier of eight bytes there counts what has
-  arrived. Statements; {0} points to the barrier."""
-  begin: str                   # a thread makes the barrier
-  expect: str                  # … and says that {bytes} will come
-  copy: str                    # {bytes} from {of} to {to}, both on 16 bytes
-  wait: str                    # every thread goes on when all is there
-
-@dataclass(frozen=True)
 class Target:
   """What a kernel may ask of a GPU. A str is a C expression over the operands {0}, {1}, … None: the GPU has no such instruction."""
   shuffle_xor: str             # {0} of the lane whose number differs by the bit {o}, a constant
@@ -79,7 +69,6 @@ class Target:
   byte_perm: str|None = None   # the four bytes of {0} and {1} that the digits of {2} number, the lowest first; uint32
   and_or: str|None = None      # {0} & {1} | {2}, of words, in one instruction where two of them are constants; uint32
   fma_halves: str|None = None  # {0} · {1} + {2}, each two halves of a word, rounded once; uint32
-  bulk: Bulk|None = None
   prefetch: str|None = None    # a statement: the line of memory at {0} is on its way to the nearest cache that all share
   lanes: int = 32              # of a warp
   shared_bytes: int = 32768    # of a block
@@ -96,18 +85,8 @@ TARGETS = {
   "METAL": Target("simd_shuffle_xor({{0}}, (ushort){o})", mma=MMA_METAL),
 }
 
-def _shared(pointer:str) -> str: return f'"r"((uint)__cvta_generic_to_shared({pointer}))'
-BULK_CUDA = Bulk(
-  f'asm volatile("mbarrier.init.shared.b64 [%0], 1; fence.mbarrier_init.release.cluster;" :: {_shared("{0}")} : "memory");',
-  f'asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: {_shared("{0}")}, "r"({{bytes}}) : "memory");',
-  'asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" '
-  f':: {_shared("{to}")}, "l"({{of}}), "r"({{bytes}}), {_shared("{0}")} : "memory");',
-  '{{ uint there; do asm volatile("{{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }}" '
-  f': "=r"(there) : {_shared("{0}")} : "memory"); while (!there); }}}}')
-
 # from Hopper on a kernel may start while those before it still run, up to the point where it waits for them (programmatic dependent launch)
-HOPPER = replace(TARGETS["CUDA"], bulk=BULK_CUDA,
-                 wait='asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); '
+HOPPER = replace(TARGETS["CUDA"], wait='asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); '
                                        'asm volatile("griddepcontrol.wait;" ::: "memory")')
 
 # the least compute capability -> the row, the newest first: m16n8k16 came with Ampere, m16n8k8 with Turing, dp4a with the second Pascal
@@ -186,27 +165,6 @@ def prefetch(target:Target, place:UOp) -> UOp:
   """An int32 zero, behind the request for the line of memory at a buffer's index. Nothing is read: whoever writes the line later is not missed."""
   assert target.prefetch is not None
   return UOp(Ops.CUSTOM, dtypes.int, src=(place,), arg=f"0; {target.prefetch}")
-
-def _by_one_thread(*statements:str) -> str: return f"if (threadIdx.x == 0) {{{{ {' '.join(statements)} }}}}"
-
-def bulk_begin(target:Target, barrier:UOp) -> UOp:
-  """An int32 zero, behind the making of a barrier, a place in shared memory. Every thread of the block comes here."""
-  assert target.bulk is not None
-  return UOp(Ops.CUSTOM, dtypes.int, src=(barrier,), arg=f"0; {_by_one_thread(target.bulk.begin)} __syncthreads();")
-
-def bulk_copy(target:Target, barrier:UOp, copies:list[tuple[UOp, UOp, int]]) -> UOp:
-  """An int32 zero, behind the request for copies (to, of, bytes). to is a place in shared memory, of is one in a buffer."""
-  assert target.bulk is not None
-  statements = [target.bulk.expect.replace("{bytes}", str(sum(size for *_, size in copies)))]
-  for i, (*_, size) in enumerate(copies):
-    places = {"{to}": f"{{{1 + 2 * i}}}", "{of}": f"{{{2 + 2 * i}}}", "{bytes}": str(size)}
-    statements.append(reduce(lambda text, place: text.replace(*place), places.items(), target.bulk.copy))
-  return UOp(Ops.CUSTOM, dtypes.int, src=(barrier, *(place for copy in copies for place in copy[:2])), arg=f"0; {_by_one_thread(*statements)}")
-
-def bulk_wait(target:Target, barrier:UOp, *after:UOp) -> UOp:
-  """A zero, behind the arrival of all that was asked for, and behind `after`"""
-  assert target.bulk is not None
-  return UOp(Ops.CUSTOM, dtypes.int, src=(barrier, *after), arg=f"0; {target.bulk.wait}")
 
 def round_to_int(value:UOp) -> UOp:
   """The nearest int32, halves away from zero"""
