@@ -142,16 +142,24 @@ PlaceOf = Callable[[int, int, int, int], UOp]           # (matrix, tile of rows,
 
 @dataclass(frozen=True)
 class Share:
-  """How a block's warps share out rows of `units`: each takes so many neighbouring chunks"""
+  """How the warps of a block, or of several that share rows, share out rows of `units`: each takes so many neighbouring chunks"""
   units: int
-  warps: int
+  warps: int                   # of a block
   chunks: int
+  blocks: int = 1
+  @property
+  def whole(self) -> bool:
+    """Whether there are as many chunks as the warps take"""
+    return self.blocks * self.warps * self.chunks * 4 == self.units
 
-def share_of(width:int) -> Share:
-  """The fewest chunks a warp, and then no more warps than have one"""
-  chunks = -(-width // CHUNK)
-  most = -(-chunks // MOST_WARPS)
-  return Share(width // UNIT, -(-chunks // most), most)
+def chunks_of(width:int) -> int: return -(-width // CHUNK)
+def warps_of(width:int) -> int:
+  """Of a block: no more than have the fewest chunks"""
+  return -(-chunks_of(width) // -(-chunks_of(width) // MOST_WARPS))
+def share_of(width:int, warps:int, blocks:int=1) -> Share: return Share(width // UNIT, warps, -(-chunks_of(width) // (blocks * warps)), blocks)
+def precise_blocks(width:int) -> int:
+  """Blocks that share rows of a precise product, so that each warp has a chunk: it takes six times as long as another's"""
+  return -(-chunks_of(width) // warps_of(width))
 
 class Quad(NamedTuple):
   """Four neighbouring rows' products with a token, of each matrix"""
@@ -169,11 +177,12 @@ class BlockProduct:
               sums += weights · pairs                            # tensor cores
   quads:    for some tokens at a time: shared = sums; barrier; the sums over the warps, four rows a thread
   """
-  def __init__(self, target:Target, share:Share, tokens:int, first_row:UOp, rows:int, row_tiles:int, slot:int=0, shared_bytes:int=SHARED_BYTES):
-    """tokens: of the block. slot: the number of its shared memory and, but one, of its registers"""
+  def __init__(self, target:Target, share:Share, tokens:int, first_row:UOp, rows:int, row_tiles:int, slot:int=0, shared_bytes:int=SHARED_BYTES,
+               first_chunk:UOp|int=0):
+    """tokens: of the block. slot: the number of its shared memory and, but one, of its registers. first_chunk: of the rows, that it multiplies"""
     assert target.mma is not None
     self.target, self.mma, self.share, self.tokens, self.row_tiles = target, target.mma, share, tokens, row_tiles
-    self.first_row, self.rows, self.slot, self.shared_bytes = first_row, rows, slot, shared_bytes
+    self.first_row, self.rows, self.slot, self.shared_bytes, self.first_chunk = first_row, rows, slot, shared_bytes, first_chunk
     self.n_threads = share.warps * target.lanes
     self.thread = UOp.special(self.n_threads, "lidx0")
     self.warp, self.lane = self.thread // target.lanes, self.thread % target.lanes
@@ -183,8 +192,8 @@ class BlockProduct:
   def unit(self, chunk:int) -> tuple[UOp, UOp|None]:
     """(the lane's unit of its warp's chunk, whether there is such a unit); None: always"""
     share = self.share
-    unit = (self.warp * share.chunks + chunk) * 4 + self.in_group
-    return unit, None if share.warps * share.chunks * 4 == share.units else unit < share.units
+    unit = (self.first_chunk + self.warp * share.chunks + chunk) * 4 + self.in_group
+    return unit, None if share.whole else unit < share.units
 
   def load(self, matrices:Sequence[Matrix]) -> Weights:
     def unit(matrix:Matrix, chunk:int, row:int) -> Unit:
@@ -289,7 +298,8 @@ class Part:
   """Some blocks of a launch.
   rows: of each of its matrices, which are multiplied with the same tokens.
   finish(block, quad, buffers) -> stores: the epilogue. buffers: those of the launch, whose loads come behind the wait.
-  precise: products as good as float32, by the rounding errors of tokens and weights."""
+  precise: products as good as float32, by the rounding errors of tokens and weights. precise_blocks of the width share its rows, and each stores sums
+  of its own: the quad's token is behind those of the blocks before."""
   rows: int
   matrices: Sequence[Matrix]
   finish: Finish
@@ -303,17 +313,20 @@ def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], pa
   the products, and the sums over the warps                      # BlockProduct
   finish: the epilogue stores
   """
-  T, share, stores, start = x.tokens, share_of(width), [], 0
+  T, stores, start = x.tokens, [], 0
   groups = -(-T // TOKENS_AT_ONCE)
   tiles = [row_tiles_of(part.rows, T) for part in parts]
-  counts = [-(-part.rows // (TILE_ROWS * tiles_of_part)) for part, tiles_of_part in zip(parts, tiles)]
+  blocks = [precise_blocks(width) if part.precise else 1 for part in parts]   # that share rows
+  counts = [-(-part.rows // (TILE_ROWS * tiles_of_part)) * of_rows for part, tiles_of_part, of_rows in zip(parts, tiles, blocks)]
   index = UOp.special(sum(counts) * groups, "gidx0")
   number, first_token = index % sum(counts), index // sum(counts) * TOKENS_AT_ONCE   # neighbouring blocks have the same tokens
   def token_of(token:UOp) -> UOp: return (first_token + token).minimum(T - 1)
-  for i, (part, row_tiles, count) in enumerate(zip(parts, tiles, counts)):
+  for i, (part, row_tiles, of_rows, count) in enumerate(zip(parts, tiles, blocks, counts)):
     loop, zero = branch(i, (number >= start) & (number < start + count)) if len(parts) > 1 else (None, 0)
-    first_row = (number - start + zero) * (TILE_ROWS * row_tiles)
-    block = BlockProduct(target, share, min(T, TOKENS_AT_ONCE), first_row, part.rows, row_tiles, i * SLOTS, SHARED_BYTES // len(parts))
+    tile, among = (number - start + zero) // of_rows, (number - start + zero) % of_rows
+    share = share_of(width, warps_of(width), of_rows)
+    block = BlockProduct(target, share, min(T, TOKENS_AT_ONCE), tile * (TILE_ROWS * row_tiles), part.rows, row_tiles, i * SLOTS,
+                         SHARED_BYTES // len(parts), among * (share.warps * share.chunks))
     weights = block.load(part.matrices)
     behind = behind_wait(target, buffers, *global_loads([units for of_chunk in weights for tiles in of_chunk for units in tiles]))
     low = loader(behind["low"], block, x, token_of, head) if part.precise else None
@@ -322,7 +335,7 @@ def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], pa
     for quad in block.quads(len(part.matrices), places):
       token = first_token + quad.token
       inside = quad.inside if T % TOKENS_AT_ONCE == 0 or groups == 1 else quad.inside & (token < T)
-      finished += part.finish(block, quad._replace(token=token, inside=inside), behind)
+      finished += part.finish(block, quad._replace(token=token + among * T, inside=inside), behind)
     stores += finished if loop is None else [UOp.group(*finished).end(loop)]
     start += count
   return stores
@@ -379,8 +392,8 @@ def few_heads(target:Target, x:Columns, weight:Weight) -> Columns:
   return Columns(launch(f"few_heads_{weight.label}_{T}", outs, {"x": x.words, **weight.args("w")}, body, weight.nbytes)[0], 1 / HALF_SCALE)
 
 def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|None=None, low:Columns|None=None) -> tuple[Columns, list[Tensor]]:
-  """silu(gate·x) · (up·x) for each token's x; gate, up: (F, D). And router·(x + low), as good as float32; router: (E, D) -> [float32 (T, E)].
-  In the kernel:
+  """silu(gate·x) · (up·x) for each token's x; gate, up: (F, D). And router·(x + low), as good as float32; router: (E, D) -> [float32
+  (precise_blocks, T, E), to be added up]. In the kernel:
 
   gate, up = gate·x and up·x of a tile of rows and all tokens    # a block
   out = silu(gate) · up · HALF_SCALE
@@ -393,7 +406,7 @@ def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|
     parts = [Part(F, [gate.matrix(buffers, "gate"), up.matrix(buffers, "up")], swiglu)]
     if router is not None: parts.append(router_part(router, buffers))
     return few_products(target, width, x, buffers, parts)
-  outs = {"y": columns_like(x.words, 1, T, F), **({} if router is None else {"logits": empty(x.words, T, router.shape[0])})}
+  outs = {"y": columns_like(x.words, 1, T, F), **({} if router is None else {"logits": empty(x.words, precise_blocks(width), T, router.shape[0])})}
   ins = {"x": x.words, **optional(low=None if router is None else low.words), **gate.args("gate"), **up.args("up"),
          **({} if router is None else router.args("router"))}
   name = "_".join(["few_gate_up", gate.label, *([] if router is None else ["router", router.label]), str(T)])
@@ -407,48 +420,71 @@ def router_part(router:Weight, buffers:dict[str, UOp]) -> Part:
   return Part(router.shape[0], [router.matrix(buffers, "router")], finish, precise=True)
 
 def few_router(target:Target, x:Columns, low:Columns, router:Weight) -> Tensor:
-  """router·(x + low) for each token's x, as good as float32. router: (E, D) -> float32 (T, E)"""
+  """router·(x + low) for each token's x, as good as float32. router: (E, D)
+  -> float32 (precise_blocks, T, E), to be added up"""
   E, width = router.shape
   def body(buffers:dict[str, UOp]) -> list[UOp]: return few_products(target, width, x, buffers, [router_part(router, buffers)])
   ins = {"x": x.words, "low": low.words, **router.args("router")}
-  return launch(f"few_router_{router.label}_{x.tokens}", {"logits": empty(x.words, x.tokens, E)}, ins, body, router.nbytes)[0]
+  return launch(f"few_router_{router.label}_{x.tokens}", {"logits": empty(x.words, precise_blocks(width), x.tokens, E)}, ins, body, router.nbytes)[0]
 
 # ---- experts ----
 
 EXPERT_TILES = 2   # of rows, that a block of one matrix makes: as many bytes as one of two matrices reads
 
-def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weight], x:Columns, T:int, K:int,
-                    finish:Finish) -> list[UOp]:
+class Shared(NamedTuple):
+  """What every token takes: a matrix (out, in), whose planes are the buffers named shared, and the tokens, the buffer x_shared, of the choices'
+  factor"""
+  weight: Weight
+  x: Columns
+
+def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weight], x:Columns, T:int, K:int, finish:Finish,
+                    shared:Shared|None=None) -> list[UOp]:
   """The stores of a launch on stacks of matrices, (E, out, in), and the tokens that chose each. x: of T tokens or T · K choices. buffers: x; groups,
-  as group_choices gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token. In the kernel:
+  as choose_groups gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token; T · K + token for what
+  the token has of the shared matrix, beside one stack. In the kernel:
 
   expert, choices = the group's                                  # a block a tile of rows of a group's expert; some groups are empty
   weights = the lane's units of the block's rows
   the products with the choices' x, and the sums over the warps  # BlockProduct
   finish: the epilogue stores
+  the same of the shared matrix                                  # blocks of their own, behind those of the groups: eight tokens each
   """
   E, rows, width = weights[0].shape
-  tiles = 1 if len(weights) > 1 else EXPERT_TILES
-  row_tile, group = UOp.special(-(-rows // (TILE_ROWS * tiles)), "gidx0"), UOp.special(most_groups(T, K, E), "gidx1")
-  behind, place = behind_wait(target, buffers), group * (GROUP + 1)
+  groups = most_groups(T, K, E)
+  tiles, warps = 1 if len(weights) > 1 else EXPERT_TILES, max(warps_of(width), 0 if shared is None else warps_of(shared.weight.shape[1]))
+  row_tile, group = (UOp.special(count, f"gidx{i}") for i, count in
+                     enumerate((-(-rows // (TILE_ROWS * tiles)), groups + (0 if shared is None else -(-T // TILE_TOKENS)))))
+  behind, place, first_row = behind_wait(target, buffers), group * (GROUP + 1), row_tile * (TILE_ROWS * tiles)
   named = behind["groups"][place].load()
-  loop, zero = branch(0, (named >= 0) & (named < E))
+  there = (named >= 0) & (named < E)
+  loop, zero = branch(0, there if shared is None else there & (group < groups))
   expert = named.maximum(0).minimum(E - 1).cast(dtypes.weakint)
-  block = BlockProduct(target, share_of(width), TILE_TOKENS, row_tile * (TILE_ROWS * tiles), rows, tiles)
+  shared_bytes = SHARED_BYTES // (1 if shared is None else 2)
+  block = BlockProduct(target, share_of(width, warps), TILE_TOKENS, first_row, rows, tiles, 0, shared_bytes)
   def entry(token:UOp) -> UOp: return behind["groups"][place + 1 + token + zero].load()
   def choice(entry:UOp) -> UOp: return entry.maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
   def token_of(token:UOp) -> UOp: return choice(entry(token)) // (T * K // x.tokens)
   matrices = [lambda row, unit, gate, matrix=weight.matrix(buffers, f"weight{i}"): matrix(expert * rows + row + zero, unit, gate)
               for i, weight in enumerate(weights)]
-  places = block.products(block.load(matrices), loader(behind["x"], block, x, token_of), loop)
-  stores = []
+  places, stores = block.products(block.load(matrices), loader(behind["x"], block, x, token_of), loop), []
   for quad in block.quads(len(matrices), places):
     chosen = entry(quad.token)
     stores += finish(block, quad._replace(token=choice(chosen), inside=quad.inside & (chosen >= 0)), behind)
-  return [UOp.group(*stores).end(loop)]
+  ends = [UOp.group(*stores).end(loop)]
+  if shared is None: return ends
+  loop, zero = branch(1, group >= groups)
+  block = BlockProduct(target, share_of(shared.weight.shape[1], warps), TILE_TOKENS, first_row + zero, rows, tiles, SLOTS, shared_bytes)
+  first, stores = (group - groups).maximum(0) * TILE_TOKENS, []
+  places = block.products(block.load([shared.weight.matrix(buffers, "shared")]),
+                          loader(behind["x_shared"], block, shared.x, lambda token: (first + token).minimum(T - 1)), loop)
+  for quad in block.quads(1, places):
+    token = first + quad.token
+    stores += finish(block, quad._replace(token=T * K + token, inside=quad.inside & (token < T)), behind)
+  return [*ends, UOp.group(*stores).end(loop)]
 
 def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], groups:Tensor, scale:Tensor) -> Columns:
-  """silu(gate·x) · (up·x) · scale for each token's x and chosen expert. weights: gate and up, (E, F, D); groups: what group_choices returns;
+  """silu(gate·x) · (up·x) · scale for each token's x and chosen expert. weights: gate and up, (E, F, D); groups: what choose_groups
+  returns;
   scale: float32 (T, K) -> F numbers of each of the T·K choices"""
   (_, rows, _), (T, K) = weights[0].shape, scale.shape
   def body(buffers:dict[str, UOp]) -> list[UOp]:
@@ -461,25 +497,30 @@ def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], 
   name, outs = f"few_expert_gate_up_{K}_{weights[0].label}_{T}", {"y": columns_like(x.words, 1, T * K, rows)}
   return Columns(launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))[0], 1 / HALF_SCALE)
 
-def few_expert_down(target:Target, x:Columns, weight:Weight, groups:Tensor, K:int) -> Tensor:
-  """W[expert]·x for each choice's x. weight: (E, out, in); groups: what group_choices returns -> float32 (T·K, out)"""
-  rows = weight.shape[1]
+def few_expert_down(target:Target, x:Columns, weight:Weight, groups:Tensor, K:int, shared:Shared|None=None) -> Tensor:
+  """W[expert]·x for each choice's x, and behind them the shared matrix times each of its tokens. weight: (E, out, in); groups: what choose_groups
+  returns -> float32 (T·K, out), or (T·K + T, out)"""
+  rows, T = weight.shape[1], x.tokens // K
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
       return block.store(buffers["y"], quad.token * rows + quad.row, quad, [value * x.factor for value in quad.sums[0]])
-    return expert_products(target, buffers, [weight], x, x.tokens // K, K, finish)
+    return expert_products(target, buffers, [weight], x, T, K, finish, shared)
   ins = {"x": x.words, "groups": groups, **weight.args("weight0")}
-  name, outs = f"few_expert_down_{K}_{weight.label}_{x.tokens // K}", {"y": empty(x.words, x.tokens, rows)}
-  return launch(name, outs, ins, body, weight.nbytes)[0]
+  if shared is not None: ins |= {"x_shared": shared.x.words, **shared.weight.args("shared")}
+  name = "_".join([f"few_expert_down_{K}", weight.label, *([] if shared is None else ["shared", shared.weight.label]), str(T)])
+  nbytes = weight.nbytes + (0 if shared is None else shared.weight.nbytes)
+  return launch(name, {"y": empty(x.words, x.tokens + (0 if shared is None else T), rows)}, ins, body, nbytes)[0]
 
 def few_sum(target:Target, residual:Tensor, each:Tensor, K:int) -> Tensor:
-  """residual + Σ_k each[token · K + k]. residual: float32 (T, D); each: float32 (T·K, D) -> (T, D). In the kernel, a thread makes four numbers."""
+  """residual + Σ_k each[token · K + k], and + each[T · K + token] where there are such rows. residual: float32 (T, D); each: float32
+  (T·K, D) or (T·K + T, D) -> (T, D). In the kernel, a thread makes four numbers."""
   (T, D), threads = residual.shape, 4 * target.lanes
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, part, thread = UOp.special(T, "gidx0"), UOp.special(-(-D // (4 * threads)), "gidx1"), UOp.special(threads, "lidx0")
     behind, quad = behind_wait(target, buffers), part * threads + thread
     inside = None if D % (4 * threads) == 0 else quad < D // 4
     def load(name:str, row:UOp) -> list[UOp]: return [behind[name][gated(row * D + quad * 4 + i, inside)].load() for i in range(4)]
-    terms = [load("residual", token), *(load("each", token * K + k) for k in range(K))]
+    rows = [token * K + k for k in range(K)] + [token + T * K] * (each.shape[0] > T * K)
+    terms = [load("residual", token), *(load("each", row) for row in rows)]
     return [buffers["y"][gated(token * D + quad * 4 + i, inside)].store(sum_in_order(of_number)) for i, of_number in enumerate(zip(*terms))]
-  return launch(f"few_sum_{T}_{D}_{K}", {"y": empty(residual, T, D)}, {"residual": residual, "each": each}, body)[0]
+  return launch(f"few_sum_{T}_{D}_{K}_{each.shape[0]}", {"y": empty(residual, T, D)}, {"residual": residual, "each": each}, body)[0]

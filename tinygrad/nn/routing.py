@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, group_reduce, group_sum
-from tinygrad.nn.kernel import SLOTS, behind_wait, empty, exp, launch, local, optional, total
+from tinygrad.nn.kernel import SLOTS, behind_wait, empty, exp, gated, launch, local, optional, total
 from tinygrad.uop.ops import Ops
 
 class Gating(enum.IntEnum):
@@ -14,6 +14,7 @@ class Gating(enum.IntEnum):
   SOFTMAX_WEIGHT = 3       # softmax over the chosen logits only
 
 NEVER = -1e30              # a logit that no expert has
+LEFT_OUT = -3e38           # a choice that loses to every other
 LEAST_SUM = 6.103515625e-5 # of the chosen scores, before they are normalized
 
 @dataclass(frozen=True)
@@ -103,15 +104,18 @@ class TopKInKernel:
   def expert(self, k:UOp) -> UOp: return self.ids[k].load().maximum(0).minimum(self.experts - 1)  # where logits are no numbers, none was chosen
 
   def weight(self, k:UOp) -> UOp:
-    values, weight = [self.values[i].load() for i in range(self.routing.count)], self.values[k].load()
-    if self.routing.gating == Gating.SOFTMAX_WEIGHT:
-      top = total(values, UOp.maximum)
-      values, weight = [exp(value - top) for value in values], exp(weight - top)
-      weight, values = weight / total(values, UOp.add), [value / total(values, UOp.add) for value in values]
-    return (weight / total(values, UOp.add).maximum(LEAST_SUM) if self.routing.normalize else weight) * self.routing.scale
+    return weight_of([self.values[i].load() for i in range(self.routing.count)], self.values[k].load(), self.routing)
 
-def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing, overlaps:bool=False) -> tuple[Tensor, Tensor]:
-  """choose_experts in a launch. overlaps: it starts while those before it run. In the kernel:
+def weight_of(scores:list[UOp], score:UOp, routing:Routing) -> UOp:
+  """The weight of one of a token's chosen experts by their scores"""
+  if routing.gating == Gating.SOFTMAX_WEIGHT:
+    top = total(scores, UOp.maximum)
+    scores, score = [exp(other - top) for other in scores], exp(score - top)
+    score, scores = score / total(scores, UOp.add), [other / total(scores, UOp.add) for other in scores]
+  return (score / total(scores, UOp.add).maximum(LEAST_SUM) if routing.normalize else score) * routing.scale
+
+def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
+  """choose_experts in a launch. In the kernel:
 
   TopKInKernel of the token's logits                          # a block a token
   thread k < count: experts[k], weights[k] = expert(k), weight(k)
@@ -119,7 +123,6 @@ def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing, overla
   (T, E), K = logits.shape, routing.count
   threads = -(-max(E, K) // target.lanes) * target.lanes
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    if overlaps: buffers = behind_wait(target, buffers)
     token, thread = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0")
     top_k = TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token)
     top_k.barrier(thread, threads, UOp.const(0), [])
@@ -131,8 +134,8 @@ def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing, overla
   experts, weights = launch(f"choose_experts_{T}_{E}_{K}_{routing.gating}", outs, ins, body)
   return experts, weights
 
-def sort_by_expert(target:Target, chosen:Tensor, experts:int, overlaps:bool=False) -> tuple[Tensor, Tensor]:
-  """The choices of each expert, in order. overlaps: see choose_experts_prefill. chosen: int32 (T, K), a token's distinct experts -> order, int32
+def sort_by_expert(target:Target, chosen:Tensor, experts:int) -> tuple[Tensor, Tensor]:
+  """The choices of each expert, in order. chosen: int32 (T, K), a token's distinct experts -> order, int32
   (E, T): choices, token · K + k, of which the first counts[e] of row e are written; and counts, int32 (E,). In the kernel:
 
   hits = which of a thread's consecutive choices are the expert's   # a block an expert
@@ -144,7 +147,6 @@ def sort_by_expert(target:Target, chosen:Tensor, experts:int, overlaps:bool=Fals
   threads, n_choices = group_size * group_size, T * K
   per_thread = -(-n_choices // threads)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    if overlaps: buffers = behind_wait(target, buffers)
     expert, thread, own = UOp.special(experts, "gidx0"), UOp.special(threads, "lidx0"), []
     group, member = thread // group_size, thread % group_size
     for i in range(per_thread):
@@ -173,6 +175,7 @@ def sort_by_expert(target:Target, chosen:Tensor, experts:int, overlaps:bool=Fals
   order, counts = launch(f"sort_by_expert_{experts}", outs, {"chosen": chosen}, body)
   return order, counts
 
+MOST_WARPS = 16   # of a block that chooses: its threads have registers for several tokens
 GROUP = 8   # choices of an expert that a tile of few tokens takes together
 SPARE = 8   # rows behind the groups: threads past a group's choices read there, and what they read is not used
 
@@ -181,37 +184,45 @@ def most_groups(tokens:int, count:int, experts:int) -> int:
   choices = tokens * count
   return min(choices, experts) + (max(choices - experts, 0) if tokens > GROUP else 0) // GROUP
 
-def group_choices(target:Target, chosen:Tensor, experts:int) -> Tensor:
-  """The choices of each expert in groups of GROUP, one expert's after another's. chosen: int32 (T, K), a token's distinct experts -> int32
-  (most_groups + SPARE, 1 + GROUP): a group's expert and its choices, token · K + k; -1: none. A block makes it all. In the kernel:
+def choose_groups(target:Target, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
+  """choose_experts of a few tokens, and the choices of each expert in groups of GROUP, one expert's after another's. logits: float32 (S, T, E),
+  to be added up -> groups, int32 (most_groups + SPARE, 1 + GROUP): a group's expert and its choices, token · K + k; -1: none; and the weights, float32
+  (T, K). A block makes it all. In the kernel:
 
-  everyone = chosen, in shared memory; barrier
+  K times: choice = the best of a token's choices that is left          # a warp a token, or several one after another; ids, scores in shared memory
+  weights = of the scores
   rank = the number of earlier choices of the same expert               # a thread a choice
   count = the number of choices                                         # a thread an expert
   first = the groups of the experts before                              # in shared memory; barriers
   groups[first + rank / GROUP, 1 + rank % GROUP] = choice; groups[first …, 0] = expert; what is left is -1
   """
-  (T, K), n_groups = chosen.shape, most_groups(chosen.shape[0], chosen.shape[1], experts)
-  n_choices, width = T * K, GROUP + 1
-  threads = -(-max(n_choices, experts, n_groups) // target.lanes) * target.lanes
+  (parts, T, E), K, n_groups = logits.shape, routing.count, most_groups(logits.shape[1], routing.count, logits.shape[2])
+  n_choices, width, lanes = T * K, GROUP + 1, target.lanes
+  warps = max(min(T, MOST_WARPS), -(-max(n_choices, E, n_groups) // lanes))
   zero, one = UOp.const(0, dtypes.int), UOp.const(1, dtypes.int)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    behind, thread = behind_wait(target, buffers), UOp.special(threads, "lidx0")
-    is_choice, is_expert, number = thread < n_choices, thread < experts, thread.cast(dtypes.int)
-    own = behind["chosen"][thread.valid(is_choice)].load().maximum(0).minimum(experts - 1)
-    everyone = local(n_choices, dtypes.int, 0)
-    everyone = everyone.after(UOp(Ops.BARRIER, src=(everyone[thread.valid(is_choice)].store(own),)))
-    all_choices = [everyone[i].load() for i in range(n_choices)]
+    behind, thread = behind_wait(target, buffers), UOp.special(warps * lanes, "lidx0")
+    is_choice, is_expert, number = thread < n_choices, thread < E, thread.cast(dtypes.int)
+    ids, scores, stores = local(n_choices, dtypes.int, 0), local(n_choices, dtypes.float, 1), []
+    for first in range(0, T, warps):
+      token = thread // lanes + first
+      top_k = TopKOfWarp(target, routing, E, parts, T, behind["logits"], buffers.get("bias"), token, None if first + warps <= T else token < T)
+      stores += top_k.stores(thread % lanes, ids, scores)
+    chosen = UOp(Ops.BARRIER, src=tuple(stores))
+    ids, scores = ids.after(chosen), scores.after(chosen)
+    choice = is_choice.where(thread, 0)
+    weight = weight_of([scores[choice // K * K + i].load() for i in range(K)], scores[choice].load(), routing)
+    own, all_choices = ids[choice].load(), [ids[i].load() for i in range(n_choices)]
     rank = total([(other.eq(own) & (number > i)).where(one, zero) for i, other in enumerate(all_choices)], UOp.add)
     count = total([other.eq(number).where(one, zero) for other in all_choices], UOp.add)
     own_groups = (count + (GROUP - 1)) // GROUP
-    groups_of = local(experts, dtypes.int, 1)
+    groups_of = local(E, dtypes.int, 2)
     groups_of = groups_of.after(UOp(Ops.BARRIER, src=(groups_of[thread.valid(is_expert)].store(own_groups),)))
-    all_groups = [groups_of[i].load() for i in range(experts)]
-    first = total([(number > i).where(other, 0) for i, other in enumerate(all_groups)], UOp.add)
-    firsts = local(experts, dtypes.int, 2)
-    firsts = firsts.after(UOp(Ops.BARRIER, src=(firsts[thread.valid(is_expert)].store(first),)))
-    groups, stores = buffers["groups"], []
+    all_groups = [groups_of[i].load() for i in range(E)]
+    first_group = total([(number > i).where(other, 0) for i, other in enumerate(all_groups)], UOp.add)
+    firsts = local(E, dtypes.int, 3)
+    firsts = firsts.after(UOp(Ops.BARRIER, src=(firsts[thread.valid(is_expert)].store(first_group),)))
+    groups, stores = buffers["groups"], [buffers["weights"][thread.valid(is_choice)].store(weight)]
     def put(group:UOp, column:UOp|int, value:UOp, there:UOp) -> None:
       """Not in the gate: tinygrad would take `there` for true in all that the place depends on, the barriers' stores too"""
       place = there.where(group, n_groups)
@@ -219,10 +230,59 @@ def group_choices(target:Target, chosen:Tensor, experts:int) -> Tensor:
       index = taken.where(place, 0).cast(dtypes.weakint) * width + column
       stores.append(groups[index.valid(taken)].store(value))
     put(firsts[own.cast(dtypes.weakint)].load() + rank // GROUP, (rank % GROUP).cast(dtypes.weakint) + 1, number, is_choice)
-    for i in range(-(-T // GROUP)): put(first + i, 0, number, is_expert & (own_groups > i))
+    for i in range(-(-T // GROUP)): put(first_group + i, 0, number, is_expert & (own_groups > i))
     in_last = count - (own_groups - 1) * GROUP
-    for i in range(1, GROUP): put(first + own_groups - 1, i + 1, zero - 1, is_expert & (own_groups > 0) & (in_last <= i))
+    for i in range(1, GROUP): put(first_group + own_groups - 1, i + 1, zero - 1, is_expert & (own_groups > 0) & (in_last <= i))
     put(number, 0, zero - 1, (number >= total(all_groups, UOp.add)) & (number < n_groups))
     return stores
-  outs = {"groups": empty(chosen, n_groups + SPARE, width, dtype=dtypes.int32)}
-  return launch(f"group_choices_{T}_{K}_{experts}", outs, {"chosen": chosen}, body)[0]
+  outs = {"groups": empty(logits, n_groups + SPARE, width, dtype=dtypes.int32), "weights": empty(logits, T, K)}
+  ins = {"logits": logits, **optional(bias=routing.bias)}
+  groups, weights = launch(f"choose_groups_{parts}_{T}_{K}_{E}_{routing.gating}", outs, ins, body)
+  return groups, weights
+
+@dataclass(frozen=True)
+class TopKOfWarp:
+  """choose_experts of a token within a warp, whose lanes share out the experts. there: whether there is such a token; None: always.
+  logits: (parts, tokens, E), to be added up; bias: float32 buffers"""
+  target: Target
+  routing: Routing
+  experts: int
+  parts: int
+  tokens: int
+  logits: UOp
+  bias: UOp|None
+  token: UOp
+  there: UOp|None
+
+  def reduce(self, value:UOp, op:Callable[[UOp, UOp], UOp]) -> UOp: return group_reduce(self.target, value, self.target.lanes, op)
+
+  def scores(self, own:list[tuple[UOp, UOp|None]]) -> list[UOp]:
+    """Of the lane's experts"""
+    def logit(expert:UOp, inside:UOp|None) -> UOp:
+      rows = [(self.token + part * self.tokens) * self.experts + expert for part in range(self.parts)]
+      value = total([self.logits[gated(row, inside, self.there)].load() for row in rows], UOp.add)
+      return value if inside is None else inside.where(value, NEVER)
+    logits = [logit(*expert) for expert in own]
+    if self.routing.gating == Gating.SOFTMAX:
+      top = self.reduce(total(logits, UOp.maximum), UOp.maximum)
+      powers = [exp(value - top) for value in logits]
+      inverse = 1 / self.reduce(total(powers, UOp.add), UOp.add)
+      return [power * inverse for power in powers]
+    return [1 / (1 + exp(-value)) for value in logits] if self.routing.gating == Gating.SIGMOID else logits
+
+  def stores(self, lane:UOp, ids:UOp, scores:UOp) -> list[UOp]:
+    """… of the choices to shared memory, best first: experts at token · K + k of ids, their scores likewise. lane: of the warp"""
+    lanes, count, stores = self.target.lanes, self.routing.count, []
+    own = [(lane + first, None if first + lanes <= self.experts else lane + first < self.experts) for first in range(0, self.experts, lanes)]
+    own_scores = self.scores(own)
+    choices = own_scores if self.bias is None else [score + self.bias[gated(expert, inside)].load() for score, (expert, inside) in zip(own_scores, own)]
+    choices = [choice if inside is None else inside.where(choice, LEFT_OUT) for choice, (_, inside) in zip(choices, own)]
+    for k in range(count):
+      best = self.reduce(total(choices, UOp.maximum), UOp.maximum)
+      firsts = [choice.eq(best).where(expert, self.experts - 1).cast(dtypes.int) for choice, (expert, _) in zip(choices, own)]
+      expert = self.reduce(total(firsts, UOp.minimum), UOp.minimum)   # where logits are no numbers, any
+      is_own, place = [number.cast(dtypes.int).eq(expert) for number, _ in own], self.token * count + k
+      stores.append(ids[gated(place, lane.eq(0), self.there)].store(expert))
+      stores += [scores[gated(place, mine, self.there)].store(score) for mine, score in zip(is_own, own_scores)]
+      choices = [mine.where(LEFT_OUT, choice) for mine, choice in zip(is_own, choices)]
+    return stores
