@@ -118,7 +118,8 @@ def test_what_was_read_before_giving_way_is_known():
   assert b.state is State.WAITING and s.running == [a]
   assert s.next_chunk() == (b, 8, range(SLICES)) and b.rows == 8
 
-@pytest.mark.parametrize("leave", [lambda s, q: s.end(q, "abort"), lambda s, q: s.preempt(), lambda s, q: s.recover()], ids=["end", "preempt", "recover"])
+@pytest.mark.parametrize("leave", [lambda s, q: s.end(q, "abort"), lambda s, q: s.preempt(), lambda s, q: s.recover()],
+                         ids=["end", "preempt", "recover"])
 def test_a_chunk_that_is_given_up(leave):
   """The next one begins at its first slice"""
   s = with_answers(decode=.01, s64=.01)
@@ -203,7 +204,7 @@ def test_deeper_is_slower():
 def test_a_target_that_is_none():
   s = with_answers(.01)
   s.max_stall = float("inf")
-  assert [slices for slices in between_steps(s, 9.0)] == [range(SLICES)] * 16
+  assert between_steps(s, 9.0) == [range(SLICES)] * 16
 
 def test_the_average_is_of_late():
   s = made()

@@ -50,8 +50,8 @@ class Steps(Protocol):
   kernels_a_token: int     # launches of the newest decode step; 0 before the first
 
   def prefill(self, ids:list[int], start:int, size:int, table:list[int], slices:range) -> None:
-    """These slices of what writes the rows of ids, `size` at most, the first of them at position `start`; what it writes past them, up to `size`, does
-    not count. When all slices have run in their order, whatever steps between them, all rows are written."""
+    """These slices of what writes the rows of ids, `size` at most, the first of them at position `start`; what it writes past them, up to `size`,
+    does not count. When all slices have run in their order, whatever steps between them, all rows are written."""
   def set_batch(self, rows:list[BatchRow]) -> None:
     """What launch runs from here on. Launches that were not read are forgotten."""
   def set_table(self, row:int, table:list[int]) -> None:
@@ -83,8 +83,8 @@ class Engine:
   Whoever waits for a token drives: it does pieces of work, for all sequences, until its own token is there. One thread drives at a time, the others
   wait for news. The driver alone touches the device, the scheduler and the pool; `add` and `abort` leave it word."""
   def __init__(self, runner:Steps, pages:int, max_rows:int=64, max_stall:float=MAX_STALL):
-    """pages: of the cache, page 0 included. max_rows: answers that run at once. max_stall: seconds from token to token of one of them, at most, while a
-    prompt is read."""
+    """pages: of the cache, page 0 included. max_rows: answers that run at once. max_stall: seconds from token to token of one of them, at most, while
+    a prompt is read."""
     self.runner, self.pool = runner, Pool(pages)
     self.scheduler = Scheduler(self.pool, runner.sizes, runner.few, runner.slices, max_rows, max_stall)
     self.capacity = min(runner.max_context, self.pool.rows)  # tokens of one sequence
@@ -169,8 +169,8 @@ class Engine:
     """Until the device is done"""
     self._drive(self.runner.wait)
   def warm(self, sampling:Sampling=Sampling()) -> None:
-    """Records what chunks of all sizes need, and steps of all numbers of answers that are drawn as by `sampling`; it is else recorded, and the first time
-    compiled, when first needed, while all wait"""
+    """Records chunks of all sizes, and steps of all numbers of answers that are drawn as by `sampling`. They are else recorded, and the first time
+    compiled, when first needed, while all wait."""
     self._drive(lambda: self._warm(sampling.features))
 
   @property

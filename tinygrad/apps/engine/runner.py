@@ -189,9 +189,9 @@ class Runner:
     return replay, self.model.logits(self.chunk_step(size), self.ids[size], replay.run)
 
   def prefill(self, ids:Sequence[int], start:int, size:int, table:Sequence[int], slices:range|None=None) -> None:
-    """Enqueues these slices of a chunk, by default all: it writes the rows of at most `size` tokens from position `start` on. It is padded; what pads it
-    lies behind the sequence's end, in rows that are written again before they are read, or in page 0. Decode steps may run between its slices: they
-    write other pages, and have other memory for what is in between."""
+    """Enqueues these slices of a chunk, by default all: it writes the rows of at most `size` tokens from position `start` on. It is padded; what pads
+    it lies behind the sequence's end, in rows that are written again before they are read, or in page 0. Decode steps may run between its slices:
+    they write other pages, and have other memory for what is in between."""
     if size not in self.chunks: self.chunks[size] = self.cut(self.record_chunk(size))
     self._set_chunk(ids, start, size, table)
     for i in range(self.slices) if slices is None else slices: enqueue(self.chunks[size][i])
@@ -210,8 +210,8 @@ class Runner:
 
   # ---- at the start ----
   def warm(self, rows:int, features:Features) -> None:
-    """Records chunks of all sizes, and steps by these features of all sizes of a batch up to so many rows, compiles all kernels beside each other, and
-    runs each once, for nobody: a graph is made when it first runs"""
+    """Records chunks of all sizes, and steps by these features of all sizes of a batch up to so many rows, compiles all kernels beside each other,
+    and runs each once, for nobody: a graph is made when it first runs"""
     batches = [self.batch_of(size) for size in ROWS if size <= self.batch_of(rows).size]
     for batch in batches:
       batch.set([])
