@@ -68,6 +68,7 @@ class Steps(Protocol):
     """As prefill, of sizes[0] ids at most -> float32 (len(ids), vocab), the logits after each"""
 
 MAX_STALL = .05  # seconds
+LONG = 1.0       # seconds that answers wait for what is recorded before it is said
 AHEAD = 4  # chunks of a prompt that the device is given before it is waited for, where no answer runs
 
 class Engine:
@@ -252,8 +253,8 @@ class Engine:
     self.chunks, self.chunk_seconds = [], 0.0
 
   def _tell(self, seconds:float, what:str) -> None:
-    """Says, once, that answers waited too long for what was recorded"""
-    if self.told or seconds <= max(self.scheduler.max_stall, MAX_STALL): return
+    """Says, once, that answers waited long for what was recorded"""
+    if self.told or seconds < max(LONG, self.scheduler.max_stall): return
     self.told = True
     print(f"answers waited {seconds:.1f} s while {what} were recorded and compiled, as any size is when first needed: --warm does all at the start",
           file=sys.stderr)
