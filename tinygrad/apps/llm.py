@@ -75,8 +75,8 @@ def benchmark_flags(p:Parser, bench:bool) -> None:
            "it. -p, -n, -d and -r are then short for the four")
   add("parallel", metavar="LIST", help="a table of so many sequences decoded at once, by --benchmark N tokens each (default 64) after a prompt of -p "
       "(default 128) or --depth tokens, which is not timed")
-  add("arriving", type=int_at_least(2), metavar="N", help="with --parallel: how long each waits from token to token while a prompt of N tokens is read, "
-      "and how fast that is, beside both without the other")
+  add("arriving", type=int_at_least(2), metavar="N", help="with --parallel: how long each waits from token to token while a prompt of N tokens is "
+      "read, and how fast that is, beside both without the other")
   add("n_prompt", "-p", metavar="LIST", help="a table's prefills: tokens of each (default 512; 0: none)")
   add("n_gen", "-n", metavar="LIST", help="a table's decodings: tokens of each (default 128; 0: none)")
   add("depth", "-d", metavar="LIST", help="tokens in the cache before a benchmark's first (default 0); several: a table")

@@ -480,7 +480,7 @@ def arrive(engine:Engine, prompts:list[list[int]], count:int, late:list[int], ro
       while s.state is not State.ENDED: tick()
     if s.error: raise s.error
     if any(s.state is not State.RUNNING for s in sequences):
-      raise UserError("--arriving: an answer ended, or gave way, before the prompt was read: a larger --max_context, or --cache_tokens, has room for it")
+      raise UserError("--arriving: an answer ended, or gave way, before the prompt was read: a larger --max_context or --cache_tokens has room for it")
   finally:
     for s in sequences: engine.abort(s)
   between = np.diff(times).tolist()
@@ -501,9 +501,9 @@ def table_arriving(model:Model, name:str, wanted:Arriving, output:str, plot:Path
     print(line([title for title, _ in ARRIVING]))
     print("| " + " | ".join("-" * (w - 1) + ":" for _, w in ARRIVING) + " |", flush=True)
   def prompt(tokens:int) -> list[int]: return rng.integers(0, vocab, tokens).tolist()
-  rows = [Arrival(n, wanted.arriving) for n in wanted.sequences]
+  rows, engine.told = [Arrival(n, wanted.arriving) for n in wanted.sequences], True   # a row's first run records and compiles: nobody waits
   for row in rows:
-    for run in range(wanted.repetitions + 1):   # the first records and compiles
+    for run in range(wanted.repetitions + 1):
       into = row if run else Arrival(row.sequences, wanted.arriving)
       into.alone.append((wanted.arriving - 1) / prefill_seconds(engine, prompt(wanted.arriving), 0, into.others))
       arrive(engine, [prompt(wanted.prompt) for _ in range(row.sequences)], wanted.gen, prompt(wanted.arriving), into)
