@@ -480,7 +480,7 @@ def arrive(engine:Engine, prompts:list[list[int]], count:int, late:list[int], ro
       while s.state is not State.ENDED: tick()
     if s.error: raise s.error
     if any(s.state is not State.RUNNING for s in sequences):
-      raise UserError("--arriving: an answer ended, or gave way, before the prompt was read: a larger --max_context or --cache_tokens has room for it")
+      raise UserError("--arriving: an answer ended, or gave way, before the prompt was read: a larger --max_context or --cache_tokens has room")
   finally:
     for s in sequences: engine.abort(s)
   between = np.diff(times).tolist()
