@@ -385,6 +385,8 @@ def test_sizes_not_recorded_are_waited_for_once_and_said(monkeypatch, capsys):
   e = toy(1000, 4096, runner=type("Cold", (Device,), dict(first=7.0)))
   e.runner.pool, device, stalls = None, e.runner, []
   monkeypatch.setattr(engine.time, "perf_counter", lambda: device.now)
+  list(e.generate(PROMPT[:20], 1))   # nobody else waits
+  assert device.recorded == {32} and capsys.readouterr() == ("", "")
   running, said = e.add(Request([1])), 0
   while len(running.produced) < 5: e.step()
   before, arrived = device.now, e.add(Request(PROMPT * 3, limit=1))
@@ -392,7 +394,9 @@ def test_sizes_not_recorded_are_waited_for_once_and_said(monkeypatch, capsys):
     e.step()
     if len(running.produced) > said: said, before, stalls = len(running.produced), device.now, stalls + [device.now - before]
   cold = stalls.index(max(stalls))
-  assert 7 < stalls.pop(cold) < 7.01 and max(stalls[cold:cold + device.slices - 1]) < .01 < max(stalls) < .051 and device.recorded == {512}
+  assert 7 < stalls.pop(cold) < 7.01 and max(stalls[cold:cold + device.slices - 1]) < .01 < max(stalls) < .051
+  e.prefill(PROMPT[100:200])
+  assert device.recorded == {32, 256, 512}
   out, err = capsys.readouterr()
   assert out == "" and err == ("answers waited 7.0 s while chunks of 512 tokens were recorded and compiled, as any size is when first needed: "
                                "--warm does all at the start\n")
