@@ -92,7 +92,9 @@ class ToyRunner:
     self.unread.append(np.array([row[0] for row in self.batch], np.int32))
   def read(self) -> np.ndarray: return self.unread.popleft()
   def wait(self) -> None: pass
-  def warm(self, rows: int, features: Any) -> None: self.warmed.append((rows, features))
+  def warm(self, rows: int, features: Any) -> None:
+    self.batch.clear()   # as a runner that runs a step of each size has it
+    self.warmed.append((rows, features))
   def logits(self, ids: list[int], start: int, table: list[int]) -> np.ndarray:
     chunk = self.under_way
     self.prefill(ids, start, self.sizes[0], table)

@@ -401,6 +401,16 @@ def test_sizes_not_recorded_are_waited_for_once_and_said(monkeypatch, capsys):
   assert out == "" and err == ("answers waited 7.0 s while chunks of 512 tokens were recorded and compiled, as any size is when first needed: "
                                "--warm does all at the start\n")
 
+def test_warming_beside_answers(page: int):
+  """All sizes are known then, and what runs goes on"""
+  e = toy(100, max_rows=5)
+  answer, sampling = e.generate(PROMPT[:10], 30), Sampling(.5, top_p=.9)
+  said = [next(answer), next(answer)]
+  e.warm(sampling)
+  assert e.runner.warmed == [(5, sampling.features)] and e.recorded == {*e.runner.sizes} and not e.flying
+  assert said + list(answer) == alone(PROMPT[:10], 30)
+  finish(e)
+
 # ---- what fails ----
 
 class Failing(ToyRunner):

@@ -174,17 +174,19 @@ def test_steps_between_slices(alone: Alone, monkeypatch: pytest.MonkeyPatch):
   monkeypatch.setattr(runner_module, "SLICE", 1)
   engine, ids = Engine(runner_of(alone.path), PAGES, max_stall=1e-9), alone.prompts[2]
   assert engine.runner.slices == len(engine.runner.model.blk) > 1
-  enqueued, enqueue = [], runner_module.enqueue
-  monkeypatch.setattr(runner_module, "enqueue", lambda part: (enqueued.append(id(part)), enqueue(part)))
+  enqueued, asked, enqueue, prefill = [], [], runner_module.enqueue, engine.runner.prefill
+  monkeypatch.setattr(runner_module, "enqueue", lambda part: (enqueued.append(part), enqueue(part)))
+  monkeypatch.setattr(engine.runner, "prefill", lambda *args: (asked.extend((args[2], i) for i in args[4]), prefill(*args)))
   first, prompt = engine.add(Request(alone.prompts[0], limit=LONGEST)), next(p for p in alone.prompts if len(p) > 2 * PAGE)
   while len(first.produced) < 3: engine.step()
   enqueued.clear()
+  asked.clear()
   second, between = engine.add(Request(prompt, limit=5)), 0
   while second.state is not State.ENDED:
     assert engine.step()
     if between == 0 and engine.scheduler.begun: logits = engine.logits(ids[:9])
     between += engine.scheduler.begun is not None
-  assert enqueued and all(enqueued.count(part) == enqueued.count(enqueued[0]) for part in enqueued)   # each as often as the others
+  assert all(part is engine.runner.chunks[size][i] for part, (size, i) in zip(enqueued, asked, strict=True))
   while engine.step(): pass
   assert between and first.produced == alone.says(alone.prompts[0]) and second.produced == alone.says(prompt)[:5]
   engine.forget()
