@@ -375,10 +375,15 @@ def test_a_prompt_that_arrives(target: float, deeper: float, share: float, monke
   between, found, _ = arrival(monkeypatch, target=target, deeper=deeper)
   assert max(between) <= target * 1.01 and found >= share
 
+def test_slices_that_are_slow(monkeypatch):
+  """Those of smaller chunks fit"""
+  between, _, device = arrival(monkeypatch, tokens=2048, slice=.08, deeper=0.0)
+  assert max(between) <= .0505 and device.recorded == {128, 256, 512} and np.percentile(between, 50) > .035
+
 def test_a_target_that_cannot_be_met(monkeypatch):
   """A slice between two steps, and no more"""
   between, _, device = arrival(monkeypatch, tokens=1024, target=.001)
-  assert max(between) == pytest.approx(device.decode + device.slice * (1 + 512 * device.deeper), rel=.1)
+  assert max(between) == pytest.approx(device.decode + device.slice * (.25 + .75 / 16) * (1 + 1024 * device.deeper), rel=.2)
 
 def test_sizes_not_recorded_are_waited_for_once_and_said(monkeypatch, capsys):
   """The first chunk of a size is recorded while answers run: they wait for that, and for one slice at a time until its time is known"""

@@ -99,7 +99,7 @@ def test_who_reads_gives_way_first():
   a = added(s, 4)
   read_prompts(s)
   b = added(s, 30, 100)
-  s.seconds = {8: (1.0, 0), 64: (1.0, 0), DECODE: (1.0, 0)}
+  s.seconds = {8: (1.0, 0), DECODE: (1.0, 0)}
   assert s.next_chunk() == (b, 64, range(1))
   run(s, Chunk(b, 64, range(1)), 1.0)
   assert s.next_chunk() is None and s.begun == (64, 1)
@@ -171,11 +171,24 @@ def between_steps(s: Scheduler, each: float) -> list[range]:
 @pytest.mark.parametrize("decode,each,count", [(.010, .003, 13), (.010, .0105, 3), (.010, .039, 1), (.001, .0046, 10),
                                                (.045, .010, 1), (.060, .010, 1)])   # too slow: one, so that the prompt comes to its end
 def test_slices_fill_what_the_target_leaves(decode: float, each: float, count: int):
-  s = with_answers(decode, s64=each)
+  s = with_answers(decode, s64=each, s8=each)
   while s.live[1].rows < 700:
     slices = between_steps(s, each)
     # where a chunk ends, the next one's first may take longer, for all that is known
     assert count - (slices[-1].stop == SLICES or len(slices) > 1) <= sum(map(len, slices)) <= count
+
+@pytest.mark.parametrize("small,large,size", [(.001, .039, 64), (.001, .041, 8), (.045, .1, 8), (.001, None, 64)])
+def test_the_largest_size_that_has_time_for_a_slice(small: float, large: float|None, size: int):
+  s = with_answers(.01, s8=small, **({} if large is None else {"s64": large}))
+  assert s.next_chunk().size == size
+  s.end(s.running[0], "stop")
+  assert s.next_chunk().size == 64                # nobody waits
+
+def test_a_size_that_was_slow_is_tried_again():
+  s, looks = with_answers(.01, s8=.012, s64=.05), 0
+  added(s, 3000, 2000)
+  while s.next_chunk().size == 8: looks += 1
+  assert 100 < looks < 500
 
 def test_all_slices_come_in_order():
   s, seen = with_answers(.01, s64=.0021), []

@@ -4,7 +4,8 @@ Arrival decides: the first to come is the first to be let in, and the last to co
 before all that came later, and is computed again: what it produced has become part of its ids.
 
 One prompt is read at a time, in chunks, and a chunk is run in slices, some of the model's blocks each. While answers run, slices fill what their
-target leaves between two decode steps: a chunk may be as large as without them, and a target holds at any depth."""
+target leaves between two decode steps: a chunk may be as large as without them, and a target holds at any depth. Smaller chunks are for devices on
+which even a slice takes longer."""
 from __future__ import annotations
 import math
 from typing import NamedTuple
@@ -61,14 +62,22 @@ class Scheduler:
     return s
 
   def _size(self, left:int) -> int:
-    """Of the next chunk of a prompt with so many tokens left"""
-    return [size for size in self.sizes if size == self.sizes[0] or left * self.sizes[-1] > self.few * size][-1]
+    """Of the next chunk of a prompt with so many tokens left: the largest of which, while answers run, the target has time for a slice"""
+    sizes = [size for size in self.sizes if size == self.sizes[0] or left * self.sizes[-1] > self.few * size]
+    if not self.running: return sizes[-1]
+    for size in reversed(sizes[1:]):
+      if size not in self.seconds or self.seconds[size][0] <= self.max_stall - self.decode_seconds: return size
+      each, depth = self.seconds[size]
+      self.seconds[size] = each * .999, depth    # one that was slow far on in a long prompt is tried again some time
+    return sizes[0]
+  @property
+  def decode_seconds(self) -> float: return self.seconds.get(DECODE, (0.0, 0))[0]
 
   def _share(self, size:int, depth:int, left:int) -> int:
     """How many of the `left` slices of a chunk are run before the next decode step, which comes first where it is 0. It has one at least, so that a
     prompt comes to its end. What no time is known of has that one, to tell it."""
     if not self.running or self.max_stall == math.inf: return left
-    time, (each, known) = self.max_stall - self.spent - self.seconds.get(DECODE, (0.0, 0))[0], self.seconds.get(size, (math.inf, 0))
+    time, (each, known) = self.max_stall - self.spent - self.decode_seconds, self.seconds.get(size, (math.inf, 0))
     longest = self.sizes[-1]
     each *= max((depth + longest) / (known + longest), 1)   # attention takes at most in proportion, and nothing else knows the depth
     return min(left, max(int(time / each), 0 if self.spent else 1))
