@@ -187,7 +187,7 @@ def test_the_largest_size_that_has_time_for_a_slice(small: float, large: float|N
 def test_a_size_that_was_slow_is_tried_again():
   s, looks = with_answers(.01, s8=.012, s64=.05), 0
   added(s, 3000, 2000)
-  while s.next_chunk().size == 8: looks += 1
+  while looks < 600 and s.next_chunk().size == 8: looks += 1
   assert 100 < looks < 500
 
 def test_all_slices_come_in_order():
