@@ -49,7 +49,7 @@ def describe(call:UOp) -> str:
   """The kernel's buffers, outputs first: type and number of elements"""
   return " ".join(f"{b.dtype.name}[{b.max_numel()}]" for b in get_call_arg_uops(call))
 
-def profile(calls:list[UOp], model:Transformer, position:int, variables:dict[str, int]) -> list[Kernel]:
+def profile(calls:list[UOp], model:Transformer, position:int) -> list[Kernel]:
   """Runs the captured calls of a step one by one, ROUNDS times and once to warm up -> its kernels, the dearest first. position: of the last token"""
   kernels:dict[bytes, Kernel] = {}
   launches:list[tuple[UOp, list[float]]] = []
@@ -57,10 +57,10 @@ def profile(calls:list[UOp], model:Transformer, position:int, variables:dict[str
     buffers = get_call_arg_uops(call)
     source = next((u.arg for u in call.src[0].src if u.op is Ops.SOURCE), "")
     kernel = kernels.setdefault(call.src[0].key, Kernel(ansistrip(get_call_name(call, buffers)).strip(), describe(call), source))
-    kernel.nbytes += bytes_moved(kernel.name, estimate_uop(call).mem, model, position, variables)
+    kernel.nbytes += bytes_moved(kernel.name, estimate_uop(call).mem, model, position)
     kernel.seconds.append([])
     launches.append((call, kernel.seconds[-1]))
-  context, device = ExecContext(variables, update_stats=False, jit=True, wait=True), Device[Device.DEFAULT]
+  context, device = ExecContext({}, update_stats=False, jit=True, wait=True), Device[Device.DEFAULT]
   for warm in range(ROUNDS + 1):
     for call, seconds in launches:
       start = time.perf_counter()
@@ -83,7 +83,7 @@ def run(model:Model, name:str, count:int, depth:int, with_source:bool) -> dict[s
   sizes, launches = [len(b) for b in graph], sum(map(len, graph))
   print(f"{name}, device {Device.DEFAULT}: {count} tokens after {depth}, median {token * 1e3:.3f} ms, {1 / token:.1f} tok/s")
   print(f"{launches} launches a token" + (f" in {len(graph)} graph batches: {' '.join(map(str, sizes))}" if max(sizes) > 1 else ", each by itself"))
-  kernels = profile([call for batch in graph for call in batch], model.transformer, position, {})
+  kernels = profile([call for batch in graph for call in batch], model.transformer, position)
   alone, peak = sum(k.total for k in kernels), peak_bandwidth()
   print(f"one by one they take {alone * 1e3:.3f} ms, {len(kernels)} different kernels"
         f"{f'; memory reads {peak[0] / 1e9:.0f} GB/s at most ({peak[1]})' if peak else ''}")

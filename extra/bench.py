@@ -27,7 +27,7 @@ from tinygrad.nn import cpu, intrinsics
 from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer, MetalRenderer
 from tinygrad.schedule.rangeify import DEVICE_MAX_BUFS
-from tinygrad.uop.ops import Ops, UOp, sym_infer
+from tinygrad.uop.ops import Ops, UOp
 
 # ---- models without a file ----
 
@@ -74,15 +74,15 @@ def head_bytes(f:GGUFFile, c:Config, tokens:int=1) -> int:
   embd = f.tensors["token_embd.weight"]
   return embd.data.nbytes * tokens // c.vocab_size + f.tensors["output_norm.weight"].data.nbytes + f.tensors.get("output.weight", embd).data.nbytes
 
-def bytes_moved(name:str, estimate:UOp|int, model:Transformer, position:int, variables:dict[str, int]) -> int:
+def bytes_moved(name:str, estimate:int, model:Transformer, position:int) -> int:
   """Bytes that a kernel moves in a step whose last token is at `position`, by what its launch says. Attention's kernels say those of a full cache
   (the position is on the device, out of an estimate's reach): they read what is written of it."""
-  said, c = sym_infer(estimate, variables), model.config
-  if name.startswith(("mla_attention", "mla_split_kv", "mla_prefill")): return said * (position + 1) // model.cache[0].shape[0]
+  c = model.config
+  if name.startswith(("mla_attention", "mla_split_kv", "mla_prefill")): return estimate * (position + 1) // model.cache[0].shape[0]
   if name.startswith("mla_combine") and (t := intrinsics.target_of(Device.DEFAULT)):
     splits, step = plan_splits(t, c.n_heads, c.kv_lora_rank, Pages(model.pages, model.pages, 1, c.cache_dim))
-    return said * (position // split_length(position, splits, step) + 1) // splits
-  return said
+    return estimate * (position // split_length(position, splits, step) + 1) // splits
+  return estimate
 
 def cache_row_bytes(c:Config, to:str) -> int:
   """Bytes of a token's rows of the cache, on a target (a key of LANGUAGES)"""
@@ -150,10 +150,9 @@ def shared_bytes(program:UOp) -> int:
   return sum(u.max_numel() * u.dtype.itemsize for u in program.src[1].src if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL)
 
 def render_kernels(f:GGUFFile, target:str, max_context:int=4096, depth:int=0, parallel:int=1) -> list[Kernel]:
-  """The kernels of a step of so many sequences, each with `depth` tokens before it, each once, lowered and rendered for the target: slower
-  than counting, and finds what the target
-  cannot say"""
-  kernels, variables = [], {"pos": depth}                  # where the position is a variable of the graph
+  """The kernels of a step of so many sequences, each with `depth` tokens before it, each once, lowered and rendered for the target: slower than
+  counting, and finds what the target cannot say"""
+  kernels = []
   with no_device(target):
     model, parts, repeats = _token(f, max_context, parallel)
     times, programs = Counter(), {}
@@ -164,6 +163,6 @@ def render_kernels(f:GGUFFile, target:str, max_context:int=4096, depth:int=0, pa
     for key, n in times.items():
       p = programs[key]
       read = p.src[0].arg.estimates
-      threads = math.prod(sym_infer(size, variables) for size in (*p.arg.global_size, *(p.arg.local_size or ())))
-      kernels.append(Kernel(p.arg.name, n, bytes_moved(p.arg.name, read.mem, model, depth, variables) if read else 0, shared_bytes(p), threads))
+      threads = math.prod((*p.arg.global_size, *(p.arg.local_size or ())))
+      kernels.append(Kernel(p.arg.name, n, bytes_moved(p.arg.name, read.mem, model, depth) if read else 0, shared_bytes(p), threads))
   return kernels

@@ -34,7 +34,7 @@ def alone(ids: list[int], count: int, sampling: Sampling = Sampling(), stop: fro
   return out
 
 class ToyRunner:
-  few, vocab_size, kernels_a_token = 8, VOCAB, 1
+  few, slices, vocab_size, kernels_a_token = 8, 3, VOCAB, 1
   def __init__(self, pages: int, max_context: int, sizes: tuple[int, ...] = (8, 32), in_flight: int = 2):
     self.sizes, self.max_context, self.in_flight, self.page = sizes, max_context, in_flight, cache.PAGE
     self.rows = np.random.default_rng(1).integers(0, 1 << 62, pages * self.page, np.uint64)  # nothing is zero that was never written
@@ -42,6 +42,8 @@ class ToyRunner:
     self.batch: list[list[Any]] = []
     self.unread: deque[np.ndarray] = deque()
     self.forgotten = self.launches = self.prefilled = 0
+    self.under_way: tuple[Any, int]|None = None   # the newest chunk, and its next slice
+    self.warmed: list[tuple[int, Any]] = []
 
   def place(self, table: list[int], position: int) -> int:
     page = table[position // self.page] if position // self.page < len(table) else 0
@@ -54,13 +56,18 @@ class ToyRunner:
     assert self.pool is None or not page or (self.pool.holders[page] == 1 and page not in self.pool.nodes), f"page {page} is shared, and written"
     self.rows[at] = value
 
-  def prefill(self, ids: list[int], start: int, size: int, table: list[int]) -> None:
+  def prefill(self, ids: list[int], start: int, size: int, table: list[int], slices: range = range(slices)) -> None:
+    """The rows come with the last slice, as a model's last block has them; what the others write is nothing yet"""
     assert 0 < len(ids) <= size and size in self.sizes and start + len(ids) <= self.max_context
     assert len(table) * self.page >= start + len(ids) and 0 not in table and len({*table}) == len(table)
-    for position in range(start, start + size):
+    chunk = list(ids), start, size, list(table)
+    assert slices and slices == range(self.slices)[slices.start:slices.stop]
+    assert slices.start == 0 or self.under_way == (chunk, slices.start), "slices of one chunk, each once"
+    self.under_way, last = (chunk, slices.stop), slices.stop == self.slices
+    for position in range(start, start + size if last else start + 1):
       padding = position >= start + len(ids)
-      self.write(table, position, 0xbad if padding else row_value(self.held(table, position), ids[position - start]))
-    self.prefilled += len(ids)
+      self.write(table, position, 0xbad if padding or not last else row_value(self.held(table, position), ids[position - start]))
+    if last: self.prefilled += len(ids)
 
   def set_batch(self, rows: list[BatchRow]) -> None:
     assert rows and all(row.ids[-1] == row.token and len(row.ids) == row.position + 1 for row in rows)
@@ -85,7 +92,12 @@ class ToyRunner:
     self.unread.append(np.array([row[0] for row in self.batch], np.int32))
   def read(self) -> np.ndarray: return self.unread.popleft()
   def wait(self) -> None: pass
+  def warm(self, rows: int, features: Any) -> None:
+    self.batch.clear()   # as a runner that runs a step of each size has it
+    self.warmed.append((rows, features))
   def logits(self, ids: list[int], start: int, table: list[int]) -> np.ndarray:
+    chunk = self.under_way
     self.prefill(ids, start, self.sizes[0], table)
+    self.under_way = chunk                        # it goes on
     rows = self.held(table, start + len(ids))[start:]
     return np.stack([np.eye(VOCAB, dtype=np.float32)[chosen(int(row), Sampling(), [])] for row in rows])

@@ -40,9 +40,9 @@ def main() -> None:
       start = time.perf_counter()
       run(depth)
       times.append(time.perf_counter() - start)
-    calls = runner.chunks[size].calls
+    calls = runner.record_chunk(size).calls
     print(f"depth {depth}: {statistics.median(times[2:]) * 1e3:.3f} ms a step, {len(calls)} kernels")
-    kernels = profile(calls, runner.model, depth + size - 1, {})
+    kernels = profile(calls, runner.model, depth + size - 1)
     print(f"  one by one {sum(k.total for k in kernels) * 1e3:.3f} ms")
     for k in kernels: print(f"  {k.total * 1e6:9.1f} us {len(k.seconds):4d} {k.total / len(k.seconds) * 1e6:9.1f} each  {k.name}: {k.shapes[:100]}")
 

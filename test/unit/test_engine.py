@@ -1,6 +1,7 @@
 """The engine on a toy model whose next token tells of every row that it read: what a sequence says is what it says alone, whoever else is there."""
 from __future__ import annotations
 import itertools, random, sys, threading
+from collections import deque
 from typing import Any, Callable
 import numpy as np, pytest
 from helpers import in_child
@@ -317,6 +318,103 @@ def test_a_child_process():
     go_on.set()
     thread.join(60)
   assert said == alone(PROMPT[:20], 30)
+
+# ---- while a prompt arrives ----
+
+class Device(ToyRunner):
+  """With a clock. The device works through what it is given. A step takes it `decode` seconds, a slice of 512 tokens at depth d `slice * (1 + d *
+  deeper)`, a quarter of which any size takes; the host takes `host` for each call."""
+  decode, slice, deeper, host, first = 4e-3, 2.1e-3, 1 / 3000, 1e-4, 0.0
+  slices = 24
+  def __init__(self, pages: int, max_context: int):
+    super().__init__(pages, max_context, sizes=(32, 128, 256, 512))
+    self.few, self.now, self.free, self.done, self.recorded = 128, 0.0, 0.0, deque(), set()
+  def give(self, seconds: float) -> None:
+    self.now += self.host
+    self.free = max(self.now, self.free) + seconds
+  def prefill(self, ids: list[int], start: int, size: int, table: list[int], slices: range) -> None:
+    if size not in self.recorded: self.now += self.first
+    self.recorded.add(size)
+    self.give(len(slices) * self.slice * (.25 + .75 * size / 512) * (1 + start * self.deeper))
+  def launch(self) -> None:
+    super().launch()
+    self.give(self.decode)
+    self.done.append(self.free)
+  def read(self) -> np.ndarray:
+    self.now = max(self.now, self.done.popleft())
+    return super().read()
+  def wait(self) -> None: self.now = max(self.now, self.free)
+
+def arrival(monkeypatch, answers: int = 8, tokens: int = 8192, target: float = .05, rounds: int = 2,
+            **speeds: float) -> tuple[list[float], float, Device]:
+  """The times between the tokens of some answers while a prompt is read, and the share of its own speed that this has, both of the last round"""
+  e = toy(1000, 3 * tokens, runner=type("Device", (Device,), speeds))
+  e.runner.pool, e.scheduler.max_stall, device = None, target, e.runner
+  monkeypatch.setattr(engine.time, "perf_counter", lambda: device.now)
+  rng = np.random.default_rng(0)
+  def prompt(n: int) -> list[int]: return rng.integers(0, VOCAB, n).tolist()
+  for _ in range(rounds):
+    start = device.now
+    e.prefill(prompt(tokens))
+    e.wait()
+    alone_seconds = device.now - start
+  running = [e.add(Request(prompt(1))) for _ in range(answers)]
+  while min(len(s.produced) for s in running) < 20: e.step()
+  for _ in range(rounds):
+    times, start, s, said = [device.now], device.now, e.add(Request(prompt(tokens), limit=1)), len(running[0].produced)
+    while s.state is not State.ENDED:
+      e.step()
+      if len(running[0].produced) > said: times, said = times + [device.now], len(running[0].produced)
+    share = alone_seconds / (device.now - start)
+  return np.diff(times).tolist(), share, device
+
+@pytest.mark.parametrize("target, deeper, share", [(.05, 0.0, .85), (.05, 1 / 20000, .85), (.05, 1 / 3000, .85),
+                                                   (.02, 1 / 3000, .7), (.2, 1 / 3000, .9)])
+def test_a_prompt_that_arrives(target: float, deeper: float, share: float, monkeypatch):
+  """No answer waits longer than the target, and the prompt has what the decode steps leave"""
+  between, found, _ = arrival(monkeypatch, target=target, deeper=deeper)
+  assert max(between) <= target * 1.01 and found >= share
+
+def test_slices_that_are_slow(monkeypatch):
+  """Those of smaller chunks fit"""
+  between, _, device = arrival(monkeypatch, tokens=2048, slice=.08, deeper=0.0)
+  assert max(between) <= .0505 and device.recorded == {128, 256, 512} and np.percentile(between, 50) > .035
+
+def test_a_target_that_cannot_be_met(monkeypatch):
+  """A slice between two steps, and no more"""
+  between, _, device = arrival(monkeypatch, tokens=1024, target=.001)
+  assert max(between) == pytest.approx(device.decode + device.slice * (.25 + .75 / 16) * (1 + 1024 * device.deeper), rel=.2)
+
+def test_sizes_not_recorded_are_waited_for_once_and_said(monkeypatch, capsys):
+  """The first chunk of a size is recorded while answers run: they wait for that, and for one slice at a time until its time is known"""
+  e = toy(1000, 4096, runner=type("Cold", (Device,), dict(first=7.0)))
+  e.runner.pool, device, stalls = None, e.runner, []
+  monkeypatch.setattr(engine.time, "perf_counter", lambda: device.now)
+  list(e.generate(PROMPT[:20], 1))   # nobody else waits
+  assert device.recorded == {32} and capsys.readouterr() == ("", "")
+  running, said = e.add(Request([1])), 0
+  while len(running.produced) < 5: e.step()
+  before, arrived = device.now, e.add(Request(PROMPT * 3, limit=1))
+  while arrived.state is not State.ENDED:
+    e.step()
+    if len(running.produced) > said: said, before, stalls = len(running.produced), device.now, stalls + [device.now - before]
+  cold = stalls.index(max(stalls))
+  assert 7 < stalls.pop(cold) < 7.01 and max(stalls[cold:cold + device.slices - 1]) < .01 < max(stalls) < .051
+  e.prefill(PROMPT[100:200])
+  assert device.recorded == {32, 256, 512}
+  out, err = capsys.readouterr()
+  assert out == "" and err == ("answers waited 7.0 s while chunks of 512 tokens were recorded and compiled, as any size is when first needed: "
+                               "--warm does all at the start\n")
+
+def test_warming_beside_answers(page: int):
+  """All sizes are known then, and what runs goes on"""
+  e = toy(100, max_rows=5)
+  answer, sampling = e.generate(PROMPT[:10], 30), Sampling(.5, top_p=.9)
+  said = [next(answer), next(answer)]
+  e.warm(sampling)
+  assert e.runner.warmed == [(5, sampling.features)] and e.recorded == {*e.runner.sizes} and not e.flying
+  assert said + list(answer) == alone(PROMPT[:10], 30)
+  finish(e)
 
 # ---- what fails ----
 

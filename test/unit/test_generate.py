@@ -101,9 +101,9 @@ class Fed:
     def noted_launch() -> None:
       self.steps += runner.batch.positions.tolist()
       launch()
-    def noted_prefill(ids: list[int], start: int, size: int, table: list[int]) -> None:
-      self.chunks.append((size, start, len(ids)))
-      prefill(ids, start, size, table)
+    def noted_prefill(ids: list[int], start: int, size: int, table: list[int], slices: range) -> None:
+      if not slices.start: self.chunks.append((size, start, len(ids)))
+      prefill(ids, start, size, table, slices)
     monkeypatch.setattr(runner, "launch", noted_launch)
     monkeypatch.setattr(runner, "prefill", noted_prefill)
 

@@ -1,6 +1,6 @@
 """The command line as a person meets it: a process, its output, its exit code. And `load`, the door from Python."""
 from __future__ import annotations
-import io, json, os, subprocess, time
+import io, json, os, re, subprocess, time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Iterator
@@ -109,7 +109,8 @@ def test_bad_files(tmp_path):
   ("-p x -f y", "--prompt and --file"), ("-p x --raw-prompt y", "--prompt and --raw_prompt"), ("-f /no/such", "/no/such"), ("-f /", "--file /"),
   ("-p x --special", "--raw_prompt"), ("--raw-prompt x -sys y", "--system"),
   ("--perplexity /dev/zero", "regular file"), ("-f /dev/zero", "at most 16 MB"),
-  ("--min_p 2", "min_p"), ("--repeat_penalty nan", "repeat_penalty"), ("--seed -2", "seed"),
+  *((f"--max-stall-ms {ms}", "--max-stall-ms: expected milliseconds, more than 0, found") for ms in ("0", "-5", "x", "nan", "inf")),
+  ("--warm 5", "5"), ("--min_p 2", "min_p"), ("--repeat_penalty nan", "repeat_penalty"), ("--seed -2", "seed"),
   ("--perplexity /no/such/file", "/no/such/file"), ("--perplexity /", "--perplexity /"), ("--benchmark 3 --perplexity x", "--perplexity")])
 def test_bad_flags(flags, found, capsys):
   with pytest.raises((SystemExit, UserError, ValueError)) as e: llm.main(flags.split())
@@ -179,6 +180,24 @@ def test_sampling_is_the_models_own_but_for_what_is_given(talker, capsys):
     assert expected in err and err.count("\n") == 1
     seeds.add(out.split()[-1])
   assert len(seeds) == 4 and "5" in seeds  # drawn each time
+
+def test_the_target_and_warming(talker, capsys, monkeypatch):
+  """The flag is in milliseconds. What is recorded is for answers drawn as the run's are, and is there before the first"""
+  loaded, warmed = [], []
+  monkeypatch.setattr(llm, "load", lambda *args: (loaded.append(args), talker)[1])
+  talker.scheduler, talker.runner = SimpleNamespace(max_rows=8), SimpleNamespace(sizes=(32, 64))
+  talker.warm = lambda sampling: warmed.append((sampling, len(talker.prompts)))
+  llm.main(["-p", "a", "--hide-think"])
+  assert loaded.pop()[-1] == .05 and not warmed and capsys.readouterr().err == ""
+  llm.main(["-p", "a", "--hide-think", "--max-stall-ms", "12.5", "--warm", "--temp", "0.5", "-s", "3"])
+  out, err = capsys.readouterr()
+  assert loaded.pop()[-1] == .0125 and warmed == [(Sampling(.5, seed=3), 1)] and "heard" in out
+  assert re.fullmatch(r"steps of 1 to 8 answers and chunks of 32, 64 tokens recorded in 0\.\d s\n", err)
+
+def test_a_target_from_python(small):
+  assert load(small, 64, max_stall=.02).engine.scheduler.max_stall == .02
+  for wrong in (0, -1, float("nan"), True, "1"):
+    with pytest.raises(ValueError, match="^max_stall: expected seconds, more than 0, found "): load(small, 64, max_stall=wrong)
 
 def test_a_stopped_prompt_ends_with_130(talker, capsys, monkeypatch):
   def stopped(*_):

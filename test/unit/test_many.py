@@ -18,7 +18,7 @@ from tinygrad.apps.engine import runner as runner_module
 from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sampling import Sampling
-from tinygrad.apps.engine.sequence import BatchRow, Request, Sequence
+from tinygrad.apps.engine.sequence import BatchRow, Request, Sequence, State
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import Transformer
 from tinygrad.apps.models import BUILT_IN
@@ -66,7 +66,7 @@ def run(engine: Pressed, requests: list[Request], rng: random.Random, waits: tup
 class Alone:
   """A model, and what it says where there is nobody else"""
   def __init__(self, path: Path):
-    self.runner, self.said = runner_of(path), {}
+    self.path, self.runner, self.said = path, runner_of(path), {}
     self.engine, self.vocab = Engine(self.runner, PAGES), min(self.runner.vocab_size, 320)
     rng = random.Random(path.name)
     bases = [[rng.randrange(self.vocab) for _ in range(2 * PAGE + 12)] for _ in range(3)]
@@ -152,6 +152,45 @@ def assert_page_0_alone(runner: Runner) -> None:
   assert written <= changed(before, caches(runner)) <= written | nobodys
 
 def test_rows_that_are_not_there(alone: Alone): assert_page_0_alone(alone.runner)
+
+def test_warming(alone: Alone, monkeypatch: pytest.MonkeyPatch):
+  """Nothing that answers drawn so need is recorded later; it writes what is nobody's; answers that run go on as they would"""
+  runner, request = runner_of(alone.path), Request(alone.prompts[0], Sampling(1.0, seed=4), limit=20)
+  want = alone.says(list(request.ids), request.sampling)[:20]
+  engine = Engine(runner, PAGES, max_rows=3)
+  running = engine.add(request)
+  while len(running.produced) < 5: engine.step()
+  before = caches(runner)
+  engine.warm(request.sampling)
+  assert changed(before, caches(runner)) <= {*range(PAGE)} and {*runner.chunks} == {*runner.sizes} and {*runner.batches} == {1, 2, 4}
+  for what in (runner_module.Batch, Runner):
+    for name in ("record", "record_chunk"): monkeypatch.setattr(what, name, lambda *_: pytest.fail("recorded later"), raising=False)
+  each = [running, *(engine.add(request) for _ in range(2)), engine.add(Request(alone.prompts[1] * 2, Sampling(1.0), limit=3))]
+  while engine.step(): pass
+  assert all(s.produced == want for s in each[:3]) and len(each[3].produced) == 3
+
+def test_steps_between_slices(alone: Alone, monkeypatch: pytest.MonkeyPatch):
+  """An answer's steps between the slices of a prompt's chunks, and logits: neither knows of the other"""
+  monkeypatch.setattr(runner_module, "SLICE", 1)
+  engine, ids = Engine(runner_of(alone.path), PAGES, max_stall=1e-9), alone.prompts[2]
+  assert engine.runner.slices == len(engine.runner.model.blk) > 1
+  enqueued, asked, enqueue, prefill = [], [], runner_module.enqueue, engine.runner.prefill
+  monkeypatch.setattr(runner_module, "enqueue", lambda part: (enqueued.append(part), enqueue(part)))
+  monkeypatch.setattr(engine.runner, "prefill", lambda *args: (asked.extend((args[2], i) for i in args[4]), prefill(*args)))
+  first, prompt = engine.add(Request(alone.prompts[0], limit=LONGEST)), next(p for p in alone.prompts if len(p) > 2 * PAGE)
+  while len(first.produced) < 3: engine.step()
+  enqueued.clear()
+  asked.clear()
+  second, between = engine.add(Request(prompt, limit=5)), 0
+  while second.state is not State.ENDED:
+    assert engine.step()
+    if between == 0 and engine.scheduler.begun: logits = engine.logits(ids[:9])
+    between += engine.scheduler.begun is not None
+  assert all(part is engine.runner.chunks[size][i] for part, (size, i) in zip(enqueued, asked, strict=True))
+  while engine.step(): pass
+  assert between and first.produced == alone.says(alone.prompts[0]) and second.produced == alone.says(prompt)[:5]
+  engine.forget()
+  assert np.array_equal(logits, engine.logits(ids[:9]))
 
 # ---- on the mocks ----
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv, importlib.util, io, itertools, json, re, statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 import pytest
 from extra.mkgguf import write_model
 from tinygrad import Device
@@ -191,20 +192,76 @@ def test_together(small: Path, model: Model, monkeypatch: pytest.MonkeyPatch, ca
                      f"{r['gb_s']:.1f}", f"{r['ceiling_percent']:.1f}"]
   assert not model.engine.scheduler.live and not model.engine.pool.fault(model.engine.scheduler.tables)
 
+@pytest.mark.parametrize("output", ["md", "csv"])
+def test_arriving(output: str, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path):
+  """Every run has its own prompts; the one that arrives is read while all others run, and each step between its slices is a time"""
+  loaded, asked, at_work = [], [], []
+  def loading(*args: Any):
+    loaded.append(m := load(*args))
+    add, prefill, e = m.engine.add, m.engine.runner.prefill, m.engine
+    def noted(ids: list[int], start: int, size: int, table: list[int], slices: range):
+      at_work.append((len(e.scheduler.running), start, slices))
+      prefill(ids, start, size, table, slices)
+    monkeypatch.setattr(e, "add", lambda request: (asked.append(tuple(request.ids)), add(request))[1])
+    monkeypatch.setattr(e.runner, "prefill", noted)
+    return m
+  monkeypatch.setattr(llm, "load", loading)
+  flags = "--benchmark 6 --parallel 1,3 --arriving 1100 -p 20 -r 2 --max-stall-ms 0.001"
+  llm.main(["--model", str(small), *flags.split(), "-o", output, "--json", str(tmp_path / "r.json")])
+  (out, err), result, (m,) = capsys.readouterr(), json.loads((tmp_path / "r.json").read_text()), loaded
+  late = {ids for ids in asked if len(ids) == 1100}
+  assert m.engine.scheduler.max_stall == 1e-6 and len(late) == 2 * 2 * 3 and len({*asked} - late - {ids[:1] for ids in late}) == 3 * (1 + 3)
+  slices = m.engine.runner.slices
+  arrived = [(running, start, part) for running, start, part in at_work if running in (1, 3) and start + 32 > 20]
+  assert {len(part) for _, _, part in arrived} == {1}                             # the target leaves no time: a slice between two steps
+  for r, n in zip(result, (1, 3), strict=True):
+    assert (r["n_parallel"], r["n_prompt"], r["n_arriving"], r["target_ms"]) == (n, 20, 1100, 1e-3)
+    assert len(r["samples_arriving_ts"]) == len(r["samples_alone_ts"]) == 2
+    assert len(r["samples_between_ms"]) >= 2 * (3 * slices + 1)                   # 512, 512 and 75 tokens
+    assert 0 < r["between_p50_ms"] <= r["between_p99_ms"] <= r["between_max_ms"] == max(r["samples_between_ms"])
+    assert 0 < r["before_p50_ms"] <= r["before_p99_ms"]
+    assert r["arriving_ts"] == statistics.median(r["samples_arriving_ts"])
+    assert r["arriving_percent"] == pytest.approx(100 * r["arriving_ts"] / r["alone_ts"])
+  head = out if output == "md" else without_loads(err)
+  assert "a prompt of 1100 tokens arrives while answers run\ntarget    0.001 ms from token to token" in head and "were recorded" not in err
+  if output == "md":
+    titles, rule, *rows = cells(out)
+    assert titles == ["sequences", "p50 ms", "p99 ms", "most ms", "without", "prompt tok/s", "alone", "%"]
+    keys = "between_p50_ms", "between_p99_ms", "between_max_ms", "before_p50_ms"
+    for shown, r in zip(rows, result, strict=True):
+      assert shown == [str(r["n_parallel"]), *(f"{r[key]:.3f}" for key in keys), f"{r['arriving_ts']:.1f}", f"{r['alone_ts']:.1f}",
+                       f"{r['arriving_percent']:.1f}"]
+  else: assert [row["n_parallel"] for row in csv.DictReader(io.StringIO(out))] == ["1", "3"]
+  assert not m.engine.scheduler.live and not m.engine.pool.fault(m.engine.scheduler.tables)
+
+def test_an_answer_that_ends_while_the_prompt_is_read(small: Path):
+  """It says so, as the times are not those of so many"""
+  m = load(small, 400, cache_tokens=4000)
+  m.engine.scheduler.max_stall = 1e-6
+  all_but_one = 400 - 5 - 1 - measure.WARM
+  with pytest.raises(UserError, match="an answer ended, or gave way, before the prompt was read"):
+    measure.arrive(m.engine, [[1] * 5], all_but_one - 1, [7] * 300, measure.Arrival(1, 300))
+  assert not m.engine.scheduler.live
+
 @pytest.mark.parametrize("flags, found", [
+  ("--arriving 5", "--arriving: expected --parallel beside it"), ("--parallel 2 --arriving 1", "expected a whole number of at least 2, found '1'"),
+  ("--parallel 2 --arriving x", "--arriving"), ("--parallel 64 --arriving 5", "at most 63 sequences beside --arriving, found 64"),
+  ("--parallel 2 --arriving 5 --plot x.svg", "--plot: expected no --arriving beside it"),
   ("--parallel 0", "--parallel: expected whole numbers of at least 1"), ("--parallel x", "--parallel"),
   ("--parallel 65", "at most 64 sequences, found 65"),
   ("--parallel 2 -n 5", "--n_gen: expected no --parallel beside it"), ("--parallel 2 -p 5 -d 5", "expected --depth or --n_prompt, found both"),
   ("--parallel 2 -d 5,6", "--depth: expected one number"), ("--parallel 2 -p 0", "--n_prompt: expected whole numbers of at least 1")])
-def test_bad_flags_together(flags: str, found: str):
-  with pytest.raises(UserError) as e: llm.main(["--benchmark", *flags.split()])
-  assert found in str(e.value) and "\n" not in str(e.value)
+def test_bad_flags_together(flags: str, found: str, capsys: pytest.CaptureFixture):
+  with pytest.raises((SystemExit, UserError)) as e: llm.main(["--benchmark", *flags.split()])
+  line = capsys.readouterr().err.strip() if e.type is SystemExit else str(e.value)
+  assert found in line and "\n" not in line
 
 def test_too_much_together(small: Path, model: Model, monkeypatch: pytest.MonkeyPatch):
   monkeypatch.setattr(llm, "load", lambda *a, **k: model)
   monkeypatch.setattr(measure, "peak_bandwidth", lambda: pytest.fail("too late"))
   for flags, found in (("500 --parallel 2", "expected at most 507 tokens of a sequence, found 628: the cache holds 512"),
-                       ("300 --parallel 64 -d 200", "--cache_tokens: expected at least ")):
+                       ("300 --parallel 64 -d 200", "--cache_tokens: expected at least "),
+                       ("8 --parallel 2 --arriving 600 -p 9", "expected at most 510 tokens of a sequence, found 600: the cache holds 512")):
     with pytest.raises(UserError, match=found): llm.main(["--model", str(small), "--benchmark", *flags.split()])
 
 def test_bytes_of_a_step(model: Model):

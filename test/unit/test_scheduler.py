@@ -3,35 +3,39 @@ from __future__ import annotations
 import pytest
 from tinygrad.apps.engine import cache
 from tinygrad.apps.engine.cache import Pool
-from tinygrad.apps.engine.scheduler import DECODE, Scheduler
+from tinygrad.apps.engine.scheduler import DECODE, Chunk, Scheduler
 from tinygrad.apps.engine.sequence import Request, Sequence, State
 
 @pytest.fixture(autouse=True)
 def page(monkeypatch): monkeypatch.setattr(cache, "PAGE", 4)
 
+SLICES = 10   # of a chunk
+
 def made(pages: int = 100, sizes: tuple[int, ...] = (8, 64), few: int = 16, max_rows: int = 64, max_stall: float = .05) -> Scheduler:
-  return Scheduler(Pool(pages), sizes, few, max_rows, max_stall)
+  return Scheduler(Pool(pages), sizes, few, SLICES, max_rows, max_stall)
 def added(s: Scheduler, n: int, first: int = 0, limit: int|None = None) -> Sequence:
   """A prompt of n tokens, none of them another's where `first` is"""
   s.live.append(q := Sequence(Request(list(range(first, first + n)), limit=limit), s.pool.rows - n))
   return q
+def run(s: Scheduler, chunk: Chunk, each: float = 0.0) -> None:
+  """each: seconds of a slice"""
+  s.ran(chunk)
+  if s.running: s.spent += each * len(chunk.slices)
+  s.pool.check(s.tables)
 def read_prompts(s: Scheduler) -> list[tuple[Sequence, int, int]]:
-  """All that is to be read before the next decode step: whose, how many tokens, in a chunk of which size"""
+  """All that is to be read before the next decode step, in whole chunks: whose, how many tokens, in a chunk of which size"""
   out = []
   while (chunk := s.next_chunk()) is not None:
-    q, size = chunk
-    out.append((q, n := min(size, len(q.ids) - 1 - q.rows), size))
-    s.chunk_done(q, n)
-    if s.running: s.spent += s.seconds.get(size, 0.0)
-    s.pool.check(s.tables)
+    q, size, slices = chunk
+    assert slices == range(SLICES)
+    out.append((q, min(size, len(q.ids) - 1 - q.rows), size))
+    run(s, chunk)
   return out
 
 def test_in_order_of_arrival():
-  s = made()
+  s = made(max_stall=float("inf"))
   a, b, c = added(s, 21), added(s, 5, 100), added(s, 1, 200)
-  assert [(q, n) for q, n, _ in read_prompts(s)][0] == (a, 20) and a.state is State.RUNNING
-  s.max_stall = float("inf")
-  assert [(q, n) for q, n, _ in read_prompts(s)] == [(b, 4)] or b.state is State.RUNNING
+  assert [(q, n) for q, n, _ in read_prompts(s)] == [(a, 20), (b, 4)]
   assert s.running == [a, b, c] and [q.rows for q in s.running] == [20, 4, 0]
 
 def test_sizes_of_chunks():
@@ -95,14 +99,46 @@ def test_who_reads_gives_way_first():
   a = added(s, 4)
   read_prompts(s)
   b = added(s, 30, 100)
-  s.seconds, s.spent = {8: 1.0, 64: 1.0, DECODE: 1.0}, 0.0
-  (q, size) = s.next_chunk()
-  assert q is b and size == 8
-  s.chunk_done(b, 8)
+  s.seconds = {8: (1.0, 0), DECODE: (1.0, 0)}
+  assert s.next_chunk() == (b, 64, range(1))
+  run(s, Chunk(b, 64, range(1)), 1.0)
+  assert s.next_chunk() is None and s.begun == (64, 1)
+  s.preempt()
+  assert b.state is State.WAITING and s.running == [a] and s.begun is None
+  s.spent = 0.0
+  assert s.next_chunk() == (b, 64, range(1)) and b.rows == 0                        # a chunk half done is nothing
+
+def test_what_was_read_before_giving_way_is_known():
+  s = made(pages=12, sizes=(8,), max_stall=float("inf"))
+  a = added(s, 4)
+  read_prompts(s)
+  b = added(s, 30, 100)
+  run(s, s.next_chunk())
   s.preempt()
   assert b.state is State.WAITING and s.running == [a]
+  assert s.next_chunk() == (b, 8, range(SLICES)) and b.rows == 8
+
+@pytest.mark.parametrize("leave", [lambda s, q: s.end(q, "abort"), lambda s, q: s.preempt(), lambda s, q: s.recover()],
+                         ids=["end", "preempt", "recover"])
+def test_a_chunk_that_is_given_up(leave):
+  """The next one begins at its first slice"""
+  s = with_answers(decode=.01, s64=.01)
+  chunk = s.next_chunk()
+  assert chunk.slices == range(4)
+  run(s, chunk, .01)
+  other = added(s, 40, 2000)
+  leave(s, chunk.sequence)
   s.spent = 0.0
-  assert s.next_chunk() == (b, 8) and b.rows == 8                                   # what it had read is known still
+  following = s.next_chunk()
+  assert following.slices == range(4) and following.sequence is (other if chunk.sequence.state is State.ENDED else chunk.sequence)
+
+def test_who_ends_leaves_the_chunk_of_another():
+  s = with_answers(decode=.01, s64=.01)
+  other = added(s, 40, 2000)
+  run(s, chunk := s.next_chunk(), .01)
+  s.end(other, "abort")
+  s.spent = 0.0
+  assert s.next_chunk() == (chunk.sequence, 64, range(4, 8))
 
 def test_limit_0_is_read_and_ends():
   s = made()
@@ -113,49 +149,81 @@ def test_limit_0_is_read_and_ends():
 
 # ---- the target ----
 
-def with_answers(**seconds: float) -> Scheduler:
-  """An answer runs, and a prompt of 1000 tokens waits"""
+def with_answers(decode: float, **seconds: float) -> Scheduler:
+  """An answer runs, and a prompt of 1000 tokens waits. seconds: of a slice, by the size of its chunk"""
   s = made(pages=2000, max_stall=.05)
   added(s, 1)
   read_prompts(s)
-  s.seconds = {DECODE: seconds.pop("decode"), **{int(k[1:]): v for k, v in seconds.items()}}
+  s.seconds = {DECODE: (decode, 0), **{int(k[1:]): (v, 0) for k, v in seconds.items()}}
   added(s, 1000, 100)
   return s
-
-@pytest.mark.parametrize("decode,small,large,chunks", [
-  (.010, .003, .012, [64, 64, 64, 8]),     # 10 + 36 + 3 of 50 ms
-  (.010, .003, .030, [64, 8, 8, 8]),
-  (.010, .003, .045, [8] * 13),
-  (.010, .015, .060, [8, 8]),
-  (.045, .010, .020, [8]),                 # too slow: one of the smallest, so that the prompt comes to its end
-  (.060, .010, .020, [8]),
-])
-def test_chunks_fill_what_the_target_leaves(decode: float, small: float, large: float, chunks: list[int]):
-  s = with_answers(decode=decode, s8=small, s64=large)
-  for _ in range(3):
-    assert [size for _, _, size in read_prompts(s)] == chunks
-    s.spent = 0.0                          # a decode step
-
-def test_a_size_of_unknown_speed_is_tried_once():
-  s = with_answers(decode=.01, s8=.003)
-  chunk = s.next_chunk()
-  assert chunk is not None and chunk.size == 64
-  s.chunk_done(chunk.sequence, 64)
-  s.spent = 2.0                            # it took that long
-  assert s.next_chunk() is None
-  s.took(64, 2.0)
+def between_steps(s: Scheduler, each: float) -> list[range]:
+  """The slices that are run, and then a decode step"""
+  out = []
+  while (chunk := s.next_chunk()) is not None:
+    out.append(chunk.slices)
+    depth = chunk.sequence.rows
+    run(s, chunk, each)
+    s.took(chunk.size, each, depth)
   s.spent = 0.0
-  assert {size for _, _, size in read_prompts(s)} == {8}
+  return out
+
+@pytest.mark.parametrize("decode,each,count", [(.010, .003, 13), (.010, .0105, 3), (.010, .039, 1), (.001, .0046, 10),
+                                               (.045, .010, 1), (.060, .010, 1)])   # too slow: one, so that the prompt comes to its end
+def test_slices_fill_what_the_target_leaves(decode: float, each: float, count: int):
+  s = with_answers(decode, s64=each, s8=each)
+  while s.live[1].rows < 700:
+    slices = between_steps(s, each)
+    # where a chunk ends, the next one's first may take longer, for all that is known
+    assert count - (slices[-1].stop == SLICES or len(slices) > 1) <= sum(map(len, slices)) <= count
+
+@pytest.mark.parametrize("small,large,size", [(.001, .039, 64), (.001, .041, 8), (.045, .1, 8), (.001, None, 64)])
+def test_the_largest_size_that_has_time_for_a_slice(small: float, large: float|None, size: int):
+  s = with_answers(.01, s8=small, **({} if large is None else {"s64": large}))
+  assert s.next_chunk().size == size
+  s.end(s.running[0], "stop")
+  assert s.next_chunk().size == 64                # nobody waits
 
 def test_a_size_that_was_slow_is_tried_again():
-  s, steps = with_answers(decode=.01, s8=.012, s64=.05), 0
+  s, looks = with_answers(.01, s8=.012, s64=.05), 0
   added(s, 3000, 2000)
-  while 64 not in {size for _, _, size in read_prompts(s)}: s.spent, steps = 0.0, steps + 1
-  assert 10 < steps < 200
+  while looks < 600 and s.next_chunk().size == 8: looks += 1
+  assert 100 < looks < 500
+
+def test_all_slices_come_in_order():
+  s, seen = with_answers(.01, s64=.0021), []
+  prompt = s.live[1]
+  while prompt.state is not State.RUNNING:
+    for slices in between_steps(s, .0021): seen += slices
+  assert seen == [*range(SLICES)] * 16 and prompt.rows == 999
+
+def test_what_no_time_is_known_of_is_tried_by_a_slice():
+  s = with_answers(.01)
+  assert between_steps(s, 2.0) == [range(1)]
+  s.seconds[64] = .004, 0
+  assert between_steps(s, .004) == [range(1, 10)]
+
+def test_deeper_is_slower():
+  """At most in proportion, until it is measured there"""
+  s = with_answers(.01, s64=.004)
+  run(s, s.next_chunk(), .004)
+  s.spent = 0.0
+  assert s.next_chunk().slices == range(5)          # 128 / 64 times as long
+  s.took(64, .005, 64)
+  assert s.next_chunk().slices == range(8)
+  s.took(64, .001, 1 << 20)                         # shallower is not slower
+  assert s.next_chunk().slices == range(10)
+
+def test_a_target_that_is_none():
+  s = with_answers(.01)
+  s.max_stall = float("inf")
+  assert between_steps(s, 9.0) == [range(SLICES)] * 16
 
 def test_the_average_is_of_late():
   s = made()
   s.took(8, 1.0)
-  assert s.seconds[8] == 1.0
+  assert s.seconds[8] == (1.0, 0)
   for _ in range(10): s.took(8, .01)
-  assert .01 < s.seconds[8] < .012
+  assert .01 < s.seconds[8][0] < .012
+  s.took(8, .05, 64)
+  assert s.seconds[8] == (.05, 64)                  # another depth is another time

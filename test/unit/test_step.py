@@ -6,7 +6,7 @@ from extra.bench import no_device, stand_in
 from extra.mkgguf import write_model
 from oracle import Judge, logits as oracle
 from tinygrad import Device, Tensor
-from tinygrad.apps.capture import Replay, read, to_device
+from tinygrad.apps.capture import Replay, batches, read, to_device
 from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.gguf import read_gguf
@@ -47,7 +47,8 @@ def test_a_second_device(path: Path):
   g = Engine(Runner(model), model.pool)
   assert not model.plain_parts(g.runner.batch.step) and not model.plain_parts(g.runner.chunk_step(32))
   assert list(g.generate(ids, 8)) == list(engine_of(path).generate(ids, 8))
-  buffers = {u for step in (*g.runner.batch.replays.values(), *g.runner.chunks.values()) for call in step.calls for u in call.src[1:]}
+  chunks = [call for slices in g.runner.chunks.values() for part in slices for batch in batches(part) for call in batch]
+  buffers = {u for call in (*chunks, *(call for step in g.runner.batch.replays.values() for call in step.calls)) for u in call.src[1:]}
   assert {u.device for u in buffers} == {"CPU:1"}
 
 def test_hidden_states_as_well_as_logits(path: Path):

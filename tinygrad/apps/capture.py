@@ -215,6 +215,13 @@ def batches(linear:UOp) -> list[list[UOp]]:
   """The launches, a list a graph of the device; what is in no graph stands alone"""
   return [list(c.src[0].src[0].src) if c.src[0].op is Ops.CUSTOM_FUNCTION and c.src[0].arg == "graph" else [c] for c in linear.src]
 
+@disable_gc()
+def in_graphs(calls:list[UOp], first:int) -> UOp:
+  """Launches in the device's graphs where it has them. first: how many the first graph holds, the next ones twice as many each; 0: all in one"""
+  linear = UOp(Ops.LINEAR, src=tuple(calls))
+  return graph_split_rewrite(linear, max_batch_size=first) if JIT < 2 else linear
+def enqueue(linear:UOp) -> None: run_linear(linear, {}, jit=True)
+
 class Replay:
   """Parts in the order in which `run` recorded them. compiled: whether they are to be run; else their programs stay as scheduled, to be counted."""
   def __init__(self, compiled:bool=True):
@@ -258,13 +265,14 @@ class Replay:
   def calls(self) -> list[UOp]: return [call for part in self.parts for call in part]
 
   @functools.cached_property
-  @disable_gc()
   def linear(self) -> UOp:
     """All launches, in the device's graphs where it has them; nothing can be added any more"""
-    linear = UOp(Ops.LINEAR, src=tuple(self.calls))
-    return graph_split_rewrite(linear, max_batch_size=JIT_BATCH_SIZE.value) if JIT < 2 else linear
+    return in_graphs(self.calls, JIT_BATCH_SIZE.value)
+  def cut(self, ends:list[int]) -> list[UOp]:
+    """The same in several pieces, for `enqueue`: the parts before each of `ends`, from the one before it on; a piece is a graph"""
+    return [in_graphs([call for part in self.parts[start:end] for call in part], 0) for start, end in zip([0, *ends], ends)]
 
-  def __call__(self) -> None: run_linear(self.linear, {}, jit=True)
+  def __call__(self) -> None: enqueue(self.linear)
 
   @property
   def batches(self) -> list[list[UOp]]: return batches(self.linear)

@@ -24,11 +24,11 @@ if __name__ == "__main__":
   if not hasattr(tinygrad, "OVERLAY"):
     sys.exit(f"this is the fork's command line, but `import tinygrad` found {tinygrad.__file__}: expected {ROOT / 'tinygrad'}")
 
-import argparse, dataclasses, json, time
+import argparse, dataclasses, json, math, time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable
 from tinygrad import Device
-from tinygrad.apps.engine.engine import ContextFull
+from tinygrad.apps.engine.engine import MAX_STALL, ContextFull
 from tinygrad.apps.gguf import GGUFError
 from tinygrad.apps.models import ALIASES, BUILT_IN, DEFAULT_CONTEXT, MODELS, Answer, Model, UserError, load, local_file
 from tinygrad.apps.engine.sampling import Sampling
@@ -56,8 +56,15 @@ def int_at_least(low:int, *others:int) -> Callable[[str], int]:
     raise argparse.ArgumentTypeError(f"expected a whole number of at least {low}{''.join(f', or {o}' for o in others)}, found {text[:40]!r}")
   return number
 
+def milliseconds(text:str) -> float:
+  """The argparse type of a time: seconds"""
+  try:
+    if 0 < (value := float(text)) < math.inf: return value / 1e3
+  except ValueError: pass
+  raise argparse.ArgumentTypeError(f"expected milliseconds, more than 0, found {text[:40]!r}")
+
 # flags that --benchmark alone takes; any of them makes it a table, except --depth with one number, and -o json beside --benchmark N
-TABLE = ("parallel", "n_prompt", "n_gen", "depth", "repetitions", "output", "plot")
+TABLE = ("parallel", "arriving", "n_prompt", "n_gen", "depth", "repetitions", "output", "plot")
 
 def benchmark_flags(p:Parser, bench:bool) -> None:
   """Adds --benchmark and the flags that it takes; bench: as for parser"""
@@ -68,6 +75,8 @@ def benchmark_flags(p:Parser, bench:bool) -> None:
            "it. -p, -n, -d and -r are then short for the four")
   add("parallel", metavar="LIST", help="a table of so many sequences decoded at once, by --benchmark N tokens each (default 64) after a prompt of -p "
       "(default 128) or --depth tokens, which is not timed")
+  add("arriving", type=int_at_least(2), metavar="N", help="with --parallel: how long each waits from token to token while a prompt of N tokens is "
+      "read, and how fast that is, beside both without the other")
   add("n_prompt", "-p", metavar="LIST", help="a table's prefills: tokens of each (default 512; 0: none)")
   add("n_gen", "-n", metavar="LIST", help="a table's decodings: tokens of each (default 128; 0: none)")
   add("depth", "-d", metavar="LIST", help="tokens in the cache before a benchmark's first (default 0); several: a table")
@@ -105,6 +114,10 @@ def parser(bench:bool=False) -> Parser:
   add("seed", "-s", type=int, metavar="N", help="of the draws (default, and -1: a random one, which --stats shows)")
   add("stop", "-r", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; may be given more than once")
   add("stats", action="store_true", default=None, help="figures after each answer, and how it was drawn (on a terminal figures alone are shown)")
+  add("max_stall_ms", type=milliseconds, default=MAX_STALL, metavar="MS", help="how long answers may wait from token to token while another's prompt "
+      f"is read (default {MAX_STALL * 1e3:.0f}); a prompt is read the faster the more it is")
+  add("warm", action="store_true", help="record and compile at the start what any number of answers and any length of a prompt will need, instead of "
+      "when it is first needed, while all wait")
   benchmark_flags(p, bench)
   add("threads", "-t", type=int_at_least(1), metavar="N", help="threads of the CPU (default: its cores)")
   add("json", nargs="?", const="-", metavar="FILE", help="end with a JSON line of a benchmark's or a perplexity's figures, and keep it in FILE")
@@ -183,12 +196,20 @@ def measured(model:Model, args:argparse.Namespace, work:Work, load_seconds:float
   """Runs --benchmark or --perplexity. Returns the figures of its JSON line. Raises UserError."""
   from tinygrad.apps import measure
   if work.sweep:
-    print_table = measure.table_together if isinstance(work.sweep, measure.Together) else measure.table
-    return print_table(model, args.model, work.sweep, args.output or "md", Path(args.plot) if args.plot else None)
+    tables = {measure.Sweep: measure.table, measure.Together: measure.table_together, measure.Arriving: measure.table_arriving}
+    return tables[type(work.sweep)](model, args.model, work.sweep, args.output or "md", Path(args.plot) if args.plot else None)
   if work.benched: return measure.benchmark(model, args.model, args.benchmark or TOKENS, int(args.depth or 0), load_seconds)
   result = measure.perplexity(model, work.text)
   print(f"perplexity {result['perplexity']:.4f} over {result['tokens']} tokens in {result['windows']} windows")
   return result
+
+def warm(model:Model, sampling:Sampling) -> None:
+  """Records all that answers drawn so will need, and says how long that took"""
+  doing("recording and compiling what any number of answers and any length of a prompt need")
+  start = time.perf_counter()
+  model.engine.warm(sampling)
+  sizes = ", ".join(map(str, model.engine.runner.sizes))
+  note(f"steps of 1 to {model.engine.scheduler.max_rows} answers and chunks of {sizes} tokens recorded in {time.perf_counter() - start:.1f} s")
 
 def main(argv:list[str]|None=None) -> int|None:
   """Parses the flags, loads the model, and answers, converses or measures. Returns the exit code where it is not 0. Raises UserError, GGUFError,
@@ -202,13 +223,14 @@ def main(argv:list[str]|None=None) -> int|None:
   context = sys.maxsize if args.max_context == 0 else args.max_context or max(DEFAULT_CONTEXT, room)
   start = time.perf_counter()
   doing(f"opening {args.model}")
-  model = load(args.model, context, sys.stderr.isatty(), args.cache_tokens or getattr(work.sweep, "cache_tokens", None))
+  model = load(args.model, context, sys.stderr.isatty(), args.cache_tokens or getattr(work.sweep, "cache_tokens", None), args.max_stall_ms)
   if args.max_context and args.max_context > model.engine.max_context:
     note(f"--max_context {args.max_context} is more than the model's own context: using {model.engine.max_context}")
   Device[Device.DEFAULT].synchronize()
   load_seconds = time.perf_counter() - start
   options = Options(dataclasses.replace(model.sampling, **work.sampling), None if args.count == -1 else args.count, tuple(args.stop),
                     False if args.no_think else None, args.hide_think, args.stats)
+  if args.warm: warm(model, getattr(work.sweep, "sampling", Sampling()) if work.benched else options.sampling)
   demo = DEMO if args.model == str(BUILT_IN) else ""
   if work.chat: return chat_loop(model, options, args.system, demo)
   if work.prompt is not None:

@@ -6,16 +6,16 @@ model is run by its engine, as an answer is; kernels by themselves are timed by 
 """
 from __future__ import annotations
 import argparse, contextlib, csv, importlib.util, math, statistics, sys, time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, ClassVar, Iterator
 import numpy as np
 from tqdm import tqdm
 from tinygrad import Device, GlobalCounters
 from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.engine.runner import ROWS
 from tinygrad.apps.engine.sampling import Sampling
-from tinygrad.apps.engine.sequence import Request
+from tinygrad.apps.engine.sequence import Request, Sequence, State
 from tinygrad.apps.machine import Others, cores, device_name, peak_bandwidth
 from tinygrad.apps.models import Model, UserError
 from tinygrad.nn.step import PAGE
@@ -61,6 +61,7 @@ class Sweep:
     """Tokens that the cache must hold: beside those measured, one for an answer and one that is decoded before the others"""
     return self.deepest + self.most + 2
 
+DRAWN = Sampling(temperature=1.0)   # the likeliest tokens of a model of random weights are soon the same for all sequences, and so are their experts
 WARM = 2   # tokens of a sequence before those that are timed
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Together:
   prompt:int
   gen:int
   repetitions:int
+  sampling: ClassVar[Sampling] = DRAWN
   @property
   def room(self) -> int:
     """Tokens of a sequence: beside those measured, what warms up, and what is under way when the last is there"""
@@ -79,6 +81,19 @@ class Together:
     """… of all of them, in whole pages, and one more each: who joins leaves one to each that runs"""
     return max(self.sequences) * (-(-self.room // PAGE) + 1) * PAGE
 
+@dataclass(frozen=True)
+class Arriving(Together):
+  """The same, while a prompt of `arriving` tokens is read"""
+  arriving:int
+  @property
+  def answer_room(self) -> int:
+    """… what an answer says while the prompt is read, by a guess that is checked in the end"""
+    return super().room + self.arriving // 16 + 128
+  @property
+  def room(self) -> int: return max(self.answer_room, self.arriving + 2)
+  @property
+  def cache_tokens(self) -> int: return (max(self.sequences) * (-(-self.answer_room // PAGE) + 1) + -(-self.arriving // PAGE) + 1) * PAGE
+
 def together_of(args:argparse.Namespace) -> Together:
   """The table of --parallel. Raises UserError."""
   sequences = numbers("--parallel", args.parallel, 1)
@@ -87,6 +102,10 @@ def together_of(args:argparse.Namespace) -> Together:
   if args.depth is not None and args.n_prompt is not None: raise UserError("--parallel: expected --depth or --n_prompt, found both")
   flag, text = ("--depth", args.depth) if args.depth is not None else ("--n_prompt", args.n_prompt or "128")
   if len(prompts := numbers(flag, text, 1)) > 1: raise UserError(f"{flag}: expected one number beside --parallel, found {len(prompts)}")
+  if args.arriving is not None:
+    if args.plot is not None: raise UserError("--plot: expected no --arriving beside it")
+    if max(sequences) == ROWS[-1]: raise UserError(f"--parallel: expected at most {ROWS[-1] - 1} sequences beside --arriving, found {max(sequences)}")
+    return Arriving(sequences, prompts[0], args.benchmark or 64, args.repetitions or 3, args.arriving)
   if args.plot is not None: check_plot(Path(args.plot))
   return Together(sequences, prompts[0], args.benchmark or 64, args.repetitions or 3)
 
@@ -94,6 +113,7 @@ def sweep_of(args:argparse.Namespace, given:list[str]) -> Sweep|Together|None:
   """The table that --benchmark is to print; None where it is to decode N tokens. given: the flags of llm.TABLE that are set. Raises UserError."""
   if args.output == "csv" and args.json == "-": raise UserError("--json: expected a FILE beside --output csv")
   if args.parallel is not None: return together_of(args)
+  if args.arriving is not None: raise UserError("--arriving: expected --parallel beside it")
   depths = numbers("--depth", "0" if args.depth is None else args.depth, 0)
   plain = ["depth"] * (len(depths) == 1) + ["output"] * (args.output == "json" and args.benchmark > 0)
   if not (more := [name for name in given if name not in plain]): return None
@@ -354,35 +374,41 @@ class Step:
             "bytes_a_step": self.nbytes, "gb_s": self.gb_s, "ceiling_ts": self.ceiling,
             "ceiling_percent": self.percent, "other_cores": self.others.cores, "samples_ts": self.rates}
 
+def drawn(engine:Engine, prompts:list[list[int]]) -> list[Sequence]:
+  return [engine.add(Request(ids, replace(DRAWN, seed=i))) for i, ids in enumerate(prompts)]
+def work(engine:Engine, sequences:list[Sequence]) -> None:
+  if not engine.step(): raise next((s.error for s in sequences if s.error), RuntimeError("a sequence ended before it was timed"))
+
 def together_seconds(engine:Engine, prompts:list[list[int]], count:int, others:Others) -> float:
-  """Seconds that `count` tokens of each take, when all prompts are in the cache. They are drawn, at temperature 1: the likeliest tokens of a model of
-  random weights are soon the same for all, and so are their experts"""
-  def work() -> None:
-    if not engine.step(): raise next((s.error for s in sequences if s.error), RuntimeError("a sequence ended before it was timed"))
+  """Seconds that `count` tokens of each take, when all prompts are in the cache"""
   stall, engine.scheduler.max_stall = engine.scheduler.max_stall, math.inf   # no answer begins before the last prompt is read
-  sequences = [engine.add(Request(ids, Sampling(temperature=1.0, seed=i))) for i, ids in enumerate(prompts)]
+  sequences = drawn(engine, prompts)
   try:
-    while min(len(s.produced) for s in sequences) < WARM: work()
+    while min(len(s.produced) for s in sequences) < WARM: work(engine, sequences)
     ends = [len(s.produced) + count for s in sequences]
     with others:
       start = time.perf_counter()
-      while any(len(s.produced) < end for s, end in zip(sequences, ends)): work()
+      while any(len(s.produced) < end for s, end in zip(sequences, ends)): work(engine, sequences)
       return time.perf_counter() - start
   finally:
     engine.scheduler.max_stall = stall
     for s in sequences: engine.abort(s)
 
+def check_room(model:Model, wanted:Together) -> None:
+  """Raises UserError where the cache is too small."""
+  t, tokens = model.transformer, wanted.arriving if isinstance(wanted, Arriving) else wanted.prompt + wanted.gen
+  if wanted.room > t.max_context:
+    raise UserError(f"--parallel: expected at most {t.max_context - wanted.room + tokens} tokens of a sequence, found {tokens}: the cache holds "
+                    f"{t.max_context} (the model's own context is {t.config.context_length})")
+  if wanted.cache_tokens > model.engine.pool.rows:
+    raise UserError(f"--cache_tokens: expected at least {wanted.cache_tokens} for {max(wanted.sequences)} sequences, found {model.engine.pool.rows}")
+
 TOGETHER = (("sequences", 9), ("tok/s", 18), ("of each", 9), ("ms a step", 9), ("GB/s", 8), ("% of ceiling", 12))
 
 def table_together(model:Model, name:str, wanted:Together, output:str, plot:Path|None) -> list[dict[str, Any]]:
   """As table, of steps of many sequences; the ceiling of each row is printed before the first is measured"""
-  t = model.transformer
-  if wanted.room > t.max_context:
-    raise UserError(f"--parallel: expected at most {t.max_context - wanted.room + wanted.prompt + wanted.gen} tokens of a sequence, found "
-                    f"{wanted.prompt + wanted.gen}: the cache holds {t.max_context} (the model's own context is {t.config.context_length})")
-  if wanted.cache_tokens > model.engine.pool.rows:
-    raise UserError(f"--cache_tokens: expected at least {wanted.cache_tokens} for {max(wanted.sequences)} sequences, found {model.engine.pool.rows}")
-  peak, short = measured_peak(), Path(name).stem if name.endswith(".gguf") else name
+  check_room(model, wanted)
+  t, peak, short = model.transformer, measured_peak(), Path(name).stem if name.endswith(".gguf") else name
   def bytes_of(sequences:float) -> float:
     return t.weight_bytes_a_step(sequences) + sequences * t.cache_bytes(1) * (wanted.prompt + WARM + (wanted.gen + 1) / 2)
   rows = [Step(n, wanted.prompt, wanted.gen, bytes_of(n), peak and n * peak[0] / bytes_of(n)) for n in wanted.sequences]
@@ -410,6 +436,85 @@ def table_together(model:Model, name:str, wanted:Together, output:str, plot:Path
     elif output == "csv": print_csv(result)
   say_loaded(max((row.others for row in rows), key=lambda o: o.cores or 0), "meanwhile")
   if plot: draw_together(rows, f"{short} on {device_name()}", peak, bytes_of, plot)
+  return result
+
+# ---- a prompt that arrives ----
+
+@dataclass
+class Arrival:
+  """Runs of so many answers while a prompt of `arriving` tokens is read"""
+  sequences:int
+  arriving:int
+  before:list[float] = field(default_factory=list)    # seconds from token to token of an answer, while nobody else is there
+  between:list[float] = field(default_factory=list)   # … from the prompt's arrival to its first token
+  rates:list[float] = field(default_factory=list)     # tok/s of the prompt
+  alone:list[float] = field(default_factory=list)     # … where no answer runs
+  others:Others = field(default_factory=Others)
+
+  @property
+  def percent(self) -> float: return 100 * statistics.median(self.rates) / statistics.median(self.alone)
+  def figures(self) -> dict[str, Any]:
+    """The row of the JSON line and of the CSV table"""
+    def ms(times:list[float], percentile:float) -> float: return float(np.percentile(times, percentile)) * 1e3
+    return {"n_parallel": self.sequences, "n_arriving": self.arriving, "before_p50_ms": ms(self.before, 50), "before_p99_ms": ms(self.before, 99),
+            "between_p50_ms": ms(self.between, 50), "between_p99_ms": ms(self.between, 99), "between_max_ms": ms(self.between, 100),
+            "arriving_ts": statistics.median(self.rates), "alone_ts": statistics.median(self.alone), "arriving_percent": self.percent,
+            "other_cores": self.others.cores, "samples_between_ms": [s * 1e3 for s in self.between], "samples_arriving_ts": self.rates,
+            "samples_alone_ts": self.alone}
+
+def arrive(engine:Engine, prompts:list[list[int]], count:int, late:list[int], row:Arrival) -> None:
+  """Adds a run to the row: `count` tokens of each, then the late prompt comes. A step gives all answers a token, so that one of them tells of all.
+  Raises UserError where an answer ends too soon."""
+  sequences, times = drawn(engine, prompts), []
+  def tick() -> None:
+    said = len(sequences[0].produced)
+    work(engine, sequences)
+    if len(sequences[0].produced) > said: times.append(time.perf_counter())
+  try:
+    while min(len(s.produced) for s in sequences) < WARM: work(engine, sequences)
+    while len(times) <= count: tick()
+    with row.others:
+      start, s = time.perf_counter(), engine.add(Request(late, limit=1))
+      while s.state in (State.WAITING, State.PREFILLING): tick()
+      row.rates.append((len(late) - 1) / (time.perf_counter() - start))
+      while s.state is not State.ENDED: tick()
+    if s.error: raise s.error
+    if any(s.state is not State.RUNNING for s in sequences):
+      raise UserError("--arriving: an answer ended, or gave way, before the prompt was read: a larger --max_context or --cache_tokens has room")
+  finally:
+    for s in sequences: engine.abort(s)
+  between = np.diff(times).tolist()
+  row.before += between[:count]
+  row.between += between[count:]
+
+ARRIVING = (("sequences", 9), ("p50 ms", 9), ("p99 ms", 9), ("most ms", 9), ("without", 9), ("prompt tok/s", 12), ("alone", 9), ("%", 6))
+
+def table_arriving(model:Model, name:str, wanted:Arriving, output:str, plot:Path|None) -> list[dict[str, Any]]:
+  """As table, of the times between tokens of answers while a prompt is read, and of that prompt's speed. There is no plot."""
+  check_room(model, wanted)
+  engine, short, rng, result = model.engine, Path(name).stem if name.endswith(".gguf") else name, np.random.default_rng(0), []
+  target, vocab, head = engine.scheduler.max_stall * 1e3, model.transformer.config.vocab_size, sys.stdout if output == "md" else sys.stderr
+  print(f"model     {short} on {device_name()}: a prompt of {wanted.arriving} tokens arrives while answers run", file=head)
+  print(f"target    {target:g} ms from token to token of an answer (--max_stall_ms)\n", file=head, flush=True)
+  def line(cells:list[str]) -> str: return "| " + " | ".join(f"{c:>{w}}" for c, (_, w) in zip(cells, ARRIVING)) + " |"
+  if output == "md":
+    print(line([title for title, _ in ARRIVING]))
+    print("| " + " | ".join("-" * (w - 1) + ":" for _, w in ARRIVING) + " |", flush=True)
+  def prompt(tokens:int) -> list[int]: return rng.integers(0, vocab, tokens).tolist()
+  rows, engine.told = [Arrival(n, wanted.arriving) for n in wanted.sequences], True   # a row's first run records and compiles: nobody waits
+  for row in rows:
+    for run in range(wanted.repetitions + 1):
+      into = row if run else Arrival(row.sequences, wanted.arriving)
+      into.alone.append((wanted.arriving - 1) / prefill_seconds(engine, prompt(wanted.arriving), 0, into.others))
+      arrive(engine, [prompt(wanted.prompt) for _ in range(row.sequences)], wanted.gen, prompt(wanted.arriving), into)
+    figures = row.figures()
+    result.append({"model": short, "device": Device.DEFAULT, "device_name": device_name(), "n_prompt": wanted.prompt, "target_ms": target} | figures)
+    if output == "md":
+      times = [figures[key] for key in ("between_p50_ms", "between_p99_ms", "between_max_ms", "before_p50_ms")]
+      print(line([f"{row.sequences}", *(f"{ms:.3f}" for ms in times), f"{figures['arriving_ts']:.1f}", f"{figures['alone_ts']:.1f}",
+                  f"{row.percent:.1f}"]), flush=True)
+    elif output == "csv": print_csv(result)
+  say_loaded(max((row.others for row in rows), key=lambda o: o.cores or 0), "meanwhile")
   return result
 
 def draw_together(rows:list[Step], title:str, peak:tuple[float, str]|None, bytes_of:Callable[[float], float], path:Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Iterable, Iterator
 import numpy as np
 from tinygrad import Device, disk_cache
 from tinygrad.apps.chat import Chat
-from tinygrad.apps.engine.engine import Engine
+from tinygrad.apps.engine.engine import MAX_STALL, Engine
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor, read_gguf
 from tinygrad.apps.mla import Config, Transformer
@@ -211,8 +211,10 @@ class Answer:
 class Model:
   """A loaded model. tokenizer: encode and decode; engine: answers as many at once as there are; name: the file's own; sampling: what its makers
   advise (the methods draw greedily unless they are given one). Its methods may be called from several threads, and their iterators mixed."""
-  def __init__(self, transformer:Transformer, tokenizer:Tokenizer, chat:Chat|None, chat_error:str="", name:str="", sampling:Sampling=Sampling()):
-    self.transformer, self.tokenizer, self.engine = transformer, tokenizer, Engine(Runner(transformer), transformer.pool)
+  def __init__(self, transformer:Transformer, tokenizer:Tokenizer, chat:Chat|None, chat_error:str="", name:str="", sampling:Sampling=Sampling(),
+               max_stall:float=MAX_STALL):
+    self.transformer, self.tokenizer = transformer, tokenizer
+    self.engine = Engine(Runner(transformer), transformer.pool, max_stall=max_stall)
     self.name, self.sampling, self._chat, self._chat_error = name, sampling, chat, chat_error
 
   def logits(self, ids:list[int]|np.ndarray) -> np.ndarray:
@@ -251,13 +253,17 @@ def pool_pages(model:Transformer, cache_tokens:int|None) -> int:
   fitting = 0 if free is None else int(free * share) // (model.row_bytes * PAGE)
   return max(min(contexts * model.pages, fitting), model.pages) + 1
 
-def load(path:str|Path, max_context:int|None=None, progress:bool=False, cache_tokens:int|None=None) -> Model:
+def load(path:str|Path, max_context:int|None=None, progress:bool=False, cache_tokens:int|None=None,
+         max_stall:float=MAX_STALL) -> Model:
   """A model from a GGUF file (any part of one) or a name of --list-models, on the default device (DEV). max_context: tokens the cache holds, at most
   the model's own context; 4096 by default. progress: whether stderr shows how far it is. cache_tokens: of all sequences together; see pool_pages.
-  Raises GGUFError, UserError; ValueError for a max_context or cache_tokens that is no whole number of 2 or more, MemoryError."""
+  max_stall: seconds from token to token of an answer, at most, while another's prompt is read. Raises GGUFError, UserError; ValueError for a
+  max_context or cache_tokens that is no whole number of 2 or more and for a max_stall that is not above 0, MemoryError."""
   for name, value in (("max_context", max_context), ("cache_tokens", cache_tokens)):
     if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__") or value < 2):
       raise ValueError(f"{name}: expected a whole number of 2 or more, found {value!r}")
+  if not isinstance(max_stall, (int, float)) or isinstance(max_stall, bool) or not max_stall > 0:
+    raise ValueError(f"max_stall: expected seconds, more than 0, found {max_stall!r}")
   f = read_gguf(find_model(str(path)))
   config = Config.from_gguf(f)  # first: another architecture is refused before anything else is read
   if progress: doing(f"{f.path.name}: reading the vocabulary")
@@ -275,4 +281,4 @@ def load(path:str|Path, max_context:int|None=None, progress:bool=False, cache_to
   sampling, context = advised_sampling(f, tokenizer), min(max_context or DEFAULT_CONTEXT, config.context_length)
   name = f.key("general.name", str, default=None) or f.path.stem
   transformer = Transformer.from_gguf(f, context, *([bar] if progress else []), pool=lambda model: pool_pages(model, cache_tokens))
-  return Model(transformer, tokenizer, chat, chat_error, name, sampling)
+  return Model(transformer, tokenizer, chat, chat_error, name, sampling, max_stall)

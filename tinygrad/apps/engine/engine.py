@@ -1,11 +1,11 @@
 """Tokens in, tokens out. Knows no text, no block format and no target."""
 from __future__ import annotations
-import operator, os, threading, time, weakref
+import operator, os, sys, threading, time, weakref
 from typing import Any, Callable, Iterable, Iterator, Protocol
 import numpy as np
 from tinygrad.apps.engine.cache import Pool, Table, pages_for
-from tinygrad.apps.engine.sampling import Sampling
-from tinygrad.apps.engine.scheduler import DECODE, Scheduler
+from tinygrad.apps.engine.sampling import Features, Sampling
+from tinygrad.apps.engine.scheduler import DECODE, Chunk, Scheduler
 from tinygrad.apps.engine.sequence import BatchRow, Request, Sequence, State
 
 _one_at_a_time = threading.RLock()  # not an engine's own: what is recorded, and the CPU's threads, are the process's
@@ -43,13 +43,15 @@ class Steps(Protocol):
   table: the pages of a sequence's rows, in order; what it does not name is page 0."""
   sizes: tuple[int, ...]   # of a prompt's chunks, ascending
   few: int                 # tokens for which the largest is not taken
+  slices: int              # of a chunk
   max_context: int
   vocab_size: int
   in_flight: int           # launches that may be unread: 2, or 1 where a launch is done when it returns
   kernels_a_token: int     # launches of the newest decode step; 0 before the first
 
-  def prefill(self, ids:list[int], start:int, size:int, table:list[int]) -> None:
-    """Writes the rows of ids, `size` at most, the first of them at position `start`; what it writes past them, up to `size`, does not count"""
+  def prefill(self, ids:list[int], start:int, size:int, table:list[int], slices:range) -> None:
+    """These slices of what writes the rows of ids, `size` at most, the first of them at position `start`; what it writes past them, up to `size`,
+    does not count. When all slices have run in their order, whatever steps between them, all rows are written."""
   def set_batch(self, rows:list[BatchRow]) -> None:
     """What launch runs from here on. Launches that were not read are forgotten."""
   def set_table(self, row:int, table:list[int]) -> None:
@@ -58,11 +60,15 @@ class Steps(Protocol):
     """A decode step: writes each row's token at its position; the token that it chooses is the next, and the position one more"""
   def read(self) -> np.ndarray:
     """int32 (rows,): what the oldest launch that was not read chose, when it is done"""
+  def warm(self, rows:int, features:Features) -> None:
+    """What prefill of each size needs, and launch of each size of a batch up to so many rows, is there from here on, and need not be compiled"""
   def wait(self) -> None:
     """Until the device is done"""
   def logits(self, ids:list[int], start:int, table:list[int]) -> np.ndarray:
     """As prefill, of sizes[0] ids at most -> float32 (len(ids), vocab), the logits after each"""
 
+MAX_STALL = .05  # seconds
+LONG = 1.0       # seconds that answers wait for what is recorded before it is said
 AHEAD = 4  # chunks of a prompt that the device is given before it is waited for, where no answer runs
 
 class Engine:
@@ -77,13 +83,15 @@ class Engine:
 
   Whoever waits for a token drives: it does pieces of work, for all sequences, until its own token is there. One thread drives at a time, the others
   wait for news. The driver alone touches the device, the scheduler and the pool; `add` and `abort` leave it word."""
-  def __init__(self, runner:Steps, pages:int, max_rows:int=64, max_stall:float=.05):
-    """pages: of the cache, page 0 included. max_rows: answers that run at once. max_stall: seconds that one of them waits at most for a prompt."""
+  def __init__(self, runner:Steps, pages:int, max_rows:int=64, max_stall:float=MAX_STALL):
+    """pages: of the cache, page 0 included. max_rows: answers that run at once. max_stall: seconds from token to token of one of them, at most, while
+    a prompt is read."""
     self.runner, self.pool = runner, Pool(pages)
-    self.scheduler = Scheduler(self.pool, runner.sizes, runner.few, max_rows, max_stall)
+    self.scheduler = Scheduler(self.pool, runner.sizes, runner.few, runner.slices, max_rows, max_stall)
     self.capacity = min(runner.max_context, self.pool.rows)  # tokens of one sequence
     self.newest: Sequence|None = None                        # that was added
     self.recorded: set[int] = set()                          # sizes of chunks that ran before: a first run tells no time
+    self.told = False                                        # whether it was said that answers waited for a compiler
     self.news = threading.Condition()                        # guards `driver`
     self.driver: int|None = None                             # the thread that drives
     self.dirty = True                                        # set during work; where that was left half done, _recover goes first
@@ -94,7 +102,9 @@ class Engine:
     self.sent: list[int] = []            # how many pages of each it knows
     self.flying = 0                      # launches not read
     self.concerned: list[Sequence] = []  # those whom an error of the device is about
-    self.chunks: list[int] = []          # sizes of those that were not waited for
+    self.chunks: list[Chunk] = []        # those that were not waited for
+    self.depth, self.since = 0, 0.0      # of the first of them; when the last was given to the device
+    self.due = False                     # whether they are waited for before anything else
     self.chunk_seconds, self.decode_seconds, self.timed = 0.0, 0.0, False
     self.scheduler.recover()
 
@@ -159,6 +169,10 @@ class Engine:
   def wait(self) -> None:
     """Until the device is done"""
     self._drive(self.runner.wait)
+  def warm(self, sampling:Sampling=Sampling()) -> None:
+    """Records chunks of all sizes, and steps of all numbers of answers that are drawn as by `sampling`. They are else recorded, and the first time
+    compiled, when first needed, while all wait."""
+    self._drive(lambda: self._warm(sampling.features))
 
   @property
   def max_context(self) -> int: return self.runner.max_context
@@ -200,8 +214,9 @@ class Engine:
 
   # ---- pieces of work ----
   def _work(self) -> bool:
+    if self.due: self._chunks_done()
     self._aborts()
-    if (chunk := self.scheduler.next_chunk()) is not None: self._chunk(*chunk)
+    if (chunk := self.scheduler.next_chunk()) is not None: self._chunk(chunk)
     elif self.scheduler.running: self._decode()
     elif self.flying: self._read()
     else: return False
@@ -210,25 +225,39 @@ class Engine:
   def _aborts(self) -> None:
     for s in [s for s in self.scheduler.live if s.aborted]: self.scheduler.end(s, "abort")
 
-  def _chunk(self, s:Sequence, size:int) -> None:
-    """The next rows of a prompt, behind what is in flight"""
-    ids, self.concerned = s.ids[s.rows:min(s.rows + size, len(s.ids) - 1)], [s]
+  def _chunk(self, chunk:Chunk) -> None:
+    """Slices of the next rows of a prompt, behind what is in flight"""
+    s, size, slices = chunk
+    ids, self.concerned, answers = s.ids[s.rows:min(s.rows + size, len(s.ids) - 1)], [s], bool(self.scheduler.running)
+    if not self.chunks: self.depth = s.rows
     start = time.perf_counter()
-    self.runner.prefill(ids, s.rows, size, list(s.table.pages))
+    self.runner.prefill(ids, s.rows, size, list(s.table.pages), slices)
     self.chunk_seconds += time.perf_counter() - start
+    if answers and size not in self.recorded: self._tell(self.chunk_seconds, f"chunks of {size} tokens")
     while self.flying: self._read()
-    self.concerned = [s]
-    self.scheduler.chunk_done(s, len(ids))
-    self.chunks.append(size)
-    answers = bool(self.scheduler.running)
-    if not answers and size in self.recorded and len(self.chunks) < AHEAD: return
-    start = time.perf_counter()
+    self.scheduler.ran(chunk)
+    self.chunks.append(chunk)
+    self.since = time.perf_counter()
+    self.due = answers or size not in self.recorded or len(self.chunks) == AHEAD
+
+  def _chunks_done(self) -> None:
+    """Waits for the slices that the device was given, and learns how long they took: a piece of work ends before, as it has read tokens"""
+    self.concerned, self.due = [self.chunks[0].sequence], False
     self.runner.wait()
-    seconds = self.chunk_seconds + time.perf_counter() - start
-    if answers: self.scheduler.spent += seconds
-    if self.recorded.issuperset(self.chunks) and len({*self.chunks}) == 1: self.scheduler.took(size, seconds / len(self.chunks))
-    self.recorded.update(self.chunks)
+    self.concerned = []
+    seconds = self.chunk_seconds + time.perf_counter() - self.since
+    if self.scheduler.running: self.scheduler.spent += seconds
+    sizes = {chunk.size for chunk in self.chunks}
+    if len(sizes) == 1 and sizes <= self.recorded: self.scheduler.took(*sizes, seconds / sum(len(chunk.slices) for chunk in self.chunks), self.depth)
+    self.recorded.update(chunk.size for chunk in self.chunks if chunk.slices.stop == self.runner.slices)
     self.chunks, self.chunk_seconds = [], 0.0
+
+  def _tell(self, seconds:float, what:str) -> None:
+    """Says, once, that answers waited long for what was recorded"""
+    if self.told or seconds < max(LONG, self.scheduler.max_stall): return
+    self.told = True
+    print(f"answers waited {seconds:.1f} s while {what} were recorded and compiled, as any size is when first needed: --warm does all at the start",
+          file=sys.stderr)
 
   def _decode(self) -> None:
     """Launches a step of all that run, and reads the one before it; or only reads what is in flight, as the batch is about to change"""
@@ -250,6 +279,7 @@ class Engine:
     self.runner.launch()
     self.flying += 1
     self.decode_seconds += time.perf_counter() - start
+    if not self.timed and len(running) > 1: self._tell(self.decode_seconds, f"steps of {len(running)} answers")
     self.scheduler.spent = 0.0
     while self.flying >= self.runner.in_flight: self._read()
 
@@ -263,6 +293,12 @@ class Engine:
     self.decode_seconds, self.timed = 0.0, True  # a batch's first step may record one
     for s, token in zip(self.batch, tokens, strict=True):
       if s.state is State.RUNNING: self.scheduler.accept(s, int(token))
+
+  def _warm(self, features:Features) -> None:
+    while self.flying: self._read()
+    self.concerned, self.batch = [], []
+    self.runner.warm(self.scheduler.max_rows, features)
+    self.recorded.update(self.runner.sizes)
 
   def _preempt(self) -> None:
     self.scheduler.preempt()

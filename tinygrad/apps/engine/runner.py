@@ -9,8 +9,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Sequence
 import numpy as np
-from tinygrad import Device, Tensor
-from tinygrad.apps.capture import Replay, read, seen_by_host, to_device, write, write_row
+from tinygrad import Device, Tensor, UOp
+from tinygrad.apps.capture import Replay, compile_parts, enqueue, read, seen_by_host, to_device, write, write_row
 from tinygrad.apps.engine.sampling import VALUES, Features, Sampling, counted, sample, token_counts
 from tinygrad.apps.engine.sequence import BatchRow
 from tinygrad.apps.mla import Transformer
@@ -20,6 +20,7 @@ from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.step import Step
 
 ROWS = 1, 2, 4, 8, 16, 32, 64   # of recorded decode steps; a batch takes the least that holds it
+SLICE = 2                       # blocks of the model that a slice of a chunk runs
 LOG = 4                         # steps whose ids a log holds
 WRITES = 64                      # after which the device is waited for: what it is to copy is kept until then
 UNSEEN = 3                      # such waits in a row after which the log is read when all is done
@@ -80,7 +81,7 @@ class Batch:
     for i, own in enumerate(rows):
       if self.features.penalty: write_row(self.counts, i, token_counts(vocab, own.ids[:own.prompt], own.ids[own.prompt:]))
       if self.features.bias: write_row(self.bias, i, own.sampling.bias_row(vocab))
-    self.positions = np.array([own.position for own in rows])
+    self.positions = np.array([own.position for own in rows], np.int64)
 
   def record(self, compiled:bool=True) -> Replay:
     """A step by these features: it reads the tokens and their positions, and writes the next of both"""
@@ -98,12 +99,13 @@ class Runner:
   def __init__(self, model:Transformer):
     self.model, self.max_context, self.vocab_size, self.sizes = model, model.max_context, model.config.vocab_size, model.prefill_sizes
     self.few = self.sizes[-1] // (2 if is_cpu(model.device) else 4)   # tokens that smaller chunks take sooner: on a CPU, padding costs what tokens do
+    self.slices = -(-len(model.blk) // SLICE)
     self.batches: dict[int, Batch] = {}
     self.batch = self.batch_of(1)
     self.launched: deque[tuple[Batch, np.ndarray]] = deque()   # the steps not read, and the positions of their rows
     self.start, self.table = (to_device(np.zeros((1, *shape), np.int32), model.device) for shape in ((), (model.pages,)))   # of a prompt's chunk
     self.ids = {size: to_device(np.zeros(size, np.int32), model.device) for size in self.sizes}
-    self.chunks: dict[int, Replay] = {}
+    self.chunks: dict[int, list[UOp]] = {}   # the slices of each size
     self.writes = 0
     if plain := model.plain_parts(self.batch.step):
       kernels = target_of(model.device) is not None or is_cpu(model.device)
@@ -176,18 +178,23 @@ class Runner:
     replay = Replay(compiled)
     self.model.prefill(self.chunk_step(size), self.ids[size], replay.run)
     return replay
+  def cut(self, chunk:Replay) -> list[UOp]:
+    """The slices of a chunk: the launches of a few blocks each, before the first of them what comes before all blocks"""
+    end = len(chunk.recorded)
+    return chunk.cut(list(range(end - SLICE * (self.slices - 1), end + 1, SLICE)))
   @functools.cached_property
   def logits_step(self) -> tuple[Replay, Tensor]:
     """As the least chunk, and the float32 (size, vocab) that it writes"""
     replay, size = Replay(), self.sizes[0]
     return replay, self.model.logits(self.chunk_step(size), self.ids[size], replay.run)
 
-  def prefill(self, ids:Sequence[int], start:int, size:int, table:Sequence[int]) -> None:
-    """Enqueues a chunk: writes the rows of at most `size` tokens from position `start` on. It is padded; what pads it lies behind the sequence's end,
-    in rows that are written again before they are read, or in page 0."""
-    if size not in self.chunks: self.chunks[size] = self.record_chunk(size)
+  def prefill(self, ids:Sequence[int], start:int, size:int, table:Sequence[int], slices:range|None=None) -> None:
+    """Enqueues these slices of a chunk, by default all: it writes the rows of at most `size` tokens from position `start` on. It is padded; what pads
+    it lies behind the sequence's end, in rows that are written again before they are read, or in page 0. Decode steps may run between its slices:
+    they write other pages, and have other memory for what is in between."""
+    if size not in self.chunks: self.chunks[size] = self.cut(self.record_chunk(size))
     self._set_chunk(ids, start, size, table)
-    self.chunks[size]()
+    for i in range(self.slices) if slices is None else slices: enqueue(self.chunks[size][i])
   def logits(self, ids:Sequence[int], start:int, table:Sequence[int]) -> np.ndarray:
     """As prefill, of at most sizes[0] tokens -> float32 (len(ids), vocab), the logits after each"""
     replay, logits = self.logits_step
@@ -200,6 +207,25 @@ class Runner:
     write(self.ids[size], np.int32([*ids, *[0] * (size - len(ids))]))
     write(self.start, np.int32([start]))
     write(self.table, padded)
+
+  # ---- at the start ----
+  def warm(self, rows:int, features:Features) -> None:
+    """Records chunks of all sizes, and steps by these features of all sizes of a batch up to so many rows, compiles all kernels beside each other,
+    and runs each once, for nobody: a graph is made when it first runs"""
+    batches = [self.batch_of(size) for size in ROWS if size <= self.batch_of(rows).size]
+    for batch in batches:
+      batch.set([])
+      batch.features = features
+      if features not in batch.replays: batch.replays[features] = batch.record()
+    chunks = {size: self.record_chunk(size) for size in self.sizes if size not in self.chunks}
+    compile_parts([part for replay in (*(batch.replays[features] for batch in batches), *chunks.values()) for part in replay.recorded])
+    for size, chunk in chunks.items(): self.chunks[size] = self.cut(chunk)
+    for size in self.sizes: self.prefill([0], 0, size, [])
+    for batch in batches:
+      self.batch = batch
+      self.launch()
+    self.wait()
+    self.launched.clear()
 
   @property
   def kernels_a_token(self) -> int:

@@ -3,8 +3,11 @@
 Arrival decides: the first to come is the first to be let in, and the last to come gives way when pages are short. It waits in its old place then,
 before all that came later, and is computed again: what it produced has become part of its ids.
 
-One prompt is read at a time, in chunks. While answers run, chunks fill what their target leaves between two decode steps."""
+One prompt is read at a time, in chunks, and a chunk is run in slices, some of the model's blocks each. While answers run, slices fill what their
+target leaves between two decode steps: a chunk may be as large as without them, and a target holds at any depth. Smaller chunks are for devices on
+which even a slice takes longer."""
 from __future__ import annotations
+import math
 from typing import NamedTuple
 from tinygrad.apps.engine.cache import Pool, Table, pages_for
 from tinygrad.apps.engine.sequence import Sequence, State
@@ -12,17 +15,20 @@ from tinygrad.apps.engine.sequence import Sequence, State
 DECODE = 0  # a decode step, among the sizes of chunks
 
 class Chunk(NamedTuple):
-  """The next rows of a prompt: as many of its tokens as there are, `size` at most"""
+  """Slices of the next rows of a prompt: of as many of its tokens as there are, `size` at most"""
   sequence: Sequence
   size: int
+  slices: range
 
 class Scheduler:
-  """sizes: of chunks, ascending. few: tokens for which the largest is not taken. max_stall: seconds that a running answer waits, at most."""
-  def __init__(self, pool:Pool, sizes:tuple[int, ...], few:int, max_rows:int, max_stall:float):
-    self.pool, self.sizes, self.few, self.max_rows, self.max_stall = pool, sizes, few, max_rows, max_stall
+  """sizes: of chunks, ascending. few: tokens for which the largest is not taken. slices: of a chunk. max_stall: seconds that a running answer waits
+  from token to token, at most."""
+  def __init__(self, pool:Pool, sizes:tuple[int, ...], few:int, slices:int, max_rows:int, max_stall:float):
+    self.pool, self.sizes, self.few, self.slices, self.max_rows, self.max_stall = pool, sizes, few, slices, max_rows, max_stall
     self.live: list[Sequence] = []                       # all that have not ended, as they came
-    self.seconds: dict[int, float] = {}                  # of a chunk of each size and of a decode step: the average of late
-    self.spent = 0.0                                     # on chunks since the last decode step
+    self.begun: tuple[int, int]|None = None              # the size of the chunk under way, and how many of its slices ran
+    self.seconds: dict[int, tuple[float, int]] = {}      # of a decode step, and of a slice of a chunk of each size: of late, and at which depth
+    self.spent = 0.0                                     # on slices since the last decode step
     self.refused: tuple[Sequence, int]|None = None       # who was not let in last, and how many pages there were
 
   @property
@@ -34,7 +40,10 @@ class Scheduler:
   def next_chunk(self) -> Chunk|None:
     """None where no prompt is to be read before the next decode step"""
     while (s := next((s for s in self.live if s.state is State.PREFILLING), None) or self._admit()) is not None:
-      if left := len(s.ids) - 1 - s.rows: return Chunk(s, size) if (size := self._size(left)) else None
+      if left := len(s.ids) - 1 - s.rows:
+        size, first = self.begun or (self._size(left), 0)
+        count = self._share(size, s.rows, self.slices - first)
+        return Chunk(s, size, range(first, first + count)) if count else None
       s.state = State.RUNNING
       self.settle(s)
     return None
@@ -53,23 +62,38 @@ class Scheduler:
     return s
 
   def _size(self, left:int) -> int:
-    """Of the next chunk of a prompt with so many tokens left; 0: running answers come first"""
+    """Of the next chunk of a prompt with so many tokens left: the largest of which, while answers run, the target has time for a slice"""
     sizes = [size for size in self.sizes if size == self.sizes[0] or left * self.sizes[-1] > self.few * size]
     if not self.running: return sizes[-1]
-    time = self.max_stall - self.spent - self.seconds.get(DECODE, 0.0)
-    for size in reversed(sizes):
-      if size not in self.seconds and not self.spent: return size  # tried, to be known
-      if self.seconds.get(size, self.max_stall) <= time: return size
-      if size in self.seconds and not self.spent: self.seconds[size] *= .998  # one that was slow far on in a long prompt is tried again some time
-    return 0 if self.spent else sizes[0]
+    for size in reversed(sizes[1:]):
+      if size not in self.seconds or self.seconds[size][0] <= self.max_stall - self.decode_seconds: return size
+      each, depth = self.seconds[size]
+      self.seconds[size] = each * .999, depth    # one that was slow far on in a long prompt is tried again some time
+    return sizes[0]
+  @property
+  def decode_seconds(self) -> float: return self.seconds.get(DECODE, (0.0, 0))[0]
 
-  def chunk_done(self, s:Sequence, tokens:int) -> None:
-    s.rows += tokens
+  def _share(self, size:int, depth:int, left:int) -> int:
+    """How many of the `left` slices of a chunk are run before the next decode step, which comes first where it is 0. It has one at least, so that a
+    prompt comes to its end. What no time is known of has that one, to tell it."""
+    if not self.running or self.max_stall == math.inf: return left
+    time, (each, known) = self.max_stall - self.spent - self.decode_seconds, self.seconds.get(size, (math.inf, 0))
+    longest = self.sizes[-1]
+    each *= max((depth + longest) / (known + longest), 1)   # attention takes at most in proportion, and nothing else knows the depth
+    return min(left, max(int(time / each), 0 if self.spent else 1))
+
+  def ran(self, chunk:Chunk) -> None:
+    """Its slices were launched"""
+    s, self.begun = chunk.sequence, (chunk.size, chunk.slices.stop)
+    if chunk.slices.stop < self.slices: return
+    self.begun = None
+    s.rows = min(s.rows + chunk.size, len(s.ids) - 1)
     self.pool.insert(s.table, s.ids, s.rows)
 
-  def took(self, size:int, seconds:float) -> None:
-    """How long a chunk of that size, or a DECODE step, took"""
-    self.seconds[size] = (self.seconds.get(size, seconds) + seconds) / 2
+  def took(self, size:int, seconds:float, depth:int=0) -> None:
+    """How long a slice of a chunk of that size took at that depth, or a DECODE step"""
+    before, known = self.seconds.get(size, (seconds, depth))
+    self.seconds[size] = (before + seconds) / 2 if known == depth else seconds, depth
 
   # ---- answers ----
   def provide(self, ahead:int) -> bool:
@@ -79,9 +103,14 @@ class Scheduler:
   def preempt(self) -> None:
     """The last to come that holds pages gives them back, and waits"""
     s = next(s for s in reversed(self.live) if s.state in (State.PREFILLING, State.RUNNING))
+    self._leaves(s)
     s.state = State.WAITING
     self.pool.release(s.table, s.ids, s.rows)
     s.rows = 0
+
+  def _leaves(self, s:Sequence) -> None:
+    """Of the one whose prompt is read, a chunk under way is given up"""
+    if s.state is State.PREFILLING: self.begun = None
 
   def accept(self, s:Sequence, token:int) -> None:
     """A running sequence's next token, whose step wrote the row of the one before"""
@@ -95,6 +124,7 @@ class Scheduler:
   def end(self, s:Sequence, reason:str, error:Exception|None=None) -> None:
     """It leaves, from whatever state; of one that failed nothing more is kept"""
     if s.state is State.ENDED: return
+    self._leaves(s)
     s.state, s.reason, s.error = State.ENDED, reason, error
     self.live.remove(s)
     self.pool.release(s.table, s.ids, 0 if error else s.rows)
@@ -102,6 +132,7 @@ class Scheduler:
   # ---- after an exception ----
   def recover(self) -> None:
     """Makes whole what an exception left half done: what holds is each sequence's ids and, while it is in the pool, its table"""
+    self.begun = None
     for s in list(self.live):
       if s.state is State.WAITING: s.table, s.rows = Table(), 0
       if s.state is State.ENDED: self.live.remove(s)
