@@ -186,18 +186,19 @@ class Mocked:
   def request(self, rng: random.Random, shared: int, own: int, limit: int) -> Request:
     return Request(self.base[:shared] + [rng.randrange(320) for _ in range(own)], limit=limit)
   def assert_likely(self, s: Sequence) -> None:
-    """Each token that it said is the oracle's, or as good: the logits of both are as near as Judge's limit allows, or the router's choice is"""
+    """Each token that it said is the oracle's, or as good: the logits of both are as near as rounding makes them, six deviations of what Judge's
+    limit allows, or the router's choice is"""
     ids = *s.ids,
     if ids not in self.judged: self.judged[ids] = forward(self.path, ids)
     (logits, margins), near = self.judged[ids], (2 * self.limit) ** .5
     for token, row, margin in zip(s.produced, logits[s.prompt - 1:], margins[s.prompt - 1:]):
-      assert row.max() - row[token] <= near * np.linalg.norm(row) or margin < near, f"{token}, expected {row.argmax()}"
+      assert row.max() - row[token] <= 6 * near * row.std() or margin < near, f"{token}, expected {row.argmax()}"
   def schedule(self, seed: int) -> None:
     """At random: prompts with a common page or without, lengths, arrivals, ends, rows at once and pages; some are aborted"""
     rng = random.Random(seed)
-    requests = [self.request(rng, rng.choice((0, 0, PAGE - 4, PAGE, PAGE + 2)), rng.randint(1, 3), rng.choice((0, 1, 3, 5)))
-                for _ in range(rng.randint(2, 6))]
-    engine = Pressed(self.runner, rng.choice((3, 4, 5, 12)), rng.randint(1, self.rows), rng.choice((0.0, math.inf)))
+    requests = [self.request(rng, rng.choice((0, 0, 30, PAGE, PAGE + 2)), rng.choice((1, 3, 30)), rng.choice((1, 4, 8)))
+                for _ in range(rng.randint(3, 7))]
+    engine = Pressed(self.runner, rng.choice((4, 5, 6, 12)), rng.randint(2, self.rows), rng.choice((0.0, math.inf)))
     for s in run(engine, requests, rng, (0, 0, 1, 3), aborts=rng.choice((0.0, 0.0, .05))):
       assert s.reason == "abort" or s.reason == "length" and len(s.produced) == s.limit
       self.assert_likely(s)
@@ -215,7 +216,7 @@ def test_too_few_pages_on_a_mock(mocked: Mocked):
   """Answers go on into the next page, which is not there for all"""
   rng = random.Random(0)
   engine = Pressed(mocked.runner, 2 * mocked.rows, max_rows=mocked.rows, max_stall=math.inf)   # one page is missing
-  requests = [mocked.request(rng, PAGE - 5, 3, 5) for _ in range(mocked.rows + 1)]
+  requests = [mocked.request(rng, 30, PAGE - 32, 5) for _ in range(mocked.rows + 1)]
   for s in run(engine, requests, rng, waits=(0,)):
     assert s.reason == "length" and len(s.produced) == 5
     mocked.assert_likely(s)
@@ -224,7 +225,7 @@ def test_too_few_pages_on_a_mock(mocked: Mocked):
 def test_together_on_a_mock(mocked: Mocked):
   """All join the first step and end in the same"""
   engine, rng = Pressed(mocked.runner, PAGES, max_rows=mocked.together, max_stall=math.inf), random.Random(0)
-  for s in run(engine, [mocked.request(rng, 0, 1, 3) for _ in range(mocked.together)], rng, waits=(0,)):
+  for s in run(engine, [mocked.request(rng, 0, 1 + i % 2, 3) for i in range(mocked.together)], rng, waits=(0,)):
     assert s.reason == "length"
     mocked.assert_likely(s)
   assert mocked.runner.batch is mocked.runner.batch_of(mocked.together)
