@@ -1,5 +1,6 @@
 """Several tokens as columns of a matrix times vector (nn/matvec.py): each gets the bytes that it gets alone, a block reads its weights once for all
-of its columns, and their vectors fit shared memory. test_primitives.py has the primitives that are made of it."""
+of its columns, and their vectors fit shared memory. By hand, as every format on every target takes minutes; test_primitives.py has the primitives
+that are made of it."""
 from __future__ import annotations
 import re
 from typing import Any, Callable

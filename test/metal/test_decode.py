@@ -6,7 +6,7 @@ from tinygrad import Device
 from tinygrad.apps.models import Model, load
 from tinygrad.helpers import Context
 
-COUNT = 64
+COUNT = 40   # the longer prompt's go on into a second page
 # prompts of a few tokens and of many
 PROMPTS = ["The for statement", "The for statement is used to iterate over the elements of a sequence (such as a string, tuple or list)"]
 def tokens(model:Model, prompt:str) -> list[int]: return list(model.generate(model.tokenizer.encode(prompt), COUNT, stop=False))

@@ -23,17 +23,32 @@ def _clang() -> tuple[str, ...]:
   march = ("-march=x86-64-v3",) if platform.machine() in ("x86_64", "AMD64") else ()  # converts halves without a library
   return (cc, *march, *(("-Xclang", "-fnative-half-type", "-Xclang", "-fallow-half-arguments-and-returns") if version < 16 else ()))
 
+def _compile(*args: str | pathlib.Path) -> str:
+  """What clang complains about; empty where there is an object"""
+  run = subprocess.run([*_clang(), "-O1", "-fPIC", "-fno-math-errno", "-fno-strict-aliasing", "-std=c++17", "-Wno-everything", f"-I{HERE}", *args],
+                       capture_output=True, text=True)
+  return run.stderr if run.returncode else ""
+
+@functools.cache
+def _runtime() -> tuple[pathlib.Path, tempfile.TemporaryDirectory]:
+  """Compiled once a process; the folder is there as long as somebody holds it"""
+  folder = tempfile.TemporaryDirectory()
+  out = pathlib.Path(folder.name) / "runtime.o"
+  if wrong := _compile("-c", HERE / "runtime.cpp", "-o", out): raise CompileError(wrong)
+  return out, folder
+
 class MockCompiler(Compiler):
   """Source -> a shared object that holds the kernel and the runtime"""
   def __init__(self) -> None:
-    super().__init__("mockcuda_" + hashlib.sha256(b"".join(f.read_bytes() for f in sorted(HERE.glob("*.*")))).hexdigest()[:16])
+    files = HERE.parent / "fiber.h", *sorted(HERE.glob("*.*"))
+    super().__init__("mockcuda_" + hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16])
   @staticmethod
   def operands(text: str) -> str:
     """Those of an asm statement, as arguments"""
     return re.sub(r'"\+?[fr]"', "", text).replace(" : ", ", ")
   def compile(self, src: str) -> bytes:
     src = re.sub(r'asm volatile\("griddepcontrol[^)]*\);', "", src)  # kernels run one after another here
-    src = re.sub(r'asm volatile\("prefetch.*', "", src)              # and there is no cache
+    src = re.sub(r'asm volatile\("(prefetch|cp.async.bulk.prefetch).*', "", src)   # and there is no cache
     src = re.sub(r'(__WMMA_8_16_(8|16)_half_float\([^)]*\)\{).*?return c;', r"\1 return mock_mma<\2>(a, b, c);", src, flags=re.S)
     src = re.sub(r'asm\("mma\.sync\.aligned\.m16n8k(8|16)\.[^"]*" : ([^;]*)\);', lambda m: f"mock_mma_words<{m[1]}>({self.operands(m[2])});", src)
     src = re.sub(r'asm\("lop3\.b32 [^"]* 0xea;"[^;]*;', "d = a & b | c;", src)
@@ -41,10 +56,7 @@ class MockCompiler(Compiler):
       kernel, out = pathlib.Path(folder) / "kernel.cpp", pathlib.Path(folder) / "kernel.so"
       waits = any(word in src for word in ("__syncthreads", "__shfl", "mock_mma"))  # else its threads may run one after another
       kernel.write_text(f'#include "device.h"\nextern "C" {{ int mock_fibers = {int(waits)}; }}\n{src}')
-      run = subprocess.run([*_clang(), "-O1", "-fPIC", "-shared", "-fno-math-errno", "-fno-strict-aliasing", "-std=c++17",
-                            "-Wno-everything", f"-I{HERE}", "-x",
-                            "c++", str(kernel), str(HERE / "runtime.cpp"), "-lm", "-o", str(out)], capture_output=True, text=True)
-      if run.returncode: raise CompileError(f"{run.stderr}\n{src}")
+      if wrong := _compile("-shared", kernel, _runtime()[0], "-lm", "-o", out): raise CompileError(f"{wrong}\n{src}")
       return out.read_bytes()
 
 class MockRenderer(CUDARenderer):

@@ -1,16 +1,12 @@
 // Runs one launch on the host: the threads of a block are fibers that change over at __syncthreads and at shuffles, warp by warp.
 // Returns a text where a GPU would hang or fault: threads of a warp that part before a shuffle, of a block before a barrier, a bad address.
-#ifdef __APPLE__
-#define _XOPEN_SOURCE 600  // without it there is no ucontext
-#define _DARWIN_C_SOURCE
-#endif
 #include <setjmp.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <ucontext.h>
+#include "../fiber.h"
 
 struct Dim { int x, y, z; };
 Dim blockIdx, threadIdx, blockDim;
@@ -18,9 +14,9 @@ enum State { RUN, BARRIER, SHUFFLE, DONE };
 static const int MOST = 1024, LANES = 32;
 static const size_t STACK = 256 << 10, WIDE = 32;
 
-struct Fiber { ucontext_t context; State state; char word[2][WIDE]; int shuffles; };
+struct Fiber { void* stack; State state; char word[2][WIDE]; int shuffles; };
 static Fiber fiber[MOST];
-static ucontext_t scheduler;
+static void* scheduler;  // the stack of run_block
 static int current;
 static void* entry;
 static uint64_t arg[48];
@@ -44,15 +40,12 @@ static void call() {
     a[22],a[23],a[24],a[25],a[26],a[27],a[28],a[29],a[30],a[31],a[32],a[33],a[34],a[35],a[36],
     a[37],a[38],a[39],a[40],a[41],a[42],a[43],a[44],a[45],a[46],a[47]);
 }
-static void whole() { call(); fiber[current].state = DONE; }
 static void place(int i) { current = i; threadIdx = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)}; }
-static void resume(int i) { place(i); fiber[i].state = RUN; swapcontext(&scheduler, &fiber[i].context); }
+static void resume(int i) { place(i); fiber[i].state = RUN; fiber_switch(&scheduler, fiber[i].stack); }
+static void wait(State state) { fiber[current].state = state; fiber_switch(&fiber[current].stack, scheduler); }
+static void whole() { call(); wait(DONE); }
 
-extern "C" void mock_wait(int at_shuffle) {
-  Fiber& f = fiber[current];
-  f.state = at_shuffle ? SHUFFLE : BARRIER;
-  swapcontext(&f.context, &scheduler);
-}
+extern "C" void mock_wait(int at_shuffle) { wait(at_shuffle ? SHUFFLE : BARRIER); }
 // gives the lane's bytes to its warp and returns those of the lane `lane`; two places: a lane may be one exchange ahead of another, never two
 extern "C" const char* mock_exchange(const void* mine, int bytes, int lane) {
   int me = current, turn = fiber[me].shuffles++ & 1;
@@ -66,14 +59,9 @@ extern "C" int mock_lane() { return current % LANES; }
 static bool run_block(int threads, char* stacks) {
   if (__start_shared) memset(__start_shared, 0xff, __stop_shared - __start_shared);  // NaN until it is written
   for (int i = 0; i < threads; i++) {
-    Fiber& f = fiber[i];
-    getcontext(&f.context);
-    f.context.uc_stack.ss_sp = stacks + i * STACK;
-    f.context.uc_stack.ss_size = STACK;
-    f.context.uc_link = &scheduler;
-    makecontext(&f.context, whole, 0);
-    f.state = RUN;
-    f.shuffles = 0;
+    fiber[i].stack = fiber_start(stacks + (i + 1) * STACK, whole);
+    fiber[i].state = RUN;
+    fiber[i].shuffles = 0;
   }
   for (;;) {
     int waiting = 0;

@@ -105,7 +105,7 @@ CHECKED = ["-fsanitize=thread", "-g1", *(f for option in ("func-entry-exit", "at
 @functools.cache
 def home() -> pathlib.Path:
   """The cache of this version of the mock"""
-  everything = b"".join(f.read_bytes() for f in sorted(HERE.iterdir()) if f.is_file()) + repr(flags()).encode()
+  everything = b"".join(f.read_bytes() for f in (HERE.parent / "fiber.h", *sorted(HERE.iterdir())) if f.is_file()) + repr(flags()).encode()
   folder = pathlib.Path(cache_dir) / "mockmetal" / hashlib.sha256(everything).hexdigest()[:16]
   folder.mkdir(parents=True, exist_ok=True)
   return folder

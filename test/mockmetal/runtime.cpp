@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <vector>
+#include "../fiber.h"
 
 typedef uint32_t u32;
 typedef uint64_t u64;
@@ -52,35 +53,12 @@ static int describe(char* out, size_t room, const char* format, va_list args) {
 
 // ---- fibers ----
 
-extern "C" void mtl_switch(void** save, void* load);       // to another stack; what a function must preserve is kept on the old one
-#if defined(__x86_64__)
-static const u32 SAVED = 8;                                // words: six registers, the return address, alignment
-asm(R"(.text
-.globl mtl_switch
-mtl_switch:
-  push %rbp; push %rbx; push %r12; push %r13; push %r14; push %r15
-  mov %rsp, (%rdi); mov %rsi, %rsp
-  pop %r15; pop %r14; pop %r13; pop %r12; pop %rbx; pop %rbp
-  ret)");
-static const u32 RETURN = 6;
-#elif defined(__aarch64__)
-static const u32 SAVED = 20, RETURN = 11;
-asm(R"(.text
-.globl mtl_switch
-mtl_switch:
-  stp x19, x20, [sp, #-160]!; stp x21, x22, [sp, #16]; stp x23, x24, [sp, #32]; stp x25, x26, [sp, #48]; stp x27, x28, [sp, #64]
-  stp x29, x30, [sp, #80]; stp d8, d9, [sp, #96]; stp d10, d11, [sp, #112]; stp d12, d13, [sp, #128]; stp d14, d15, [sp, #144]
-  mov x2, sp; str x2, [x0]; mov sp, x1
-  ldp x21, x22, [sp, #16]; ldp x23, x24, [sp, #32]; ldp x25, x26, [sp, #48]; ldp x27, x28, [sp, #64]; ldp x29, x30, [sp, #80]
-  ldp d8, d9, [sp, #96]; ldp d10, d11, [sp, #112]; ldp d12, d13, [sp, #128]; ldp d14, d15, [sp, #144]; ldp x19, x20, [sp], #160
-  ret)");
-#endif
 static void settle();
 static void wait(State state, int line, int flags) {
   settle();
   Thread& t = thread[mtl_thread];
   t.state = state, t.line = line, t.flags = flags;
-  mtl_switch(&t.stack, scheduler);
+  fiber_switch(&t.stack, scheduler);
 }
 static void enter() {
   D->body(D->buffers, &thread[mtl_thread].at);
@@ -88,14 +66,11 @@ static void enter() {
 }
 static char* stack_of(u32 i) { return stacks + (u64)i * (STACK + GUARD); }
 static void start(u32 i) {
-  u64* top = (u64*)(stack_of(i) + GUARD + STACK) - SAVED;
-  memset(top, 0, SAVED * sizeof *top);
-  top[RETURN] = (u64)enter;
-  thread[i].stack = top, thread[i].state = READY, thread[i].exchanges = 0;
+  thread[i].stack = fiber_start(stack_of(i) + GUARD + STACK, enter), thread[i].state = READY, thread[i].exchanges = 0;
 }
 static void resume(u32 i) {
   mtl_thread = i;
-  mtl_switch(&scheduler, thread[i].stack);
+  fiber_switch(&scheduler, thread[i].stack);
 }
 
 // ---- what metal_stdlib calls ----

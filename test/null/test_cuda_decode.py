@@ -22,8 +22,8 @@ def limit(request: pytest.FixtureRequest) -> Iterator[float]:
   with on(): yield limit
 
 @pytest.mark.parametrize("limit,family,types,sizes", [
-  ("cuda", "small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5)), ("cuda", "small-ds", "Q4_K F16 Q5_0", {}),
-  ("metal", "small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5))], indirect=["limit"])
+  ("cuda", "small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5)), ("cuda", "small-ds", "Q4_K F16 Q5_0", dict(blocks=1, dense=0)),
+  ("metal", "small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5, blocks=1, dense=0))], indirect=["limit"])
 def test_decode(limit: float, family: str, types: str, sizes: dict[str, int], tmp_path: Path):
   """A token at a time, over more positions than one split of the attention holds; mixed types (test_mul_mat has all)"""
   path = write_mixed(tmp_path / "m.gguf", family, [T[t] for t in types.split()], **WIDE | sizes, seed=1)

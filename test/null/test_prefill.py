@@ -161,7 +161,8 @@ def test_the_last_tile_left_out(kernel: str, test: Callable, args: tuple, place:
   monkeypatch.setitem(globals(), kernel, faulty)
   with pytest.raises(AssertionError, match="where .* = nmse"): test(*args)
 
-@pytest.mark.parametrize("family,types,sizes", [("small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5)), ("small-ds", "Q4_K F16 Q5_0", {})])
+@pytest.mark.parametrize("family,types,sizes", [
+  ("small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5)), ("small-ds", "Q4_K F16 Q5_0", dict(blocks=1, dense=0))])
 def test_model(family: str, types: str, sizes: dict[str, int], tmp_path: Path):
   """Two steps, the second one padded; what decoding continues with is what a cache written token by token gives"""
   path = write_mixed(tmp_path / "m.gguf", family, [T[name] for name in types.split()], **WIDE | sizes, seed=1)

@@ -4,7 +4,7 @@ import functools, re
 from typing import Any, Callable
 import pytest
 from gguf import GGMLQuantizationType
-from extra.bench import no_device, stand_in
+from extra.bench import no_device, stand_in, with_blocks
 from tinygrad import Tensor, dtypes
 from tinygrad.apps import capture
 from tinygrad.apps.capture import collected_calls
@@ -39,7 +39,7 @@ def branches(source: str) -> list[str]:
 
 @functools.cache
 def sources(model: str, rows: int = 1) -> dict[str, tuple[list[str], str]]:
-  """{kernel: (its buffers' names, its source)} of a decode step of so many rows on Hopper"""
+  """{kernel: (its buffers' names, its source)} of a decode step of so many rows on Hopper, by a block of each kind"""
   buffers = {}
   def recording(launch):
     def wrapped(name, outs, ins, body, mem=None):
@@ -50,7 +50,7 @@ def sources(model: str, rows: int = 1) -> dict[str, tuple[list[str], str]]:
     patch.setattr(capture, "_scheduled", {})   # what another test has recorded would launch nothing here
     for module in (embedding, few_tokens, mla_attention, moe, norm_linear, routing, split_kv, split_plan):
       patch.setattr(module, "launch", recording(module.launch))
-    calls = Runner(Transformer.from_gguf(stand_in(model), 256)).batch_of(rows).record(compiled=False).calls
+    calls = Runner(Transformer.from_gguf(with_blocks(stand_in(model), [0, 1]), 256)).batch_of(rows).record(compiled=False).calls
     programs = [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   return {p.arg.name: (buffers[p.arg.name], p.src[2].arg) for p in programs if p.arg.name in buffers}
 

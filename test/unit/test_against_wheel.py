@@ -237,7 +237,7 @@ def test_backward_counts(target:str, make:Callable[[int], list[Tensor]], graphs:
   with on(target):
     for seed in range(graphs): alike(seed, make, values=False)
 
-@pytest.mark.parametrize("make,first,graphs", ((gradients, 100, 16), (convolutions, 100, 3), (convolutions, 103, 3), (convolutions, 106, 3)))
+@pytest.mark.parametrize("make,first,graphs", ((gradients, 100, 16), (convolutions, 100, 3), (convolutions, 103, 3)))
 def test_backward(make:Callable[[int], list[Tensor]], first:int, graphs:int):
   for seed in range(first, first + graphs): alike(seed, make, values=True)
 

@@ -440,7 +440,7 @@ class Shared(NamedTuple):
 def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weight], x:Columns, T:int, K:int, finish:Finish,
                     shared:Shared|None=None) -> list[UOp]:
   """The stores of a launch on stacks of matrices, (E, out, in), and the tokens that chose each. x: of T tokens or T · K choices. buffers: x; groups,
-  as choose_groups gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token; T · K + token for what
+  as group_choices gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token; T · K + token for what
   the token has of the shared matrix, beside one stack. In the kernel:
 
   expert, choices = the group's                                  # a block a tile of rows of a group's expert; some groups are empty
@@ -483,7 +483,7 @@ def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weig
   return [*ends, UOp.group(*stores).end(loop)]
 
 def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], groups:Tensor, scale:Tensor) -> Columns:
-  """silu(gate·x) · (up·x) · scale for each token's x and chosen expert. weights: gate and up, (E, F, D); groups: what choose_groups
+  """silu(gate·x) · (up·x) · scale for each token's x and chosen expert. weights: gate and up, (E, F, D); groups: what group_choices
   returns;
   scale: float32 (T, K) -> F numbers of each of the T·K choices"""
   (_, rows, _), (T, K) = weights[0].shape, scale.shape
@@ -498,7 +498,7 @@ def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], 
   return Columns(launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))[0], 1 / HALF_SCALE)
 
 def few_expert_down(target:Target, x:Columns, weight:Weight, groups:Tensor, K:int, shared:Shared|None=None) -> Tensor:
-  """W[expert]·x for each choice's x, and behind them the shared matrix times each of its tokens. weight: (E, out, in); groups: what choose_groups
+  """W[expert]·x for each choice's x, and behind them the shared matrix times each of its tokens. weight: (E, out, in); groups: what group_choices
   returns -> float32 (T·K, out), or (T·K + T, out)"""
   rows, T = weight.shape[1], x.tokens // K
   def body(buffers:dict[str, UOp]) -> list[UOp]:

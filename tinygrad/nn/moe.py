@@ -20,7 +20,7 @@ from tinygrad.nn.matvec import DeferredMatrix, MatvecPart, Operand, RowSegments,
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
 from tinygrad.nn.norm_linear import decode_target, few_target, mul_mat, norm_linear, operand_of, prefill_target, single_segment
 from tinygrad.nn.primitive import primitive
-from tinygrad.nn.routing import Routing, TopKInKernel, choose_experts, choose_experts_prefill, choose_groups, sort_by_expert
+from tinygrad.nn.routing import Routing, TopKInKernel, choose_experts, choose_experts_prefill, group_choices, sort_by_expert
 from tinygrad.nn.step import Step
 
 class FeedForward(NamedTuple):
@@ -244,6 +244,7 @@ def mixture_few(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, 
   else:
     hidden, (logits,) = few_tokens.few_gate_up(target, normed, shared.gate, shared.up, router, low)
     beside = few_tokens.Shared(shared.down, hidden)
-  groups, scale = choose_groups(target, logits, routing)
+  sel, scale = choose_experts_prefill(target, logits, routing, overlaps=True)
+  groups = group_choices(target, sel, router.shape[0], experts[:2])
   hidden = few_tokens.few_expert_gate_up(target, normed, experts[:2], groups, scale)
   return few_tokens.few_sum(target, x, few_tokens.few_expert_down(target, hidden, experts.down, groups, routing.count, beside), routing.count)

@@ -2,9 +2,11 @@
 from __future__ import annotations
 import enum
 from dataclasses import dataclass
+from typing import Sequence
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn.intrinsics import Target, group_reduce, group_sum
-from tinygrad.nn.kernel import SLOTS, behind_wait, empty, exp, gated, launch, local, optional, total
+from tinygrad.helpers import prod
+from tinygrad.nn.intrinsics import Target, group_reduce, group_sum, prefetch_bulk
+from tinygrad.nn.kernel import SLOTS, Weight, behind_wait, branch, empty, event, exp, launch, local, optional, total
 from tinygrad.uop.ops import Ops
 
 class Gating(enum.IntEnum):
@@ -14,7 +16,6 @@ class Gating(enum.IntEnum):
   SOFTMAX_WEIGHT = 3       # softmax over the chosen logits only
 
 NEVER = -1e30              # a logit that no expert has
-LEFT_OUT = -3e38           # a choice that loses to every other
 LEAST_SUM = 6.103515625e-5 # of the chosen scores, before they are normalized
 
 @dataclass(frozen=True)
@@ -51,8 +52,9 @@ class TopKInKernel:
   rank = the number of experts with a higher choice, or the same and a lower index
   if rank < count: ids[rank], values[rank] = expert, score; barrier
   """
-  def __init__(self, target:Target, routing:Routing, experts:int, logits:UOp, bias:UOp|None, token:UOp):
-    self.target, self.routing, self.experts, self.logits, self.bias, self.token = target, routing, experts, logits, bias, token
+  def __init__(self, target:Target, routing:Routing, experts:int, logits:UOp, bias:UOp|None, token:UOp, parts:Sequence[int]=(0,)):
+    """parts: the rows of logits, from the token's on, that are added up"""
+    self.target, self.routing, self.experts, self.logits, self.bias, self.token, self.parts = target, routing, experts, logits, bias, token, parts
 
   def softmax(self, scores:list[UOp], everyone:UOp, thread:UOp) -> list[UOp]:
     """A thread's scores. Each warp takes the maximum and the sum over everyone for itself."""
@@ -75,7 +77,9 @@ class TopKInKernel:
       shared = local(n_experts, dtypes.float, slot)
       stored = [shared[expert.valid(inside)].store(value) for value, (expert, inside) in zip(values, own)]
       return shared.after(UOp(Ops.BARRIER, src=(*stores, *stored)))
-    logits = [self.logits[(self.token * n_experts + expert + wait_zero).valid(inside)].load() for expert, inside in own]
+    def logit(part:int, expert:UOp, inside:UOp) -> UOp:
+      return self.logits[((self.token + part) * n_experts + expert + wait_zero).valid(inside)].load()
+    logits = [total([logit(part, *of_thread) for part in self.parts], UOp.add) for of_thread in own]
     scores = choices = logits
     if gating == Gating.SOFTMAX:   # it keeps the order: without a bias the logits choose
       everyone = gather(logits, SLOTS + 3)
@@ -114,24 +118,25 @@ def weight_of(scores:list[UOp], score:UOp, routing:Routing) -> UOp:
     score, scores = score / total(scores, UOp.add), [other / total(scores, UOp.add) for other in scores]
   return (score / total(scores, UOp.add).maximum(LEAST_SUM) if routing.normalize else score) * routing.scale
 
-def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
-  """choose_experts in a launch. In the kernel:
+def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing, overlaps:bool=False) -> tuple[Tensor, Tensor]:
+  """choose_experts in a launch. logits: float32 (T, E), or (S, T, E), to be added up. overlaps: it starts while those before it run. In the kernel:
 
   TopKInKernel of the token's logits                          # a block a token
   thread k < count: experts[k], weights[k] = expert(k), weight(k)
   """
-  (T, E), K = logits.shape, routing.count
-  threads = -(-max(E, K) // target.lanes) * target.lanes
+  (*stack, T, E), K = logits.shape, routing.count
+  threads, parts = -(-max(E, K) // target.lanes) * target.lanes, [i * T for i in range(prod(stack))]
   def body(buffers:dict[str, UOp]) -> list[UOp]:
+    if overlaps: buffers = behind_wait(target, buffers)
     token, thread = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0")
-    top_k = TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token)
+    top_k = TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token, parts)
     top_k.barrier(thread, threads, UOp.const(0), [])
     k = thread.minimum(K - 1)
     out_index = (token * K + k).valid(thread < K)
     return [buffers["experts"][out_index].store(top_k.expert(k)), buffers["weights"][out_index].store(top_k.weight(k))]
   outs = {"experts": empty(logits, T, K, dtype=dtypes.int32), "weights": empty(logits, T, K)}
   ins = {"logits": logits, **optional(bias=routing.bias)}
-  experts, weights = launch(f"choose_experts_{T}_{E}_{K}_{routing.gating}", outs, ins, body)
+  experts, weights = launch(f"choose_experts_{len(parts)}_{T}_{E}_{K}_{routing.gating}", outs, ins, body)
   return experts, weights
 
 def sort_by_expert(target:Target, chosen:Tensor, experts:int) -> tuple[Tensor, Tensor]:
@@ -175,7 +180,6 @@ def sort_by_expert(target:Target, chosen:Tensor, experts:int) -> tuple[Tensor, T
   order, counts = launch(f"sort_by_expert_{experts}", outs, {"chosen": chosen}, body)
   return order, counts
 
-MOST_WARPS = 16   # of a block that chooses: its threads have registers for several tokens
 GROUP = 8   # choices of an expert that a tile of few tokens takes together
 SPARE = 8   # rows behind the groups: threads past a group's choices read there, and what they read is not used
 
@@ -184,45 +188,48 @@ def most_groups(tokens:int, count:int, experts:int) -> int:
   choices = tokens * count
   return min(choices, experts) + (max(choices - experts, 0) if tokens > GROUP else 0) // GROUP
 
-def choose_groups(target:Target, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
-  """choose_experts of a few tokens, and the choices of each expert in groups of GROUP, one expert's after another's. logits: float32 (S, T, E),
-  to be added up -> groups, int32 (most_groups + SPARE, 1 + GROUP): a group's expert and its choices, token · K + k; -1: none; and the weights, float32
-  (T, K). A block makes it all. In the kernel:
+ASKED_BYTES, SLICES = 48 << 20, 16   # of experts' weights that are asked for ahead; blocks that share an expert
 
-  K times: choice = the best of a token's choices that is left          # a warp a token, or several one after another; ids, scores in shared memory
-  weights = of the scores
+def group_choices(target:Target, chosen:Tensor, experts:int, ahead:Sequence[Weight]=()) -> Tensor:
+  """The choices of each expert in groups of GROUP, one expert's after another's. chosen: int32 (T, K), a token's distinct experts -> int32
+  (most_groups + SPARE, 1 + GROUP): a group's expert and its choices, token · K + k; -1: none. ahead: stacks, of which the kernels behind this one read
+  the chosen ones. In the kernel:
+
+  everyone = chosen, in shared memory; barrier                          # a block makes it all
   rank = the number of earlier choices of the same expert               # a thread a choice
   count = the number of choices                                         # a thread an expert
   first = the groups of the experts before                              # in shared memory; barriers
   groups[first + rank / GROUP, 1 + rank % GROUP] = choice; groups[first …, 0] = expert; what is left is -1
+  the first experts of `ahead` are asked for                            # other blocks, some a choice
   """
-  (parts, T, E), K, n_groups = logits.shape, routing.count, most_groups(logits.shape[1], routing.count, logits.shape[2])
+  (T, K), n_groups = chosen.shape, most_groups(chosen.shape[0], chosen.shape[1], experts)
   n_choices, width, lanes = T * K, GROUP + 1, target.lanes
-  warps = max(min(T, MOST_WARPS), -(-max(n_choices, E, n_groups) // lanes))
+  threads = -(-max(n_choices, experts, n_groups) // lanes) * lanes
   zero, one = UOp.const(0, dtypes.int), UOp.const(1, dtypes.int)
+  planes = {name: tensor for i, weight in enumerate(ahead) for name, tensor in weight.args(f"ahead{i}").items()
+            if target.prefetch_bulk is not None and tensor.dtype == dtypes.uint32}   # codes, nearly all of the bytes
+  most_ahead = ASKED_BYTES * experts // max(sum(weight.nbytes for weight in ahead), 1)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    behind, thread = behind_wait(target, buffers), UOp.special(warps * lanes, "lidx0")
-    is_choice, is_expert, number = thread < n_choices, thread < E, thread.cast(dtypes.int)
-    ids, scores, stores = local(n_choices, dtypes.int, 0), local(n_choices, dtypes.float, 1), []
-    for first in range(0, T, warps):
-      token = thread // lanes + first
-      top_k = TopKOfWarp(target, routing, E, parts, T, behind["logits"], buffers.get("bias"), token, None if first + warps <= T else token < T)
-      stores += top_k.stores(thread % lanes, ids, scores)
-    chosen = UOp(Ops.BARRIER, src=tuple(stores))
-    ids, scores = ids.after(chosen), scores.after(chosen)
-    choice = is_choice.where(thread, 0)
-    weight = weight_of([scores[choice // K * K + i].load() for i in range(K)], scores[choice].load(), routing)
-    own, all_choices = ids[choice].load(), [ids[i].load() for i in range(n_choices)]
+    behind, thread, block = behind_wait(target, buffers), UOp.special(threads, "lidx0"), UOp.special(1 + n_choices * SLICES * bool(planes), "gidx0")
+    loop, of_branch = branch(0, block.eq(0))
+    stores = [UOp.group(*group_stores(behind["chosen"], thread, of_branch, buffers["groups"])).end(loop)]
+    return [*stores, *ask(behind, thread, block)] if planes else stores
+  def group_stores(chosen:UOp, thread:UOp, of_branch:UOp, groups:UOp) -> list[UOp]:
+    is_choice, is_expert, number = thread < n_choices, thread < experts, thread.cast(dtypes.int)
+    own = chosen[(thread + of_branch).valid(is_choice)].load().maximum(0).minimum(experts - 1)
+    everyone = local(n_choices, dtypes.int, 0)
+    everyone = everyone.after(UOp(Ops.BARRIER, src=(everyone[thread.valid(is_choice)].store(own),)))
+    all_choices = [everyone[i].load() for i in range(n_choices)]
     rank = total([(other.eq(own) & (number > i)).where(one, zero) for i, other in enumerate(all_choices)], UOp.add)
     count = total([other.eq(number).where(one, zero) for other in all_choices], UOp.add)
     own_groups = (count + (GROUP - 1)) // GROUP
-    groups_of = local(E, dtypes.int, 2)
+    groups_of = local(experts, dtypes.int, 1)
     groups_of = groups_of.after(UOp(Ops.BARRIER, src=(groups_of[thread.valid(is_expert)].store(own_groups),)))
-    all_groups = [groups_of[i].load() for i in range(E)]
-    first_group = total([(number > i).where(other, 0) for i, other in enumerate(all_groups)], UOp.add)
-    firsts = local(E, dtypes.int, 3)
-    firsts = firsts.after(UOp(Ops.BARRIER, src=(firsts[thread.valid(is_expert)].store(first_group),)))
-    groups, stores = buffers["groups"], [buffers["weights"][thread.valid(is_choice)].store(weight)]
+    all_groups = [groups_of[i].load() for i in range(experts)]
+    first = total([(number > i).where(other, 0) for i, other in enumerate(all_groups)], UOp.add)
+    firsts = local(experts, dtypes.int, 2)
+    firsts = firsts.after(UOp(Ops.BARRIER, src=(firsts[thread.valid(is_expert)].store(first),)))
+    stores = []
     def put(group:UOp, column:UOp|int, value:UOp, there:UOp) -> None:
       """Not in the gate: tinygrad would take `there` for true in all that the place depends on, the barriers' stores too"""
       place = there.where(group, n_groups)
@@ -230,59 +237,26 @@ def choose_groups(target:Target, logits:Tensor, routing:Routing) -> tuple[Tensor
       index = taken.where(place, 0).cast(dtypes.weakint) * width + column
       stores.append(groups[index.valid(taken)].store(value))
     put(firsts[own.cast(dtypes.weakint)].load() + rank // GROUP, (rank % GROUP).cast(dtypes.weakint) + 1, number, is_choice)
-    for i in range(-(-T // GROUP)): put(first_group + i, 0, number, is_expert & (own_groups > i))
+    for i in range(-(-T // GROUP)): put(first + i, 0, number, is_expert & (own_groups > i))
     in_last = count - (own_groups - 1) * GROUP
-    for i in range(1, GROUP): put(first_group + own_groups - 1, i + 1, zero - 1, is_expert & (own_groups > 0) & (in_last <= i))
+    for i in range(1, GROUP): put(first + own_groups - 1, i + 1, zero - 1, is_expert & (own_groups > 0) & (in_last <= i))
     put(number, 0, zero - 1, (number >= total(all_groups, UOp.add)) & (number < n_groups))
     return stores
-  outs = {"groups": empty(logits, n_groups + SPARE, width, dtype=dtypes.int32), "weights": empty(logits, T, K)}
-  ins = {"logits": logits, **optional(bias=routing.bias)}
-  groups, weights = launch(f"choose_groups_{parts}_{T}_{K}_{E}_{routing.gating}", outs, ins, body)
-  return groups, weights
-
-@dataclass(frozen=True)
-class TopKOfWarp:
-  """choose_experts of a token within a warp, whose lanes share out the experts. there: whether there is such a token; None: always.
-  logits: (parts, tokens, E), to be added up; bias: float32 buffers"""
-  target: Target
-  routing: Routing
-  experts: int
-  parts: int
-  tokens: int
-  logits: UOp
-  bias: UOp|None
-  token: UOp
-  there: UOp|None
-
-  def reduce(self, value:UOp, op:Callable[[UOp, UOp], UOp]) -> UOp: return group_reduce(self.target, value, self.target.lanes, op)
-
-  def scores(self, own:list[tuple[UOp, UOp|None]]) -> list[UOp]:
-    """Of the lane's experts"""
-    def logit(expert:UOp, inside:UOp|None) -> UOp:
-      rows = [(self.token + part * self.tokens) * self.experts + expert for part in range(self.parts)]
-      value = total([self.logits[gated(row, inside, self.there)].load() for row in rows], UOp.add)
-      return value if inside is None else inside.where(value, NEVER)
-    logits = [logit(*expert) for expert in own]
-    if self.routing.gating == Gating.SOFTMAX:
-      top = self.reduce(total(logits, UOp.maximum), UOp.maximum)
-      powers = [exp(value - top) for value in logits]
-      inverse = 1 / self.reduce(total(powers, UOp.add), UOp.add)
-      return [power * inverse for power in powers]
-    return [1 / (1 + exp(-value)) for value in logits] if self.routing.gating == Gating.SIGMOID else logits
-
-  def stores(self, lane:UOp, ids:UOp, scores:UOp) -> list[UOp]:
-    """… of the choices to shared memory, best first: experts at token · K + k of ids, their scores likewise. lane: of the warp"""
-    lanes, count, stores = self.target.lanes, self.routing.count, []
-    own = [(lane + first, None if first + lanes <= self.experts else lane + first < self.experts) for first in range(0, self.experts, lanes)]
-    own_scores = self.scores(own)
-    choices = own_scores if self.bias is None else [score + self.bias[gated(expert, inside)].load() for score, (expert, inside) in zip(own_scores, own)]
-    choices = [choice if inside is None else inside.where(choice, LEFT_OUT) for choice, (_, inside) in zip(choices, own)]
-    for k in range(count):
-      best = self.reduce(total(choices, UOp.maximum), UOp.maximum)
-      firsts = [choice.eq(best).where(expert, self.experts - 1).cast(dtypes.int) for choice, (expert, _) in zip(choices, own)]
-      expert = self.reduce(total(firsts, UOp.minimum), UOp.minimum)   # where logits are no numbers, any
-      is_own, place = [number.cast(dtypes.int).eq(expert) for number, _ in own], self.token * count + k
-      stores.append(ids[gated(place, lane.eq(0), self.there)].store(expert))
-      stores += [scores[gated(place, mine, self.there)].store(score) for mine, score in zip(is_own, own_scores)]
-      choices = [mine.where(LEFT_OUT, choice) for mine, choice in zip(is_own, choices)]
-    return stores
+  def ask(behind:dict[str, UOp], thread:UOp, block:UOp) -> list[UOp]:
+    """The first of an expert's choices asks for it, where there are not too many experts before"""
+    choice, piece, lane = (block - 1).maximum(0) // SLICES, (block - 1).maximum(0) % SLICES, thread % lanes
+    own, before = behind["chosen"][choice].load(), []
+    for first in range(0, n_choices, lanes):
+      inside = lane + first < n_choices
+      other = behind["chosen"][(lane + first).valid(inside)].load()
+      before.append((inside & (other < own)).where(one, (inside & other.eq(own) & (lane + first < choice)).where(UOp.const(experts, dtypes.int), zero)))
+    loop, of_branch = branch(1, (block > 0) & thread.eq(0) & (group_sum(target, total(before, UOp.add), lanes) < min(most_ahead, experts)))
+    expert, asked = own.maximum(0).minimum(experts - 1).cast(dtypes.weakint), []
+    for name, tensor in planes.items():
+      entries = tensor.numel() // experts
+      share = -(-entries // SLICES)
+      place = expert * entries + (piece * share).minimum(entries - share) + of_branch
+      asked.append(prefetch_bulk(target, behind[name][place], share * tensor.dtype.itemsize // 16 * 16))
+    return [event(0, sum(asked, UOp.const(0, dtypes.int))).end(loop)]
+  outs = {"groups": empty(chosen, n_groups + SPARE, width, dtype=dtypes.int32)}
+  return launch(f"group_choices_{T}_{K}_{experts}" + "_ahead" * bool(planes), outs, {"chosen": chosen, **planes}, body)[0]
