@@ -51,7 +51,7 @@ from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.mla_attention import attention_plan, plan_shape
 from tinygrad.nn.moe import FeedForward
 from tinygrad.nn.primitive import PLAIN, PRIMITIVES, only_plain_ops, plain_ops
-from tinygrad.nn.routing import GROUP, SPARE, Gating, Routing, choose_groups
+from tinygrad.nn.routing import GROUP, SPARE, group_choices
 from tinygrad.nn.step import PAGE, Step
 from unit.test_many import LEAST, Pressed, run
 
@@ -196,7 +196,7 @@ class LogitsJudge:
   def __init__(self, path: Path, s: Sequences, limit: float):
     w, self.limit, self.tie = KeptWeights(path), limit, (2 * limit) ** .5
     (self.want, margins), self.other = step_of_oracle(w, s), step_of_oracle(w, s, self.tie)[0]
-    self.near = margins < self.tie
+    self.margins, self.near = margins, margins < self.tie
 
   def nearer(self, got: np.ndarray) -> np.ndarray:
     """(MOST,): whether the other outcome is what these logits come of"""
@@ -205,13 +205,15 @@ class LogitsJudge:
   def check(self, name: str, s: Sequences, got: np.ndarray, alone: np.ndarray) -> None:
     want = np.where(self.nearer(got)[:, None], self.other, self.want)
     error, chosen = np.nan_to_num(errors(got, want), nan=np.inf), got.argmax(-1)
-    from_alone = np.where(self.nearer(got) == self.nearer(alone), errors(got, alone), 0.0)
+    alone_right = errors(alone, np.where(self.nearer(alone)[:, None], self.other, self.want)) < self.limit
+    from_alone = np.where(alone_right & (self.nearer(got) == self.nearer(alone)), errors(got, alone), 0.0)
     margin = (want.max(-1) - want[np.arange(MOST), chosen]) / np.linalg.norm(want, axis=-1)
     worst, others = int(error.argmax()), chosen != want.argmax(-1)
     right = bool((error < self.limit).all() and (from_alone < 4 * self.limit).all() and (margin[others] < self.tie).all())
     differ = ", ".join(f"{m:.1e}" for m in sorted(margin[others]))
     judged = f"NMSE at most {error[worst]:.1e} (limit {self.limit:.0e}; at {s.lasts[worst]}; {self.nearer(got).sum()} by another router's choice)"
     beside = f"of alone {from_alone.max():.1e}, {(got == alone).all(-1).sum()} of {MOST} the same bytes"
+    if not right: beside += f"; routers' margins of the wrong {np.sort(self.margins[error >= self.limit])}, near below {self.tie:.1e}"
     expect(right, f"{name}: {judged}, {beside}; other greedy tokens: {others.sum()}{f', by margins {differ}' if others.any() else ''}")
 
 def check_cache(name: str, model: Transformer, s: Sequences) -> None:
@@ -254,14 +256,10 @@ def primitive_of(name: str, *args: Any) -> Any:
   """A part of a step"""
   out = PRIMITIVES[name](*args)
   return tuple(out) if isinstance(out, list) else out
-def groups_of(chosen: np.ndarray, experts: int) -> Tensor:
-  """By logits whose largest are these"""
-  logits = np.full((1, len(chosen), experts), -1, np.float32)
-  np.put_along_axis(logits[0], chosen, np.arange(chosen.shape[1], 0, -1, dtype=np.float32)[None], 1)
-  tensor = to_device(logits)
-  target = target_of(tensor.device)
+def groups_of(chosen: Tensor, experts: int) -> Tensor:
+  target = target_of(chosen.device)
   assert target is not None
-  return choose_groups(target, tensor, Routing(chosen.shape[1], Gating.SOFTMAX_WEIGHT, False, 1.0))[0]
+  return group_choices(target, chosen, experts)
 
 class Case(NamedTuple):
   """args(n): of the first n sequences. Plain ops are given all of them, as a token's numbers do not depend on the others"""
@@ -350,15 +348,15 @@ def check_plans(model: Transformer, s: Sequences, n: int, only: str) -> None:
       got = attention_plan(step, shape).numpy()
       with plain_ops(): want = attention_plan(step, shape).numpy()
       expect(same := np.array_equal(got, want), f"attention_plan, {n:2d} rows of up to {longest}: {'the same' if same else 'another'}")
-  if c.n_experts and only in "choose_groups":
+  if c.n_experts and only in "group_choices":
     spread = np.stack([rng.permutation(c.n_experts)[:c.n_chosen] for _ in range(n)])
     for what, chosen in (("spread", spread), ("all alike", np.tile(spread[:1], (n, 1)))):
-      got, flat, want = groups_of(chosen, c.n_experts).numpy(), chosen.reshape(-1), []
+      got, flat, want = groups_of(to_device(chosen.astype(np.int32)), c.n_experts).numpy(), chosen.reshape(-1), []
       for e in range(c.n_experts):
         own = np.flatnonzero(flat == e).tolist()
         want += [[e, *part, *[-1] * (GROUP - len(part))] for part in (own[i:i + GROUP] for i in range(0, len(own), GROUP))]
       right = got[:len(want)].tolist() == want and bool((got[len(want):-SPARE, 0] == -1).all())
-      expect(right, f"choose_groups, {n:2d} rows, {what}: {'right' if right else 'wrong'}")
+      expect(right, f"group_choices, {n:2d} rows, {what}: {'right' if right else 'wrong'}")
 
 # ---- --engine ----
 

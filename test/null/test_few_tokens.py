@@ -12,7 +12,7 @@ from tinygrad.nn import few_tokens
 from tinygrad.nn.few_tokens import (Columns, Shared, columns, few_expert_down, few_expert_gate_up, few_gate_up, few_heads, few_matmul, few_router,
                                     few_sum, share_of, warps_of)
 from tinygrad.nn.intrinsics import Target, target_of
-from tinygrad.nn.routing import GROUP, SPARE, Gating, Routing, choose_experts, choose_groups, most_groups
+from tinygrad.nn.routing import GROUP, SPARE, group_choices, most_groups
 
 HALF = 1e-6   # what rounding weights and activations to halves costs a product, of its power
 
@@ -135,46 +135,24 @@ def test_gate_up_beside_the_router(kind: T, rows: int):
 
 def choices(n: int, K: int, E: int) -> np.ndarray: return np.stack([rng(i).permutation(E - 1)[:K] for i in range(n)]).astype(np.int32)
 
-def in_groups(chosen: np.ndarray, E: int) -> list[list[int]]:
-  """Every choice in one group of its expert, in order"""
-  flat = chosen.reshape(-1)
-  own = [np.flatnonzero(flat == e).tolist() for e in range(E)]
-  return [[e, *part, *[-1] * (GROUP - len(part))] for e in range(E) for part in (own[e][i:i + GROUP] for i in range(0, len(own[e]), GROUP))]
-
-def logits_of(chosen: np.ndarray, E: int) -> Tensor:
-  """(1, T, E), of which these are the largest, in order"""
-  logits = np.full((1, len(chosen), E), -1, np.float32)
-  np.put_along_axis(logits[0], chosen, np.arange(chosen.shape[1], 0, -1, dtype=np.float32)[None], 1)
-  return Tensor(logits)
-
-@pytest.mark.parametrize("gating", Gating)
-@pytest.mark.parametrize("n,K,E,biased", [(1, 4, 64, True), (2, 4, 7, False), (9, 3, 4, True), (33, 3, 40, True), (64, 8, 384, False)])
-def test_groups(n: int, K: int, E: int, biased: bool, gating: Gating):
-  """The choice and the weights are choose_experts', ties too; a group that is there is before those that are not"""
-  halves = (floats(2, n, E) * 4).round() / 4
-  routing = Routing(K, gating, gating == Gating.SIGMOID, 1.5, Tensor((floats(E) * 8).round() / 16) if biased else None)
-  groups, weights = choose_groups(target(), Tensor(halves), routing)
-  chosen, want = choose_experts(Tensor(halves.sum(0)), routing)
-  want_groups, got = in_groups(chosen.numpy(), E), groups.numpy()
-  assert got.shape == (most_groups(n, K, E) + SPARE, 1 + GROUP)
-  assert got[:len(want_groups)].tolist() == want_groups and (got[len(want_groups):-SPARE, 0] == -1).all()
-  assert np.abs(weights.numpy() - want.numpy()).max() < 1e-6
-
-def test_no_numbers():
-  """Logits that are no numbers choose some experts, and the rows beside them choose theirs"""
-  logits = floats(1, 5, 40)
-  logits[0, 2] = np.nan
-  groups = choose_groups(target(), Tensor(logits), Routing(3, Gating.SIGMOID, True, 1.0))[0].numpy()
-  entries = {(e, c // 3) for e, *cs in groups[:most_groups(5, 3, 40)].tolist() if e >= 0 for c in cs if c >= 0}
-  assert all(0 <= e < 40 for e, _ in entries)
-  for t in (0, 1, 3, 4): assert {e for e, row in entries if row == t} == set(np.argsort(-logits[0, t])[:3].tolist())
+@pytest.mark.parametrize("n,K,E", [(1, 4, 64), (2, 4, 7), (9, 3, 4), (16, 2, 5), (33, 3, 4), (64, 8, 384)])
+def test_groups(n: int, K: int, E: int):
+  """Every choice in one group of its expert, in order; a group that is there is before those that are not"""
+  chosen = choices(n, K, E)
+  groups = group_choices(target(), Tensor(chosen), E).numpy()
+  assert groups.shape == (most_groups(n, K, E) + SPARE, 1 + GROUP)
+  flat, want = chosen.reshape(-1), []
+  for e in range(E):
+    own = np.flatnonzero(flat == e).tolist()
+    want += [[e, *part, *[-1] * (GROUP - len(part))] for part in (own[i:i + GROUP] for i in range(0, len(own), GROUP))]
+  assert groups[:len(want)].tolist() == want and (groups[len(want):-SPARE, 0] == -1).all()
 
 @pytest.mark.parametrize("n,K,E,kind", [(16, 2, 5, T.Q4_0), (33, 3, 4, T.Q4_1), (2, 4, 7, T.Q8_0)], ids=str)
 def test_experts(n: int, K: int, E: int, kind: T):
   """Experts with more tokens than a product has, and one that nobody chose"""
   F, D = 64, 160
   chosen, x, scale = choices(n, K, E), tokens(n, D) / 8, floats(n, K)
-  groups, _ = choose_groups(target(), logits_of(chosen, E), Routing(K, Gating.SOFTMAX_WEIGHT, False, 1.0))
+  groups = group_choices(target(), Tensor(chosen), E)
   shapes = (F, D), (F + 32, D), (D - 9, F)
   (gate, gate_want), (up, up_want), (down, down_want) = (load(kind, E, *shape, cls=QuantizedExpertWeights) for shape in shapes)
   up = QuantizedExpertWeights(kind, (E, F, D), {name: plane[:, :F].contiguous().realize() for name, plane in up.planes.items()})

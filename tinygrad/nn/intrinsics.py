@@ -70,7 +70,6 @@ class Target:
   and_or: str|None = None      # {0} & {1} | {2}, of words, in one instruction where two of them are constants; uint32
   fma_halves: str|None = None  # {0} · {1} + {2}, each two halves of a word, rounded once; uint32
   prefetch: str|None = None    # a statement: the line of memory at {0} is on its way to the nearest cache that all share
-  prefetch_bulk: str|None = None   # … {bytes} of memory from {0} on, both on 16 bytes
   lanes: int = 32              # of a warp
   shared_bytes: int = 32768    # of a block
 
@@ -87,8 +86,7 @@ TARGETS = {
 }
 
 # from Hopper on a kernel may start while those before it still run, up to the point where it waits for them (programmatic dependent launch)
-HOPPER = replace(TARGETS["CUDA"], prefetch_bulk='asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"({0}), "r"({bytes}));',
-                 wait='asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); '
+HOPPER = replace(TARGETS["CUDA"], wait='asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); '
                                        'asm volatile("griddepcontrol.wait;" ::: "memory")')
 
 # the least compute capability -> the row, the newest first: m16n8k16 came with Ampere, m16n8k8 with Turing, dp4a with the second Pascal
@@ -167,11 +165,6 @@ def prefetch(target:Target, place:UOp) -> UOp:
   """An int32 zero, behind the request for the line of memory at a buffer's index. Nothing is read: whoever writes the line later is not missed."""
   assert target.prefetch is not None
   return UOp(Ops.CUSTOM, dtypes.int, src=(place,), arg=f"0; {target.prefetch}")
-
-def prefetch_bulk(target:Target, place:UOp, nbytes:int) -> UOp:
-  """… so many bytes, for which a thread is enough"""
-  assert target.prefetch_bulk is not None
-  return UOp(Ops.CUSTOM, dtypes.int, src=(place,), arg=f"0; {target.prefetch_bulk.replace('{bytes}', str(nbytes))}")
 
 def round_to_int(value:UOp) -> UOp:
   """The nearest int32, halves away from zero"""

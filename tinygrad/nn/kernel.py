@@ -141,15 +141,11 @@ def gated(index:UOp, *conditions:UOp|None) -> UOp:
   checked = [condition for condition in conditions if condition is not None]
   return index.valid(reduce(UOp.bitwise_and, checked)) if checked else index
 
-def event(number:int, zero:UOp) -> UOp:
-  """What buffers can come behind: a store, to a register, of a zero that a statement gives. tinygrad knows of no other event. number: the register's"""
-  return UOp.placeholder((1,), dtypes.int, slot=number, addrspace=AddrSpace.REG)[0].store(zero.cast(dtypes.int))
-
 def behind_wait(target:Target, buffers:dict[str, UOp], *loads:UOp) -> dict[str, UOp]:
   """The buffers, whose loads come behind the wait for the kernels before, which comes behind `loads`. An index with wait_zero would have all of these
   for sources, and tinygrad simplifies each index again and again."""
   if target.wait is None: return buffers
-  waited = event(WAITED, pdl_wait(target, *loads))
+  waited = UOp.placeholder((1,), dtypes.int, slot=WAITED, addrspace=AddrSpace.REG)[0].store(pdl_wait(target, *loads).cast(dtypes.int))
   return {name: buffer.after(waited) for name, buffer in buffers.items()}
 
 def local(size:int, dtype:DType, slot:int) -> UOp: return UOp.placeholder((size,), dtype, slot=slot, addrspace=AddrSpace.LOCAL)

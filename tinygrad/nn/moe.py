@@ -245,6 +245,6 @@ def mixture_few(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, 
     hidden, (logits,) = few_tokens.few_gate_up(target, normed, shared.gate, shared.up, router, low)
     beside = few_tokens.Shared(shared.down, hidden)
   sel, scale = choose_experts_prefill(target, logits, routing, overlaps=True)
-  groups = group_choices(target, sel, router.shape[0], experts[:2])
+  groups = group_choices(target, sel, router.shape[0])
   hidden = few_tokens.few_expert_gate_up(target, normed, experts[:2], groups, scale)
   return few_tokens.few_sum(target, x, few_tokens.few_expert_down(target, hidden, experts.down, groups, routing.count, beside), routing.count)

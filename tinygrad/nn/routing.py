@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import prod
-from tinygrad.nn.intrinsics import Target, group_reduce, group_sum, prefetch_bulk
-from tinygrad.nn.kernel import SLOTS, Weight, behind_wait, branch, empty, event, exp, launch, local, optional, total
+from tinygrad.nn.intrinsics import Target, group_reduce, group_sum
+from tinygrad.nn.kernel import SLOTS, behind_wait, empty, exp, launch, local, optional, total
 from tinygrad.uop.ops import Ops
 
 class Gating(enum.IntEnum):
@@ -188,35 +188,24 @@ def most_groups(tokens:int, count:int, experts:int) -> int:
   choices = tokens * count
   return min(choices, experts) + (max(choices - experts, 0) if tokens > GROUP else 0) // GROUP
 
-ASKED_BYTES, SLICES = 48 << 20, 16   # of experts' weights that are asked for ahead; blocks that share an expert
-
-def group_choices(target:Target, chosen:Tensor, experts:int, ahead:Sequence[Weight]=()) -> Tensor:
+def group_choices(target:Target, chosen:Tensor, experts:int) -> Tensor:
   """The choices of each expert in groups of GROUP, one expert's after another's. chosen: int32 (T, K), a token's distinct experts -> int32
-  (most_groups + SPARE, 1 + GROUP): a group's expert and its choices, token · K + k; -1: none. ahead: stacks, of which the kernels behind this one read
-  the chosen ones. In the kernel:
+  (most_groups + SPARE, 1 + GROUP): a group's expert and its choices, token · K + k; -1: none. A block makes it all. In the kernel:
 
-  everyone = chosen, in shared memory; barrier                          # a block makes it all
+  everyone = chosen, in shared memory; barrier
   rank = the number of earlier choices of the same expert               # a thread a choice
   count = the number of choices                                         # a thread an expert
   first = the groups of the experts before                              # in shared memory; barriers
   groups[first + rank / GROUP, 1 + rank % GROUP] = choice; groups[first …, 0] = expert; what is left is -1
-  the first experts of `ahead` are asked for                            # other blocks, some a choice
   """
   (T, K), n_groups = chosen.shape, most_groups(chosen.shape[0], chosen.shape[1], experts)
-  n_choices, width, lanes = T * K, GROUP + 1, target.lanes
-  threads = -(-max(n_choices, experts, n_groups) // lanes) * lanes
+  n_choices, width = T * K, GROUP + 1
+  threads = -(-max(n_choices, experts, n_groups) // target.lanes) * target.lanes
   zero, one = UOp.const(0, dtypes.int), UOp.const(1, dtypes.int)
-  planes = {name: tensor for i, weight in enumerate(ahead) for name, tensor in weight.args(f"ahead{i}").items()
-            if target.prefetch_bulk is not None and tensor.dtype == dtypes.uint32}   # codes, nearly all of the bytes
-  most_ahead = ASKED_BYTES * experts // max(sum(weight.nbytes for weight in ahead), 1)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    behind, thread, block = behind_wait(target, buffers), UOp.special(threads, "lidx0"), UOp.special(1 + n_choices * SLICES * bool(planes), "gidx0")
-    loop, of_branch = branch(0, block.eq(0))
-    stores = [UOp.group(*group_stores(behind["chosen"], thread, of_branch, buffers["groups"])).end(loop)]
-    return [*stores, *ask(behind, thread, block)] if planes else stores
-  def group_stores(chosen:UOp, thread:UOp, of_branch:UOp, groups:UOp) -> list[UOp]:
+    behind, thread = behind_wait(target, buffers), UOp.special(threads, "lidx0")
     is_choice, is_expert, number = thread < n_choices, thread < experts, thread.cast(dtypes.int)
-    own = chosen[(thread + of_branch).valid(is_choice)].load().maximum(0).minimum(experts - 1)
+    own = behind["chosen"][thread.valid(is_choice)].load().maximum(0).minimum(experts - 1)
     everyone = local(n_choices, dtypes.int, 0)
     everyone = everyone.after(UOp(Ops.BARRIER, src=(everyone[thread.valid(is_choice)].store(own),)))
     all_choices = [everyone[i].load() for i in range(n_choices)]
@@ -229,7 +218,7 @@ def group_choices(target:Target, chosen:Tensor, experts:int, ahead:Sequence[Weig
     first = total([(number > i).where(other, 0) for i, other in enumerate(all_groups)], UOp.add)
     firsts = local(experts, dtypes.int, 2)
     firsts = firsts.after(UOp(Ops.BARRIER, src=(firsts[thread.valid(is_expert)].store(first),)))
-    stores = []
+    groups, stores = buffers["groups"], []
     def put(group:UOp, column:UOp|int, value:UOp, there:UOp) -> None:
       """Not in the gate: tinygrad would take `there` for true in all that the place depends on, the barriers' stores too"""
       place = there.where(group, n_groups)
@@ -242,21 +231,5 @@ def group_choices(target:Target, chosen:Tensor, experts:int, ahead:Sequence[Weig
     for i in range(1, GROUP): put(first + own_groups - 1, i + 1, zero - 1, is_expert & (own_groups > 0) & (in_last <= i))
     put(number, 0, zero - 1, (number >= total(all_groups, UOp.add)) & (number < n_groups))
     return stores
-  def ask(behind:dict[str, UOp], thread:UOp, block:UOp) -> list[UOp]:
-    """The first of an expert's choices asks for it, where there are not too many experts before"""
-    choice, piece, lane = (block - 1).maximum(0) // SLICES, (block - 1).maximum(0) % SLICES, thread % lanes
-    own, before = behind["chosen"][choice].load(), []
-    for first in range(0, n_choices, lanes):
-      inside = lane + first < n_choices
-      other = behind["chosen"][(lane + first).valid(inside)].load()
-      before.append((inside & (other < own)).where(one, (inside & other.eq(own) & (lane + first < choice)).where(UOp.const(experts, dtypes.int), zero)))
-    loop, of_branch = branch(1, (block > 0) & thread.eq(0) & (group_sum(target, total(before, UOp.add), lanes) < min(most_ahead, experts)))
-    expert, asked = own.maximum(0).minimum(experts - 1).cast(dtypes.weakint), []
-    for name, tensor in planes.items():
-      entries = tensor.numel() // experts
-      share = -(-entries // SLICES)
-      place = expert * entries + (piece * share).minimum(entries - share) + of_branch
-      asked.append(prefetch_bulk(target, behind[name][place], share * tensor.dtype.itemsize // 16 * 16))
-    return [event(0, sum(asked, UOp.const(0, dtypes.int))).end(loop)]
   outs = {"groups": empty(chosen, n_groups + SPARE, width, dtype=dtypes.int32)}
-  return launch(f"group_choices_{T}_{K}_{experts}" + "_ahead" * bool(planes), outs, {"chosen": chosen, **planes}, body)[0]
+  return launch(f"group_choices_{T}_{K}_{experts}", outs, {"chosen": chosen}, body)[0]
