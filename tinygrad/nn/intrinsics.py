@@ -69,7 +69,7 @@ class Target:
   byte_perm: str|None = None   # the four bytes of {0} and {1} that the digits of {2} number, the lowest first; uint32
   and_or: str|None = None      # {0} & {1} | {2}, of words, in one instruction where two of them are constants; uint32
   fma_halves: str|None = None  # {0} · {1} + {2}, each two halves of a word, rounded once; uint32
-  prefetch: str|None = None    # a statement: the line of memory at {0} is on its way to the nearest cache that all share
+  words: str|None = None       # the type of {n} words, two or four, that one instruction loads
   lanes: int = 32              # of a warp
   shared_bytes: int = 32768    # of a block
 
@@ -80,8 +80,7 @@ TARGETS = {
                         "({0}, {1}, {2})",
                  fma_halves="tg_bitcast<uint>(__hfma2(tg_bitcast<half2>((uint)({0})), tg_bitcast<half2>((uint)({1})), "
                             "tg_bitcast<half2>((uint)({2}))))",
-                 prefetch='asm volatile("prefetch.global.L2 [%0];" :: "l"({0}))',
-                 shared_bytes=49152),
+                 words="uint{n}", shared_bytes=49152),
   "METAL": Target("simd_shuffle_xor({{0}}, (ushort){o})", mma=MMA_METAL),
 }
 
@@ -161,10 +160,15 @@ def pdl_wait(target:Target, *loads:UOp) -> UOp:
   has a plain zero."""
   return UOp.const(0) if target.wait is None else opaque_zero(f"0; {target.wait}", *(loads or (UOp.const(0, dtypes.int),)))
 
-def prefetch(target:Target, place:UOp) -> UOp:
-  """An int32 zero, behind the request for the line of memory at a buffer's index. Nothing is read: whoever writes the line later is not missed."""
-  assert target.prefetch is not None
-  return UOp(Ops.CUSTOM, dtypes.int, src=(place,), arg=f"0; {target.prefetch}")
+def load_words(target:Target, place:UOp, registers:list[UOp], inside:UOp|None=None) -> UOp:
+  """Loads two or four words, from an index of a buffer of any type, to places in registers, which stay as they are where `inside` is false.
+  Returns a zero: what comes behind its store, to anywhere, comes behind the registers'."""
+  assert target.words is not None
+  n = len(registers)
+  load = f"{target.words.format(n=n)} words = *(const {target.words.format(n=n)}*)({{{n}}});"
+  stores = " ".join(f"*{{{i}}} = words.{part};" for i, part in zip(range(n), "xyzw"))
+  condition = "" if inside is None else f"if ({{{n + 1}}}) "
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(*registers, place, *([] if inside is None else [inside])), arg=f"0; {condition}{{{{ {load} {stores} }}}}")
 
 def round_to_int(value:UOp) -> UOp:
   """The nearest int32, halves away from zero"""
