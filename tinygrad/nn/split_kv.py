@@ -34,7 +34,7 @@ LATENT_PER_WARP = 64               # numbers whose weighted sums a warp makes
 LANE_SUMS = 16                     # of those a lane's, for 8 heads
 LANE_NUMBERS = 8                   # that a lane loads at once, four words: its elements of two products
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632   # of two words, for byte_perm
-COMBINE_WARPS = 8
+COMBINE_WARPS = 8                  # of a block of mla_combine, or half of them where sequences have fewer splits
 ROW_MAX, WEIGHT_SUM = 0, 1         # in stats
 Words = list[list[UOp]]            # of products: a lane's elements of b, two words
 
@@ -576,6 +576,8 @@ class CombineLaunch:
   columns: bool   # the context is Columns
   @property
   def tokens(self) -> int: return self.pages.sequences
+  @property
+  def warps(self) -> int: return COMBINE_WARPS if self.splits >= COMBINE_WARPS * self.tokens else COMBINE_WARPS // 2
 
 def mla_combine(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Step) -> Tensor:
   """The context of all splits. sums, stats: what split_kv made of the cache -> float32 (T, H, L)"""
@@ -596,7 +598,7 @@ def combine_launch(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:
   return launch(name, {"context": context}, {"sums": sums, "stats": stats, **step_buffers(step)}, body, mem)[0]
 
 def combine_kernel(shape:CombineLaunch, buffers:dict[str, UOp]) -> list[UOp]:
-  """A block's stores. It has a token's head and 4 · lanes of the latent numbers; its eight warps take every eighth split each, a lane four numbers.
+  """A block's stores. It has a token's head and 4 · lanes of the latent numbers; its warps take turns at the splits, a lane has four numbers.
     row_max = max of the splits' row_max
     weight of a split = 2^(its row_max - row_max)
     weight_sum, sums = Σ weight · its weight_sum, Σ weight · its sums    a warp's splits, then all warps' in shared memory
@@ -610,7 +612,7 @@ class CombineThread:
   def __init__(self, shape:CombineLaunch, buffers:dict[str, UOp]):
     self.shape, self.buffers, self.lanes = shape, buffers, shape.target.lanes
     self.part, self.head = UOp.special(shape.latent // (4 * self.lanes), "gidx0"), UOp.special(shape.heads, "gidx1")
-    self.thread = UOp.special(COMBINE_WARPS * self.lanes, "lidx0")
+    self.thread = UOp.special(shape.warps * self.lanes, "lidx0")
     self.warp, self.lane = self.thread // self.lanes, self.thread % self.lanes
     if shape.plan is None:
       self.sequence, self.first, last = UOp.const(0), UOp.const(0), shape.pages.position(buffers)
@@ -621,18 +623,19 @@ class CombineThread:
       self.first, self.written = items_of(shape.plan, buffers, self.sequence)
       self.wait_zero = pdl_wait(shape.target, self.written)
 
-  def over_splits(self, first:UOp, step:int, number:int, initial:list[float], values_of:Callable[[UOp], list[UOp]],
-                  op:Callable[[UOp, UOp], UOp]) -> list[UOp]:
+  def over_splits(self, first:UOp, step:int, number:int, values_of:Callable[[UOp], list[UOp]], op:Callable[[UOp, UOp], UOp]) -> list[UOp]:
     """op over values_of(split), one by one, of the sequence's splits first, first + step, … One sequence's are at most as many as fill the machine,
-    and are all in flight at once; of several, most have few: a loop."""
+    and are all in flight at once; of several, most have few: those behind the first in a loop."""
     if self.shape.plan is None:
       values = [values_of(first + start) for start in range(0, self.shape.splits, step)]
       return [reduce(op, column) for column in zip(*values)]
+    initial = values_of(first)
+    if self.shape.splits <= step: return initial
     registers = UOp.placeholder((len(initial),), dtypes.float, slot=2 + number, addrspace=AddrSpace.REG)
     registers = registers.after(UOp.group(*(registers[i].store(value) for i, value in enumerate(initial))))
-    turn = UOp.range((self.written + step - 1) // step, number)
+    turn = UOp.range((self.written - 1).maximum(0) // step, number)
     own = registers.after(turn)
-    updates = [own[i].store(op(own[i].load(), value)) for i, value in enumerate(values_of(first + turn * step))]
+    updates = [own[i].store(op(own[i].load(), value)) for i, value in enumerate(values_of(first + (turn + 1) * step))]
     registers = registers.after(UOp.group(*updates).end(turn))
     return [registers[i].load() for i in range(len(initial))]
 
@@ -643,7 +646,7 @@ class CombineThread:
   def row_max(self) -> UOp:
     """Of all splits, in every lane"""
     def row_max_of(split:UOp) -> list[UOp]: return [(split < self.written).where(self.stat(split, ROW_MAX), MASKED_SCORE)]
-    own, = self.over_splits(self.lane, self.lanes, 0, [MASKED_SCORE], row_max_of, UOp.maximum)
+    own, = self.over_splits(self.lane, self.lanes, 0, row_max_of, UOp.maximum)
     return group_reduce(self.shape.target, own, self.lanes, UOp.maximum)
 
   def warp_sums(self, row_max:UOp) -> list[UOp]:
@@ -653,19 +656,19 @@ class CombineThread:
       number = ((self.first + split) * self.shape.heads + self.head) * self.shape.latent + (self.part * self.lanes + self.lane) * 4
       sums = [weight * self.buffers["sums"][(number + i + self.wait_zero * 4).valid(split < self.written)].load() for i in range(4)]
       return [weight * self.stat(split, WEIGHT_SUM), *sums]
-    return self.over_splits(self.warp, COMBINE_WARPS, 1, [0.0] * 5, weighted, UOp.add)
+    return self.over_splits(self.warp, self.shape.warps, 1, weighted, UOp.add)
 
   def combine_warps(self, weight_sum:UOp, sums:list[UOp]) -> list[UOp]:
     """The stores of four numbers of the context, by a warp's lanes"""
     block_numbers = 4 * self.lanes
-    shared_sums, weight_sums = local(COMBINE_WARPS * block_numbers, dtypes.float, 0), local(COMBINE_WARPS, dtypes.float, 1)
+    shared_sums, weight_sums = local(self.shape.warps * block_numbers, dtypes.float, 0), local(self.shape.warps, dtypes.float, 1)
     stores = [shared_sums[(self.warp * self.lanes + self.lane) * 4 + i].store(value) for i, value in enumerate(sums)]
     barrier = UOp(Ops.BARRIER, src=(*stores, weight_sums[self.warp.valid(self.lane.eq(0))].store(weight_sum)))
     shared_sums, weight_sums = shared_sums.after(barrier), weight_sums.after(barrier)
-    total_weight = reduce(UOp.add, [weight_sums[warp].load() for warp in range(COMBINE_WARPS)])
+    total_weight = reduce(UOp.add, [weight_sums[warp].load() for warp in range(self.shape.warps)])
     values, quad = [], self.part * self.lanes + self.lane
     for i in range(4):
-      total = reduce(UOp.add, [shared_sums[warp * block_numbers + self.lane * 4 + i].load() for warp in range(COMBINE_WARPS)])
+      total = reduce(UOp.add, [shared_sums[warp * block_numbers + self.lane * 4 + i].load() for warp in range(self.shape.warps)])
       values.append(total / total_weight)
     return self.store(quad, values, self.warp.eq(0))
 
