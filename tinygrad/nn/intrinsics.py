@@ -173,10 +173,11 @@ def load_words(target:Target, place:UOp, registers:list[UOp], inside:UOp|None=No
   Returns a zero: what comes behind its store, to anywhere, comes behind the registers'."""
   assert target.words is not None
   n = len(registers)
-  load = f"{target.words.format(n=n)} words = *(const {target.words.format(n=n)}*)({{{n}}});"
+  kind, conditions = target.words.format(n=n), [] if inside is None else [inside]
+  load = f"{kind} words = *(const {kind}*)({{{n}}});"
   stores = " ".join(f"*{{{i}}} = words.{part};" for i, part in zip(range(n), "xyzw"))
-  condition = "" if inside is None else f"if ({{{n + 1}}}) "
-  return UOp(Ops.CUSTOM, dtypes.uint32, src=(*registers, place, *([] if inside is None else [inside])), arg=f"0; {condition}{{{{ {load} {stores} }}}}")
+  branch = f"if ({{{n + 1}}}) " if conditions else ""
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(*registers, place, *conditions), arg=f"0; {branch}{{{{ {load} {stores} }}}}")
 
 def round_to_int(value:UOp) -> UOp:
   """The nearest int32, halves away from zero"""

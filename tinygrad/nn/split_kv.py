@@ -531,9 +531,10 @@ class MmaThread:
       places = [sums[column * LANE_SUMS + i] for i in range(LANE_SUMS)]
       rescaled += [place.store(place.load() * rescale[i % 2]) for i, place in enumerate(places)]
     done = UOp.group(*rescaled)
-    own_weights = [(column * self.mma.N + self.lane_group) * self.weights_pitch + self.in_group * 4 for column in range(self.columns)]
-    b_words = self.words(self.columns * self.tiles * 2, 9)
-    b_words = b_words.after(self.load(b_words, [(weights[own + tile * TILE_POSITIONS], 2, None) for own in own_weights for tile in range(self.tiles)]))
+    heads = [(column * self.mma.N + self.lane_group) * self.weights_pitch for column in range(self.columns)]
+    own_weights = [weights[head + tile * TILE_POSITIONS + self.in_group * 4] for head in heads for tile in range(self.tiles)]
+    b_words = self.words(len(own_weights) * 2, 9)
+    b_words = b_words.after(self.load(b_words, [(place, 2, None) for place in own_weights]))
     words = [[[values[(tile * 4 + position) * 4 + i].load() for position in range(4)] for i in range(4)] for tile in range(self.tiles)]
     for tile, product in ((tile, product) for tile in range(self.tiles) for product in range(4)):
       first, second, third, fourth = words[tile][product]   # two numbers of each of four positions; a row's are two positions'
