@@ -149,7 +149,7 @@ def test_numbers_are_read_in_fours(count: int):
     programs = [call.src[0] for call in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   sources = {p.arg.name: next(u.arg for u in p.src if u.op is Ops.SOURCE) for p in programs}
   split, combine = (next(source for name, source in sources.items() if name.startswith(start)) for start in ("mla_split_kv_mma", "mla_combine"))
-  assert "half4*" in split and not re.search(r"half val\d+ = \(?\*", split) and "float4*" in combine
+  assert "*(const uint4*)" in split and "float4*" in split and not re.search(r"(half|float) val\d+ = \(?\*\(data", split) and "float4*" in combine
 
 # ---- faults ----
 

@@ -85,7 +85,7 @@ def cache_row(row:CacheRow, buffers:dict[str, UOp], token:UOp, thread:UOp, wait_
 
 def _load_pair(row:CacheRow, kv:UOp, token:UOp, number:UOp, wait_zero:UOp, active:UOp|None) -> RowPair:
   inside = number < row.pages.dim if active is None else active & (number < row.pages.dim)
-  values = [kv[(token * row.pages.dim + number + i + wait_zero).valid(inside)].load() for i in range(2)]
+  values = [kv[(token * row.pages.dim + number + i + wait_zero * 2).valid(inside)].load() for i in range(2)]
   return RowPair(number, inside, number < row.latent, values)
 
 def _inverse_rms(row:CacheRow, thread:UOp, pairs:list[RowPair]) -> UOp:

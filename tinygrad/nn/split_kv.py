@@ -17,8 +17,8 @@ from functools import reduce
 from typing import Callable, NamedTuple
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.nn.few_tokens import Columns, columns_like, store_columns
-from tinygrad.nn.intrinsics import MMA_CUDA, Target, group_reduce, group_sum, pdl_wait, prefetch
+from tinygrad.nn.few_tokens import Columns, columns_like, half_pair, store_columns
+from tinygrad.nn.intrinsics import MMA_CUDA, Target, byte_perm, group_reduce, group_sum, load_words, pdl_wait, prefetch
 from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local
 from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages
 from tinygrad.nn.split_plan import PlanShape, item_of, items_of
@@ -29,13 +29,14 @@ MULTIPROCESSORS = 132              # of a large GPU
 SIMT_BLOCKS = 3                    # that a multiprocessor holds
 SIMT_WARPS, SIMT_HEADS = 4, 2      # of a block
 POSITIONS_AT_ONCE = 4              # that a warp reads
-LINE = 64                          # numbers of a line of memory
 MMA_STEP, TILE_POSITIONS = 32, 16  # positions that a block reads at once; that a product takes
 LATENT_PER_WARP = 64               # numbers whose weighted sums a warp makes
 LANE_SUMS = 16                     # of those a lane's, for 8 heads
-COMBINE_WARPS = 8
+LANE_NUMBERS = 8                   # that a lane loads at once, four words: its elements of two products
+LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632   # of two words, for byte_perm
+COMBINE_WARPS = 8                  # of a block of mla_combine, or half of them where sequences have fewer splits
 ROW_MAX, WEIGHT_SUM = 0, 1         # in stats
-Values = list[list[list[list[UOp]]]]   # what a lane of split_kv_mma reads for the weighted sums, by tile, half, position and number
+Words = list[list[UOp]]            # of products: a lane's elements of b, two words
 
 # ---- what callers ask ----
 
@@ -53,8 +54,8 @@ def padded(heads:int) -> int:
   return -(-heads // 8) * 8
 
 def query_place(head:UOp, number:UOp, latent:int) -> UOp:
-  """The index of a number of a head's latent query in q_latent, as split_kv_mma reads it: of a product's numbers a lane reads four neighbours"""
-  return ((head // 8 * (latent // 16) + number // 16) * 32 + head % 8 * 4 + number % 16 // 4) * 4 + number % 4
+  """The index of a number of a head's latent query in q_latent, as split_kv_mma reads it: of two products' numbers a lane reads eight neighbours"""
+  return ((head // 8 * (latent // 32) + number // 32) * 32 + head % 8 * 4 + number % 32 // 8) * 8 + number % 8
 
 def group_heads(heads:int) -> int:
   """Heads of a block of split_kv_simt"""
@@ -125,9 +126,9 @@ def step_buffers(step:Step) -> dict[str, Tensor]:
 
 class Split:
   """The positions that a block reads: of a sequence's, up to `last`, the last one written. active: there are any.
-  Of several sequences, a step's rows are asked for a step ahead, the first step's before the wait."""
-  def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp], index:UOp, thread:UOp, threads:int):
-    self.shape, self.buffers, self.index, self.thread, self.threads = shape, buffers, index, thread, threads
+  ahead: how many steps ahead the loop over them reads their rows; these are asked for another step ahead, the first before the wait."""
+  def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp], index:UOp, thread:UOp, ahead:int):
+    self.shape, self.buffers, self.index, self.thread, self.ahead = shape, buffers, index, thread, ahead
     if shape.plan is None:
       self.sequence, self.last = UOp.const(0), shape.pages.position(buffers)
       length = split_length(self.last, shape.splits, shape.step)
@@ -139,23 +140,22 @@ class Split:
       item = item_of(shape.plan, buffers, index)
       self.sequence, self.first, self.count, self.last = item.sequence, item.first, item.steps, item.last
       self.active = self.count > 0
-    first_page = self.page_of(self.first)
-    self.ahead = PageAhead(first_page, slot=3)
-    self.fetches = shape.plan is not None and shape.target.prefetch is not None
-    self.wait_zero = pdl_wait(shape.target, *([self.fetch(first_page, self.first)] if self.fetches else [first_page]))
+    first_pages = [self.page_of(UOp.const(step)) for step in range(ahead + 1)]
+    self.pages = PageAhead(first_pages[ahead], slot=3)
+    self.wait_zero = pdl_wait(shape.target, *first_pages, *(zero for i, page in enumerate(first_pages) for zero in self.fetch(UOp.const(i), page)))
+    self.first_rows = Rows(self, self.first, first_pages[0], self.active)   # of the first step
 
-  def fetch(self, page:UOp, start:UOp) -> UOp:
-    """A zero, behind the request for a step's rows, which are neighbours in a page"""
-    dim, step, lines = self.shape.dim, self.shape.step, -(-self.shape.step * self.shape.dim // LINE)
-    row, zero = self.shape.pages.row(page, start), UOp.const(0, dtypes.int)
-    for first in range(0, lines, self.threads):
-      number = ((self.thread + first).minimum(lines - 1) * LINE).minimum(step * dim - 1)
-      zero = zero + prefetch(self.shape.target, self.buffers["cache"][row + number])
-    return zero
+  def start_of(self, step:UOp) -> UOp: return self.first + step * self.shape.step
+  def page_of(self, step:UOp) -> UOp:
+    """Of the last position's, where there is no such step"""
+    return self.shape.pages.page(self.buffers, self.start_of(step).minimum(self.last), self.sequence)
 
-  def page_of(self, position:UOp) -> UOp:
-    """Of the last position's, where the position is not written"""
-    return self.shape.pages.page(self.buffers, position.minimum(self.last), self.sequence)
+  def fetch(self, step:UOp, page:UOp, *behind:UOp) -> list[UOp]:
+    """Zeros, behind the request for a step's rows, which are neighbours in a page; the request comes behind `behind`"""
+    shape = self.shape
+    if shape.target.prefetch is None: return []
+    place, inside = self.buffers["cache"].after(*behind)[shape.pages.row(page, self.start_of(step))], self.thread.eq(0) & (step < self.count)
+    return [prefetch(shape.target, place, shape.step * shape.dim * 2, inside)]
 
   def steps(self) -> UOp:
     """The loop over the split's steps"""
@@ -163,26 +163,30 @@ class Split:
 
   def at(self, step:UOp) -> SplitStep:
     """A step of the loop"""
-    start, page = self.first + step * self.shape.step, self.ahead.read(step)
-    if not self.fetches:
-      following = self.page_of(start + self.shape.step)
-      return SplitStep(self, start, page, following, self.ahead.update(step, page, following))
-    next_start = self.first + (step + 1).minimum(self.count - 1) * self.shape.step   # behind the last step, that one again
-    following = self.page_of(next_start)
-    return SplitStep(self, start, page + self.fetch(following, next_start), following, self.ahead.update(step, page, following))
+    page, following, read = self.pages.read(step), self.page_of(step + self.ahead + 1), step + self.ahead
+    rows = Rows(self, self.start_of(read), page, read < self.count)
+    return SplitStep(step, self.start_of(step), rows, following, self.pages.update(step, page, following))
 
 @dataclass(frozen=True)
-class SplitStep:
-  """A step of a split's loop. following: the next step's page; update: the store that keeps it till then"""
+class Rows:
+  """The rows of a step, if it is `inside` the split"""
   split: Split
-  start: UOp       # its first position
+  start: UOp   # their first position
   page: UOp
-  following: UOp
-  update: UOp
+  inside: UOp
   def row(self, position:UOp) -> UOp:
-    """The index of the row of one of its positions; of the last row, where the position is not written"""
+    """The index of the row of one of their positions; of the last row, where the position is not written"""
     pages, split = self.split.shape.pages, self.split
     return pages.row(self.page, position.minimum(split.last)) + split.wait_zero * pages.dim
+
+class SplitStep(NamedTuple):
+  """A step of a split's loop. rows: those it reads; following: the page of what the next one reads; update: the store that keeps it till then"""
+  number: UOp      # of the loop's turn
+  start: UOp       # its first position
+  rows: Rows
+  following: UOp
+  update: UOp
+  def fetch(self, *behind:UOp) -> list[UOp]: return self.rows.split.fetch(self.number + self.rows.split.ahead + 1, self.following, *behind)
 
 @dataclass(frozen=True)
 class SoftmaxState:
@@ -216,8 +220,8 @@ def split_kv_simt(shape:SplitLaunch, buffers:dict[str, UOp]) -> list[UOp]:
   state = SoftmaxState.initial(thread.heads, thread.latent_share)
   step = thread.split.steps()
   at = thread.split.at(step)
-  positions = thread.positions(at)
-  keys = [thread.load_key(at, position) for position in positions]
+  positions = thread.positions(at.start)
+  keys = [thread.load_key(at.rows, position) for position in positions]
   updates = [at.update]
   for head, query in enumerate(queries):
     scores = thread.scores(query, keys, positions)
@@ -235,7 +239,7 @@ class SimtThread:
     index, head_group = UOp.special(shape.splits, "gidx0"), UOp.special(shape.heads // self.heads, "gidx1")
     self.thread = UOp.special(SIMT_WARPS * lanes, "lidx0")
     self.warp, self.lane = self.thread // lanes, self.thread % lanes
-    self.split = Split(shape, buffers, index, self.thread, SIMT_WARPS * lanes)
+    self.split = Split(shape, buffers, index, self.thread, ahead=0)
     self.wait_zero = self.split.wait_zero
     self.first_head = head_group * self.heads
 
@@ -251,13 +255,13 @@ class SimtThread:
     return [self.buffers["q_latent"][place + self.wait_zero].load() * shape.scale_log2e for place in latent_places] + \
            [self.buffers["q"][place + self.wait_zero].load() * shape.scale_log2e for place in rope_places]
 
-  def positions(self, at:SplitStep) -> list[UOp]:
+  def positions(self, start:UOp) -> list[UOp]:
     """The warp's positions of a step"""
-    return [at.start + i * SIMT_WARPS + self.warp for i in range(POSITIONS_AT_ONCE)]
+    return [start + i * SIMT_WARPS + self.warp for i in range(POSITIONS_AT_ONCE)]
 
-  def load_key(self, at:SplitStep, position:UOp) -> list[UOp]:
+  def load_key(self, rows:Rows, position:UOp) -> list[UOp]:
     """The lane's share of a position's row, as float32; the first latent_share are its share of the value"""
-    row = at.row(position)
+    row = rows.row(position)
     places = [row + self.latent_number(i) for i in range(self.latent_share)] + \
              [row + self.shape.latent + self.rope_number(i) for i in range(self.rope_share)]
     return [self.buffers["cache"][place].load().cast(dtypes.float) for place in places]
@@ -315,26 +319,33 @@ class SimtThread:
 # ---- split_kv_mma ----
 
 def split_kv_mma(shape:SplitLaunch, buffers:dict[str, UOp]) -> list[UOp]:
-  """A block's stores. It has a split and up to 24 heads, in columns of eight; two tiles of 16 positions a step.
+  """A block's stores. It has a split and up to 24 heads, in columns of eight; two tiles of 16 positions a step. What a step reads is in registers
+  before it begins: there is one block a multiprocessor, and nobody else to wait for memory.
     queries = the lane's fragments, in registers
+    keys, values = the first step's: the lane's share of the numbers of the warp's tile; its share of the latent numbers of both tiles
     for each step of the split:
-      scores of a tile: each of the warps that share it multiplies its share of the rows' numbers -> shared memory
-      values = the lane's share of the latent numbers of both tiles, loaded before the barrier
+      scores of a tile: each of the warps that share it multiplies keys, its share of the rows' numbers -> shared memory
+      keys = the next step's, in flight from here on
       for each of the warp's heads: scores = Σ of the shares; the online softmax, a lane a position; weights, rescale -> shared memory
       for each column: sums = sums · rescale + weights · values, the warp's 64 latent numbers
+      values = the next step's
     store row_max, weight_sum, sums"""
   thread = MmaThread(shape, buffers)
-  queries = [[thread.load_query(column, piece) for piece in range(thread.warp_pieces)] for column in range(thread.columns)]
+  queries = thread.load_queries()
   state, sums = SoftmaxState.initial(thread.own_heads, 0), thread.no_sums()
+  keys, values = thread.first_keys(), thread.first_values()
   step = thread.split.steps()
   at = thread.split.at(step)
-  values = thread.load_values(at)
-  scores = thread.share_scores(thread.partial_scores(queries, at), values, at.following)
+  partial_scores, multiplied = thread.partial_scores(queries, keys.after(step), step)
+  next_keys = thread.load_keys(keys.after(step, multiplied), at.rows)
+  scores = thread.share_scores(partial_scores, next_keys, at.following)
   softmax = [thread.softmax(state.after(step), own, thread.scores(scores, own, at.start)) for own in range(thread.own_heads)]
   weights, rescales = thread.share_weights(softmax)
-  updates = [at.update, *(store for of_head in softmax for store in of_head.stores)]
-  for column in range(thread.columns): updates += thread.update_sums(sums.after(step), column, rescales, weights, values)
-  done = UOp.group(*updates).end(step)
+  updated = thread.update_sums(sums.after(step), rescales, weights, values.after(step))
+  next_values = thread.load_values(values.after(step, updated), at.rows)
+  stores = [store for of_head in softmax for store in of_head.stores]
+  stores += [values.after(step)[thread.value_words].store(zero) for zero in at.fetch(updated)]
+  done = UOp.group(at.update, next_keys, next_values, *stores).end(step)
   return [*(store for own in range(thread.own_heads) for store in thread.store_stats(state.after(done), own)),
           *(store for column in range(thread.columns) for store in thread.store_sums(sums.after(done), column))]
 
@@ -344,23 +355,22 @@ class HeadSoftmax(NamedTuple):
   weights: list[UOp]
   stores: list[UOp]
 
-def fragment_a(rows:list[list[UOp]]) -> list[UOp]:
-  """A lane's elements of a: it has two rows, and four inner numbers of each"""
-  return [rows[i // 2 % 2][i // 4 * 2 + i % 2] for i in range(8)]
-
 class MmaThread:
-  """A thread of split_kv_mma. Queries, rows of the cache and weights are half, sums float32. lane_group, in_group: PTX's groupID and
-  threadID_in_group, which place a lane in the fragments. A product's sum does not depend on the order of its inner numbers, and its rows may be
-  any: a lane takes four neighbouring numbers of a row, as keys and as values, for those that its elements of a fragment stand for."""
+  """A thread of split_kv_mma. Queries, rows of the cache and weights are half, two in a word; sums are float32. lane_group, in_group: PTX's groupID
+  and threadID_in_group, which place a lane in the fragments. A product's sum does not depend on the order of its inner numbers, and its rows may be
+  any: a lane takes neighbouring numbers of a row, as keys and as values, for those that its elements of fragments stand for."""
   def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp]):
     assert shape.target.mma is not None
     self.shape, self.buffers, self.mma = shape, buffers, shape.target.mma
-    warps = shape.latent // LATENT_PER_WARP
+    warps, rope = shape.latent // LATENT_PER_WARP, shape.dim - shape.latent
     self.tiles, self.columns = shape.step // TILE_POSITIONS, head_columns(shape.heads)
     self.heads = self.columns * self.mma.N                    # of a block
-    self.pieces = shape.dim // self.mma.K                     # of a row: the inner numbers of a product
     self.shares = warps // self.tiles                         # warps that share a tile's scores
-    self.warp_pieces = -(-self.pieces // self.shares)
+    self.pairs = shape.latent // self.shares // (2 * self.mma.K)            # of products, on a warp's share of the latent numbers
+    self.rope_pieces = rope // self.mma.K                     # of a row: the rotated inner numbers of a product
+    self.own_pieces = -(-self.rope_pieces // self.shares)     # of a warp
+    self.key_words = 8 * self.pairs + 4 * self.own_pieces     # of a lane, for two rows
+    self.value_words = self.tiles * 4 * (LANE_NUMBERS // 2)
     self.own_heads = self.heads // warps                      # of a warp, in the softmax
     self.pitch, self.weights_pitch = shape.step + 4, shape.step + 16   # of a head in shared memory: a warp's lanes hit different banks
     index, block = UOp.special(shape.splits, "gidx0"), UOp.special(-(-shape.heads // self.heads), "gidx1")
@@ -368,7 +378,7 @@ class MmaThread:
     self.warp, self.lane = thread // 32, thread % 32
     self.lane_group, self.in_group = self.lane // 4, self.lane % 4
     self.tile, self.share = self.warp // self.shares, self.warp % self.shares
-    self.split = Split(shape, buffers, index, thread, warps * 32)
+    self.split = Split(shape, buffers, index, thread, ahead=1)
     self.wait_zero = self.split.wait_zero
     self.first_head, self.first_latent = block * self.heads, self.warp * LATENT_PER_WARP
 
@@ -380,64 +390,97 @@ class MmaThread:
     if self.shape.heads % self.heads == 0: return number, None
     return number.minimum(self.shape.heads - 1), number < self.shape.heads
 
-  def piece_number(self, piece:int) -> tuple[UOp, UOp|None]:
-    """(the first of the lane's four numbers of a piece of its warp, whether there is such a piece); None: always"""
-    piece_of_row = self.share * self.warp_pieces + piece
-    return piece_of_row * self.mma.K + self.in_group * 4, piece_of_row < self.pieces if self.pieces % self.shares else None
+  def pair_number(self, pair:int) -> UOp:
+    """The first of the lane's eight latent numbers of two of its warp's products"""
+    return (self.share * self.pairs + pair) * (2 * self.mma.K) + self.in_group * LANE_NUMBERS
 
-  def latent_index(self, first:UOp, half:int) -> UOp:
-    """Of the first of the lane's four numbers in a half of its warp's latent numbers, which begin at `first`"""
-    return first + half * 32 + self.lane_group * 4
+  def rope_number(self, piece:int) -> tuple[UOp, UOp|None]:
+    """(the first of the lane's four rotated numbers of one of its warp's products, whether there is such a product); None: always"""
+    piece_of_row = self.share * self.own_pieces + piece
+    return piece_of_row * self.mma.K + self.in_group * 4, piece_of_row < self.rope_pieces if self.rope_pieces % self.shares else None
 
-  def tile_positions(self, start:UOp, tile:int) -> list[UOp]:
-    """The lane's positions of a tile, as inner numbers of the weighted sums"""
-    return [start + tile * TILE_POSITIONS + self.in_group * 4 + i for i in range(4)]
+  # ---- registers of words. The one behind the last takes the zeros that are stored behind statements ----
 
-  def load4(self, name:str, index:UOp, *conditions:UOp|None) -> list[UOp]:
-    """Four neighbouring numbers of a buffer, where the conditions hold"""
-    return [self.buffers[name][gated(index + i, *conditions)].load() for i in range(4)]
+  def words(self, count:int, slot:int) -> UOp:
+    registers = UOp.placeholder((count + 1,), dtypes.uint32, slot=slot, addrspace=AddrSpace.REG)
+    return registers.after(UOp.group(*(registers[i].store(0) for i in range(count))))
+
+  def load(self, registers:UOp, places:list[tuple[UOp, int, UOp|None]]) -> UOp:
+    """The stores behind loads into registers, one after another: of so many words from each place, where a condition holds"""
+    first, events = 0, []
+    for place, count, inside in places:
+      events.append(load_words(self.shape.target, place, [registers[first + i] for i in range(count)], inside))
+      first += count
+    return UOp.group(*(registers[first].store(event) for event in events))
 
   # ---- the phases ----
 
-  def load_query(self, column:int, piece:int) -> list[UOp]:
-    """The lane's elements of b: four numbers of a head's query"""
-    shape, (number, inside) = self.shape, self.piece_number(piece)
-    is_latent, is_rotated = number < shape.latent, number >= shape.latent
-    head = self.first_head + column * self.mma.N + self.lane_group
-    has_latent = None if shape.heads % self.heads == 0 else head < padded(shape.heads)
-    first = self.split.sequence * (padded(shape.heads) * shape.latent)
-    latent = self.load4("q_latent", first + query_place(head, number, shape.latent) + self.wait_zero * 4, is_latent, has_latent)
-    existing, _ = self.head(column * self.mma.N + self.lane_group)
-    place = (self.split.sequence * shape.heads + existing + 1) * shape.head_dim - shape.dim + number + self.wait_zero * 4
-    rotated = self.load4("q", place, is_rotated, inside)
-    return [is_latent.where(own, other.cast(dtypes.half)) for own, other in zip(latent, rotated)]
+  def load_queries(self) -> list[Words]:
+    """By column, of each product of the warp's share, first of latent numbers, then of rotated ones"""
+    shape, count = self.shape, 4 * self.pairs * self.columns
+    heads = [self.first_head + column * self.mma.N + self.lane_group for column in range(self.columns)]
+    first, q_latent = self.split.sequence * (padded(shape.heads) * shape.latent), self.buffers["q_latent"]
+    places = [first + query_place(head.minimum(padded(shape.heads) - 1), self.pair_number(pair), shape.latent) + self.wait_zero * LANE_NUMBERS
+              for head in heads for pair in range(self.pairs)]
+    latent = self.words(count, 5)
+    latent = latent.after(self.load(latent, [(q_latent[place], 4, None) for place in places]))
+    def rotated(head:UOp, piece:int) -> list[UOp]:
+      number, inside = self.rope_number(piece)
+      end = (self.split.sequence * shape.heads + head.minimum(shape.heads - 1) + 1) * shape.head_dim
+      first = end - (shape.dim - shape.latent) + number + self.wait_zero * 4
+      numbers = [self.buffers["q"][gated(first + i, inside)].load() for i in range(4)]
+      return [half_pair(*numbers[:2]), half_pair(*numbers[2:])]
+    return [[*([latent[(column * self.pairs * 2 + product) * 2 + i].load() for i in range(2)] for product in range(2 * self.pairs)),
+             *(rotated(head, piece) for piece in range(self.own_pieces))] for column, head in enumerate(heads)]
 
-  def partial_scores(self, queries:list[list[list[UOp]]], at:SplitStep) -> list[list[UOp]]:
-    """A column's products of the warp's tile, over the warp's share of the numbers: (positions, heads)"""
-    sums = [[UOp.const(0.0, dtypes.float)] * 4 for _ in queries]
-    positions = [at.start + self.tile * TILE_POSITIONS + self.lane_group + row * 8 for row in range(2)]
-    for piece in range(self.warp_pieces):
-      number, inside = self.piece_number(piece)
-      keys = [self.load4("cache", at.row(position) + number, inside) for position in positions]
-      sums = [self.mma(fragment_a(keys), query[piece], total) for query, total in zip(queries, sums)]
-    return sums
+  def first_keys(self) -> UOp:
+    keys = self.words(self.key_words, 6)
+    return keys.after(self.load_keys(keys, self.split.first_rows))
 
-  def load_values(self, at:SplitStep) -> Values:
-    """By tile, half of the warp's latent numbers and position of the lane: four neighbouring numbers"""
-    def load(half:int, position:UOp) -> list[UOp]: return self.load4("cache", self.latent_index(at.row(position) + self.first_latent, half))
-    return [[[load(half, position) for position in self.tile_positions(at.start, tile)] for half in range(2)] for tile in range(self.tiles)]
+  def load_keys(self, keys:UOp, rows:Rows) -> UOp:
+    """The stores behind loads of the numbers of the lane's two rows of the warp's tile, product by product"""
+    own = [rows.row(rows.start + self.tile * TILE_POSITIONS + self.lane_group + row * 8) for row in range(2)]
+    places = [(self.buffers["cache"][row + self.pair_number(pair)], 4, rows.inside) for pair in range(self.pairs) for row in own]
+    for piece in range(self.own_pieces):
+      number, inside = self.rope_number(piece)
+      inside = rows.inside if inside is None else rows.inside & inside
+      places += [(self.buffers["cache"][row + self.shape.latent + number], 2, inside) for row in own]
+    return self.load(keys, places)
 
-  def share_scores(self, partial_scores:list[list[UOp]], values:Values, following:UOp) -> UOp:
-    """Scores in shared memory behind a barrier, (shares, heads, pitch). The values and the next step's page are loaded before it: they do not wait
-    for the scores."""
+  def first_values(self) -> UOp:
+    values = self.words(self.value_words, 7)
+    return values.after(self.load_values(values, self.split.first_rows))
+
+  def load_values(self, values:UOp, rows:Rows) -> UOp:
+    """The stores behind loads of eight latent numbers of each of the lane's positions of each tile, which are inner numbers of the weighted sums"""
+    positions = [rows.start + tile * TILE_POSITIONS + self.in_group * 4 + i for tile in range(self.tiles) for i in range(4)]
+    number = self.first_latent + self.lane_group * LANE_NUMBERS
+    return self.load(values, [(self.buffers["cache"][rows.row(position) + number], 4, rows.inside) for position in positions])
+
+  def partial_scores(self, queries:list[Words], keys:UOp, step:UOp) -> tuple[list[list[UOp]], UOp]:
+    """A column's products of the warp's tile, over the warp's share of the numbers: (positions, heads); the store behind them"""
+    count = self.columns * 4
+    sums = UOp.placeholder((count + 1,), dtypes.float, slot=8, addrspace=AddrSpace.REG).after(step)
+    done = UOp.group(*(sums[i].store(0.0) for i in range(count)))
+    words = [keys[i].load() for i in range(self.key_words)]
+    pairs = [(pair * 8, 4, half * 2) for pair in range(self.pairs) for half in range(2)]   # first word, of the second row, of the product
+    pieces = [(self.pairs * 8 + piece * 4, 2, 0) for piece in range(self.own_pieces)]
+    for product, (first, pitch, own) in enumerate(pairs + pieces):
+      a_words = [words[first + row * pitch + own + i] for i in range(2) for row in range(2)]
+      for column, query in enumerate(queries):
+        behind = sums.after(done)
+        done = behind[count].store(self.mma.accumulate(a_words, query[product], [behind[column * 4 + i] for i in range(4)]))
+    return [[sums.after(done)[column * 4 + i].load() for i in range(4)] for column in range(self.columns)], done
+
+  def share_scores(self, partial_scores:list[list[UOp]], *before:UOp) -> UOp:
+    """Scores in shared memory behind a barrier, (shares, heads, pitch); `before` is done before it"""
     scores = local(self.shares * self.heads * self.pitch, dtypes.float, 0)
     stores = []
     for column, elements in enumerate(partial_scores):
       for i, value in enumerate(elements):
         row = self.share * self.heads + column * self.mma.N + self.in_group * 2 + i % 2
         stores.append(scores[row * self.pitch + self.tile * TILE_POSITIONS + self.lane_group + i // 2 * 8].store(value))
-    loads = [number for tile in values for half in tile for position in half for number in position]
-    return scores.after(UOp(Ops.BARRIER, src=(*stores, *loads, following)))
+    return scores.after(UOp(Ops.BARRIER, src=(*stores, *before)))
 
   def own_head(self, own:int) -> UOp:
     """A head of the block, whose softmax is the warp's"""
@@ -476,26 +519,31 @@ class MmaThread:
     return weights.after(barrier), rescales.after(barrier)
 
   def no_sums(self) -> UOp:
-    """Registers of the weighted sums, LANE_SUMS of each column"""
-    sums = UOp.placeholder((self.columns * LANE_SUMS,), dtypes.float, slot=4, addrspace=AddrSpace.REG)
+    """Registers of the weighted sums, LANE_SUMS of each column, and one behind them"""
+    sums = UOp.placeholder((self.columns * LANE_SUMS + 1,), dtypes.float, slot=4, addrspace=AddrSpace.REG)
     return sums.after(UOp.group(*(sums[i].store(0.0) for i in range(self.columns * LANE_SUMS))))
 
-  def update_sums(self, sums:UOp, column:int, rescales:UOp, weights:UOp, values:Values) -> list[UOp]:
-    """The stores of a column's weighted sums: four products of 16 latent numbers a tile"""
-    first = column * self.mma.N
-    rescale = [rescales[first + self.in_group * 2 + i].load() for i in range(2)]   # of the two heads whose sums the lane has
-    own_weights = (first + self.lane_group) * self.weights_pitch + self.in_group * 4
-    fragments_b = [[weights[own_weights + tile * TILE_POSITIONS + i].load() for i in range(4)] for tile in range(self.tiles)]
-    stores = []
-    for product in range(4):
-      places = [sums[column * LANE_SUMS + product * 4 + i] for i in range(4)]
-      total = [place.load() * rescale[i % 2] for i, place in enumerate(places)]
-      for tile, fragment_b in enumerate(fragments_b):
-        positions = values[tile][product // 2]
-        rows = [[numbers[product % 2 * 2 + row] for numbers in positions] for row in range(2)]
-        total = self.mma(fragment_a(rows), fragment_b, total)
-      stores += [place.store(value) for place, value in zip(places, total)]
-    return stores
+  def update_sums(self, sums:UOp, rescales:UOp, weights:UOp, values:UOp) -> UOp:
+    """The store behind the weighted sums' update: of each column four products of 16 latent numbers a tile"""
+    count, rescaled = self.columns * LANE_SUMS, []
+    for column in range(self.columns):
+      rescale = [rescales[column * self.mma.N + self.in_group * 2 + i].load() for i in range(2)]   # of the two heads whose sums the lane has
+      places = [sums[column * LANE_SUMS + i] for i in range(LANE_SUMS)]
+      rescaled += [place.store(place.load() * rescale[i % 2]) for i, place in enumerate(places)]
+    done = UOp.group(*rescaled)
+    heads = [(column * self.mma.N + self.lane_group) * self.weights_pitch for column in range(self.columns)]
+    own_weights = [weights[head + tile * TILE_POSITIONS + self.in_group * 4] for head in heads for tile in range(self.tiles)]
+    b_words = self.words(len(own_weights) * 2, 9)
+    b_words = b_words.after(self.load(b_words, [(place, 2, None) for place in own_weights]))
+    words = [[[values[(tile * 4 + position) * 4 + i].load() for position in range(4)] for i in range(4)] for tile in range(self.tiles)]
+    for tile, product in ((tile, product) for tile in range(self.tiles) for product in range(4)):
+      first, second, third, fourth = words[tile][product]   # two numbers of each of four positions; a row's are two positions'
+      a_words = [byte_perm(self.shape.target, *pair, halves) for pair in ((first, second), (third, fourth)) for halves in (LOW_HALVES, HIGH_HALVES)]
+      for column in range(self.columns):
+        behind, own = sums.after(done), (column * self.tiles + tile) * 2
+        places = [behind[column * LANE_SUMS + product * 4 + i] for i in range(4)]
+        done = behind[count].store(self.mma.accumulate(a_words, [b_words[own + i].load() for i in range(2)], places))
+    return done
 
   def store_stats(self, state:SoftmaxState, own:int) -> list[UOp]:
     weight_sum = group_sum(self.shape.target, state.weight_sum(own).load(), 32)
@@ -509,7 +557,7 @@ class MmaThread:
     for product in range(4):
       for i in range(4):
         head, exists = self.head(column * self.mma.N + self.in_group * 2 + i % 2)
-        number = self.latent_index(self.first_latent, product // 2) + product % 2 * 2 + i // 2
+        number = self.first_latent + self.lane_group * LANE_NUMBERS + product * 2 + i // 2
         index = (self.split.index * self.shape.heads + head) * self.shape.latent + number
         stores.append(self.buffers["sums"][gated(index, self.split.active, exists)].store(sums[column * LANE_SUMS + product * 4 + i].load()))
     return stores
@@ -529,6 +577,8 @@ class CombineLaunch:
   columns: bool   # the context is Columns
   @property
   def tokens(self) -> int: return self.pages.sequences
+  @property
+  def warps(self) -> int: return COMBINE_WARPS if self.splits >= COMBINE_WARPS * self.tokens else COMBINE_WARPS // 2
 
 def mla_combine(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Step) -> Tensor:
   """The context of all splits. sums, stats: what split_kv made of the cache -> float32 (T, H, L)"""
@@ -549,7 +599,7 @@ def combine_launch(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:
   return launch(name, {"context": context}, {"sums": sums, "stats": stats, **step_buffers(step)}, body, mem)[0]
 
 def combine_kernel(shape:CombineLaunch, buffers:dict[str, UOp]) -> list[UOp]:
-  """A block's stores. It has a token's head and 4 · lanes of the latent numbers; its eight warps take every eighth split each, a lane four numbers.
+  """A block's stores. It has a token's head and 4 · lanes of the latent numbers; its warps take turns at the splits, a lane has four numbers.
     row_max = max of the splits' row_max
     weight of a split = 2^(its row_max - row_max)
     weight_sum, sums = Σ weight · its weight_sum, Σ weight · its sums    a warp's splits, then all warps' in shared memory
@@ -563,7 +613,7 @@ class CombineThread:
   def __init__(self, shape:CombineLaunch, buffers:dict[str, UOp]):
     self.shape, self.buffers, self.lanes = shape, buffers, shape.target.lanes
     self.part, self.head = UOp.special(shape.latent // (4 * self.lanes), "gidx0"), UOp.special(shape.heads, "gidx1")
-    self.thread = UOp.special(COMBINE_WARPS * self.lanes, "lidx0")
+    self.thread = UOp.special(shape.warps * self.lanes, "lidx0")
     self.warp, self.lane = self.thread // self.lanes, self.thread % self.lanes
     if shape.plan is None:
       self.sequence, self.first, last = UOp.const(0), UOp.const(0), shape.pages.position(buffers)
@@ -574,18 +624,19 @@ class CombineThread:
       self.first, self.written = items_of(shape.plan, buffers, self.sequence)
       self.wait_zero = pdl_wait(shape.target, self.written)
 
-  def over_splits(self, first:UOp, step:int, number:int, initial:list[float], values_of:Callable[[UOp], list[UOp]],
-                  op:Callable[[UOp, UOp], UOp]) -> list[UOp]:
+  def over_splits(self, first:UOp, step:int, number:int, values_of:Callable[[UOp], list[UOp]], op:Callable[[UOp, UOp], UOp]) -> list[UOp]:
     """op over values_of(split), one by one, of the sequence's splits first, first + step, … One sequence's are at most as many as fill the machine,
-    and are all in flight at once; of several, most have few: a loop."""
+    and are all in flight at once; of several, most have few: those behind the first in a loop."""
     if self.shape.plan is None:
       values = [values_of(first + start) for start in range(0, self.shape.splits, step)]
       return [reduce(op, column) for column in zip(*values)]
+    initial = values_of(first)
+    if self.shape.splits <= step: return initial
     registers = UOp.placeholder((len(initial),), dtypes.float, slot=2 + number, addrspace=AddrSpace.REG)
     registers = registers.after(UOp.group(*(registers[i].store(value) for i, value in enumerate(initial))))
-    turn = UOp.range((self.written + step - 1) // step, number)
+    turn = UOp.range((self.written - 1).maximum(0) // step, number)
     own = registers.after(turn)
-    updates = [own[i].store(op(own[i].load(), value)) for i, value in enumerate(values_of(first + turn * step))]
+    updates = [own[i].store(op(own[i].load(), value)) for i, value in enumerate(values_of(first + (turn + 1) * step))]
     registers = registers.after(UOp.group(*updates).end(turn))
     return [registers[i].load() for i in range(len(initial))]
 
@@ -596,7 +647,7 @@ class CombineThread:
   def row_max(self) -> UOp:
     """Of all splits, in every lane"""
     def row_max_of(split:UOp) -> list[UOp]: return [(split < self.written).where(self.stat(split, ROW_MAX), MASKED_SCORE)]
-    own, = self.over_splits(self.lane, self.lanes, 0, [MASKED_SCORE], row_max_of, UOp.maximum)
+    own, = self.over_splits(self.lane, self.lanes, 0, row_max_of, UOp.maximum)
     return group_reduce(self.shape.target, own, self.lanes, UOp.maximum)
 
   def warp_sums(self, row_max:UOp) -> list[UOp]:
@@ -606,19 +657,19 @@ class CombineThread:
       number = ((self.first + split) * self.shape.heads + self.head) * self.shape.latent + (self.part * self.lanes + self.lane) * 4
       sums = [weight * self.buffers["sums"][(number + i + self.wait_zero * 4).valid(split < self.written)].load() for i in range(4)]
       return [weight * self.stat(split, WEIGHT_SUM), *sums]
-    return self.over_splits(self.warp, COMBINE_WARPS, 1, [0.0] * 5, weighted, UOp.add)
+    return self.over_splits(self.warp, self.shape.warps, 1, weighted, UOp.add)
 
   def combine_warps(self, weight_sum:UOp, sums:list[UOp]) -> list[UOp]:
     """The stores of four numbers of the context, by a warp's lanes"""
     block_numbers = 4 * self.lanes
-    shared_sums, weight_sums = local(COMBINE_WARPS * block_numbers, dtypes.float, 0), local(COMBINE_WARPS, dtypes.float, 1)
+    shared_sums, weight_sums = local(self.shape.warps * block_numbers, dtypes.float, 0), local(self.shape.warps, dtypes.float, 1)
     stores = [shared_sums[(self.warp * self.lanes + self.lane) * 4 + i].store(value) for i, value in enumerate(sums)]
     barrier = UOp(Ops.BARRIER, src=(*stores, weight_sums[self.warp.valid(self.lane.eq(0))].store(weight_sum)))
     shared_sums, weight_sums = shared_sums.after(barrier), weight_sums.after(barrier)
-    total_weight = reduce(UOp.add, [weight_sums[warp].load() for warp in range(COMBINE_WARPS)])
+    total_weight = reduce(UOp.add, [weight_sums[warp].load() for warp in range(self.shape.warps)])
     values, quad = [], self.part * self.lanes + self.lane
     for i in range(4):
-      total = reduce(UOp.add, [shared_sums[warp * block_numbers + self.lane * 4 + i].load() for warp in range(COMBINE_WARPS)])
+      total = reduce(UOp.add, [shared_sums[warp * block_numbers + self.lane * 4 + i].load() for warp in range(self.shape.warps)])
       values.append(total / total_weight)
     return self.store(quad, values, self.warp.eq(0))
 
