@@ -25,7 +25,7 @@ STEADY = {"start", "tables", "plan"}
 # kernels without the instruction: the graph keeps them behind whatever they need, and what needs them behind them
 FULL_EDGES = re.compile(r"embedding_|argmax_|advance|split_plan_")
 
-PREFETCH = re.compile(r'asm volatile\("cp.async.bulk.prefetch.*')   # brings no value: what is written later is read later
+PREFETCH = re.compile(r'asm volatile\("prefetch.*')   # brings no value: what is written later is read later
 
 def body(source: str) -> str:
   """Behind the head, which names every buffer"""

@@ -69,7 +69,6 @@ class Target:
   byte_perm: str|None = None   # the four bytes of {0} and {1} that the digits of {2} number, the lowest first; uint32
   and_or: str|None = None      # {0} & {1} | {2}, of words, in one instruction where two of them are constants; uint32
   fma_halves: str|None = None  # {0} · {1} + {2}, each two halves of a word, rounded once; uint32
-  prefetch: str|None = None    # a statement: the {bytes} bytes at {{0}} are on their way to the nearest cache that all share
   words: str|None = None       # the type of {n} words, two or four, that one instruction loads
   lanes: int = 32              # of a warp
   shared_bytes: int = 32768    # of a block
@@ -87,8 +86,7 @@ TARGETS = {
 
 # from Hopper on a kernel may start while those before it still run, up to the point where it waits for them (programmatic dependent launch)
 HOPPER = replace(TARGETS["CUDA"], wait='asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); '
-                                       'asm volatile("griddepcontrol.wait;" ::: "memory")',
-                 prefetch='asm volatile("cp.async.bulk.prefetch.L2.global [%0], {bytes};" :: "l"({{0}}))')
+                                       'asm volatile("griddepcontrol.wait;" ::: "memory")')
 
 # the least compute capability -> the row, the newest first: m16n8k16 came with Ampere, m16n8k8 with Turing, dp4a with the second Pascal
 OF_CAPABILITY = {
@@ -161,12 +159,6 @@ def pdl_wait(target:Target, *loads:UOp) -> UOp:
   comes behind the wait. loads, of what no kernel writes, are issued before the wait. A target that starts a kernel when those before it are done
   has a plain zero."""
   return UOp.const(0) if target.wait is None else opaque_zero(f"0; {target.wait}", *(loads or (UOp.const(0, dtypes.int),)))
-
-def prefetch(target:Target, place:UOp, nbytes:int, inside:UOp) -> UOp:
-  """A zero, behind the request for the memory from a buffer's index on, where `inside` is true: multiples of 16 bytes. Nothing is read: whoever
-  writes it later is not missed."""
-  assert target.prefetch is not None
-  return UOp(Ops.CUSTOM, dtypes.uint32, src=(place, inside), arg=f"0; if ({{1}}) {target.prefetch.format(bytes=nbytes)}")
 
 def load_words(target:Target, place:UOp, registers:list[UOp], inside:UOp|None=None) -> UOp:
   """Loads two or four words, from an index of a buffer of any type, to places in registers, which stay as they are where `inside` is false.

@@ -18,7 +18,7 @@ from typing import Callable, NamedTuple
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.few_tokens import Columns, columns_like, half_pair, store_columns
-from tinygrad.nn.intrinsics import MMA_CUDA, Target, byte_perm, group_reduce, group_sum, load_words, pdl_wait, prefetch
+from tinygrad.nn.intrinsics import MMA_CUDA, Target, byte_perm, group_reduce, group_sum, load_words, pdl_wait
 from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local
 from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages
 from tinygrad.nn.split_plan import PlanShape, item_of, items_of
@@ -126,9 +126,9 @@ def step_buffers(step:Step) -> dict[str, Tensor]:
 
 class Split:
   """The positions that a block reads: of a sequence's, up to `last`, the last one written. active: there are any.
-  ahead: how many steps ahead the loop over them reads their rows; these are asked for another step ahead, the first before the wait."""
-  def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp], index:UOp, thread:UOp, ahead:int):
-    self.shape, self.buffers, self.index, self.thread, self.ahead = shape, buffers, index, thread, ahead
+  ahead: how many steps ahead the loop over them reads their rows."""
+  def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp], index:UOp, ahead:int):
+    self.shape, self.buffers, self.index, self.ahead = shape, buffers, index, ahead
     if shape.plan is None:
       self.sequence, self.last = UOp.const(0), shape.pages.position(buffers)
       length = split_length(self.last, shape.splits, shape.step)
@@ -142,20 +142,13 @@ class Split:
       self.active = self.count > 0
     first_pages = [self.page_of(UOp.const(step)) for step in range(ahead + 1)]
     self.pages = PageAhead(first_pages[ahead], slot=3)
-    self.wait_zero = pdl_wait(shape.target, *first_pages, *(zero for i, page in enumerate(first_pages) for zero in self.fetch(UOp.const(i), page)))
+    self.wait_zero = pdl_wait(shape.target, *first_pages)
     self.first_rows = Rows(self, self.first, first_pages[0], self.active)   # of the first step
 
   def start_of(self, step:UOp) -> UOp: return self.first + step * self.shape.step
   def page_of(self, step:UOp) -> UOp:
     """Of the last position's, where there is no such step"""
     return self.shape.pages.page(self.buffers, self.start_of(step).minimum(self.last), self.sequence)
-
-  def fetch(self, step:UOp, page:UOp, *behind:UOp) -> list[UOp]:
-    """Zeros, behind the request for a step's rows, which are neighbours in a page; the request comes behind `behind`"""
-    shape = self.shape
-    if shape.target.prefetch is None: return []
-    place, inside = self.buffers["cache"].after(*behind)[shape.pages.row(page, self.start_of(step))], self.thread.eq(0) & (step < self.count)
-    return [prefetch(shape.target, place, shape.step * shape.dim * 2, inside)]
 
   def steps(self) -> UOp:
     """The loop over the split's steps"""
@@ -165,7 +158,7 @@ class Split:
     """A step of the loop"""
     page, following, read = self.pages.read(step), self.page_of(step + self.ahead + 1), step + self.ahead
     rows = Rows(self, self.start_of(read), page, read < self.count)
-    return SplitStep(step, self.start_of(step), rows, following, self.pages.update(step, page, following))
+    return SplitStep(self.start_of(step), rows, following, self.pages.update(step, page, following))
 
 @dataclass(frozen=True)
 class Rows:
@@ -181,12 +174,10 @@ class Rows:
 
 class SplitStep(NamedTuple):
   """A step of a split's loop. rows: those it reads; following: the page of what the next one reads; update: the store that keeps it till then"""
-  number: UOp      # of the loop's turn
   start: UOp       # its first position
   rows: Rows
   following: UOp
   update: UOp
-  def fetch(self, *behind:UOp) -> list[UOp]: return self.rows.split.fetch(self.number + self.rows.split.ahead + 1, self.following, *behind)
 
 @dataclass(frozen=True)
 class SoftmaxState:
@@ -239,7 +230,7 @@ class SimtThread:
     index, head_group = UOp.special(shape.splits, "gidx0"), UOp.special(shape.heads // self.heads, "gidx1")
     self.thread = UOp.special(SIMT_WARPS * lanes, "lidx0")
     self.warp, self.lane = self.thread // lanes, self.thread % lanes
-    self.split = Split(shape, buffers, index, self.thread, ahead=0)
+    self.split = Split(shape, buffers, index, ahead=0)
     self.wait_zero = self.split.wait_zero
     self.first_head = head_group * self.heads
 
@@ -344,7 +335,6 @@ def split_kv_mma(shape:SplitLaunch, buffers:dict[str, UOp]) -> list[UOp]:
   updated = thread.update_sums(sums.after(step), rescales, weights, values.after(step))
   next_values = thread.load_values(values.after(step, updated), at.rows)
   stores = [store for of_head in softmax for store in of_head.stores]
-  stores += [values.after(step)[thread.value_words].store(zero) for zero in at.fetch(updated)]
   done = UOp.group(at.update, next_keys, next_values, *stores).end(step)
   return [*(store for own in range(thread.own_heads) for store in thread.store_stats(state.after(done), own)),
           *(store for column in range(thread.columns) for store in thread.store_sums(sums.after(done), column))]
@@ -378,7 +368,7 @@ class MmaThread:
     self.warp, self.lane = thread // 32, thread % 32
     self.lane_group, self.in_group = self.lane // 4, self.lane % 4
     self.tile, self.share = self.warp // self.shares, self.warp % self.shares
-    self.split = Split(shape, buffers, index, thread, ahead=1)
+    self.split = Split(shape, buffers, index, ahead=1)
     self.wait_zero = self.split.wait_zero
     self.first_head, self.first_latent = block * self.heads, self.warp * LATENT_PER_WARP
 
