@@ -17,7 +17,8 @@ and multiplies them with the vectors of up to COLUMNS tokens. What it does:
     sums = Σ weights · shared over the team         # lanes by shuffles, then warps by shared memory
   finish(sums / rms(x), token, job)                 # the epilogue stores; the team's lanes have a column each
 
-Where a kernel chooses experts, the rows are known only behind the barrier, and the weights are loaded there.
+Where a kernel chooses experts, it waits first and loads the vectors, then chooses behind barriers of its own, and only then loads the weights. The
+vectors are staged while those are on their way.
 
 Arithmetic. Where the target has an int8 dot product and the format has integer codes, x becomes int8 with one scale for 32 values (as
 llama.cpp does it; a product's NMSE is about 4e-5) and minimums and zeros are folded in through sums of x. Elsewhere x stays float32 and a code
@@ -29,7 +30,7 @@ RMSNorm costs nothing here: x is multiplied by the norm's weight while it is sta
 from __future__ import annotations
 import functools
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, Protocol, Sequence
+from typing import Callable, Iterable, NamedTuple, Protocol, Sequence
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, pdl_wait, round_to_int, shuffle
@@ -283,23 +284,27 @@ class Threads(NamedTuple):
 
 # extra_stores(block, thread, threads, wait_zero) -> stores: a small job beside. block: of all groups of tokens
 ExtraStores = Callable[[UOp, UOp, int, UOp], list[UOp]]
-# barrier_of(thread, threads, wait_zero, stores) -> a barrier behind the stores, after which the part's rows are known
-BarrierOf = Callable[[UOp, int, UOp, list[UOp]], UOp]
+class Choice(Protocol):
+  """What a part's rows are chosen by"""
+  def constants(self, thread:UOp, threads:int) -> list[UOp]:
+    """The loads of what no kernel writes"""
+  def barrier(self, thread:UOp, threads:int, wait_zero:UOp, before:list[UOp]) -> UOp:
+    """The barrier behind which the rows are known. The first of those that it takes has the sources `before`."""
 
-def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_stores:ExtraStores|None=None, barrier_of:BarrierOf|None=None,
+def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_stores:ExtraStores|None=None, choice:Choice|None=None,
            items:int=1) -> list[UOp]:
   """The stores of a launch over gidx0, each part in blocks of its own, those of all groups of tokens side by side: they share what they read.
   items: how many times a token runs all this, by gidx1, which is the caller's, in operand and parts. Where the caller's gidx1 numbers tokens too,
   the layout, and with it the order of sums, is still that of one token alone.
-  extra_stores and barrier_of are for a launch of one part."""
+  extra_stores and choice are for a launch of one part."""
   layouts = [thread_layout(operand.segments, target.lanes, items * part.jobs) for part in parts]
   threads = max(layout.threads for layout in layouts)
   columns = columns_of(target, operand, parts, threads // target.lanes)
   blocks = [-(-part.jobs // layout.teams) * group_count(operand.tokens, columns) for part, layout in zip(parts, layouts)]
   block, thread = UOp.special(sum(blocks), "gidx0"), UOp.special(threads, "lidx0")
   if len(parts) == 1:
-    return _Part(target, operand, parts[0], layouts[0], columns, Threads(block, thread, threads, 0)).stores(extra_stores, barrier_of)
-  assert extra_stores is None and barrier_of is None
+    return _Part(target, operand, parts[0], layouts[0], columns, Threads(block, thread, threads, 0)).stores(extra_stores, choice)
+  assert extra_stores is None and choice is None
   stores, start = [], 0
   for number, (part, layout, count) in enumerate(zip(parts, layouts, blocks)):
     loop, zero = branch(number, (block >= start) & (block < start + count))
@@ -336,10 +341,11 @@ class SquareSums:
 
 Weights = list[list[Unit]]   # of each row, each of the lane's units
 
-def global_loads(weights:Weights) -> list[UOp]:
-  """What the weights are made of, in device memory"""
-  nodes = UOp.sink(*(register for row in weights for unit in row for register in unit.registers())).toposort()
-  return [node for node in nodes if node.op is Ops.LOAD and node.src[0].src[0].addrspace is AddrSpace.GLOBAL]
+def loads_of(nodes:Iterable[UOp]) -> list[UOp]:
+  """The loads from device memory that nodes are made of"""
+  return [node for node in UOp.sink(*nodes).toposort() if node.op is Ops.LOAD and node.src[0].src[0].addrspace is AddrSpace.GLOBAL]
+
+def global_loads(weights:Weights) -> list[UOp]: return loads_of(register for row in weights for unit in row for register in unit.registers())
 
 class TeamSums(NamedTuple):
   """What a thread has when a job is done"""
@@ -358,18 +364,18 @@ class _Part:
     self.team, self.lane = self.thread // layout.span, self.thread % layout.span
     self.lane_units = lane_units(operand.segments, layout.span, self.lane)
 
-  def stores(self, extra_stores:ExtraStores|None=None, barrier_of:BarrierOf|None=None) -> list[UOp]:
+  def stores(self, extra_stores:ExtraStores|None=None, choice:Choice|None=None) -> list[UOp]:
     """All phases in order"""
-    if barrier_of is None:
+    if choice is None:
       weights, wait_zero = self.prefetch()
       vectors, squares, staged = self.stage(wait_zero)
-      # the loads are sources too: they are issued before it, not where they are used
-      barrier = UOp(Ops.BARRIER, src=(*staged, *global_loads(weights)))
     else:
-      wait_zero = pdl_wait(self.target)
+      wait_zero = pdl_wait(self.target, *self.norm_loads(), *choice.constants(self.thread, self.threads))
       vectors, squares, staged = self.stage(wait_zero)
-      barrier = barrier_of(self.thread, self.threads, wait_zero, staged)
+      choice.barrier(self.thread, self.threads, wait_zero, loads_of(staged))
       weights = self.load(wait_zero)
+    # the loads are sources too: they are issued before it, not where they are used
+    barrier = UOp(Ops.BARRIER, src=(*staged, *global_loads(weights)))
     vectors.after(barrier)
     stores = []
     for sums, column, team, is_first in self.reduce(self.products(weights, vectors)):
@@ -404,7 +410,7 @@ class _Part:
   def prefetch(self) -> tuple[Weights, UOp]:
     """The weights, and wait_zero. Whatever no other kernel decides is loaded before the wait."""
     known = self.load(None)
-    wait_zero = pdl_wait(self.target, *global_loads(known))
+    wait_zero = pdl_wait(self.target, *self.norm_loads(), *global_loads(known))
     complete = all(len(units) == len(self.lane_units) for units in known)
     return known if complete else self.load(wait_zero), wait_zero
 
@@ -426,15 +432,26 @@ class _Part:
     sums = SquareSums(self.target, [sum_in_order(own) for own in squares], self.thread, self.threads, self.slot + 2)
     return vectors, sums, [*stores, sums.store]
 
-  def stage_column(self, vectors:SharedVectors, column:int, wait_zero:UOp) -> tuple[list[UOp], list[UOp]]:
-    """The squares of the numbers of a vector that the thread stages, and the stores"""
-    operand, token, n_float4 = self.operand, self.group.token(column), self.operand.units * FLOAT4_OF_UNIT
-    squares, stores = [], []
+  def staged_numbers(self) -> list[tuple[UOp, UOp|None]]:
+    """The float4 that the thread stages, and whether it is the first that does"""
+    n_float4, numbers = self.operand.units * FLOAT4_OF_UNIT, []
     for first in range(0, n_float4, self.threads):
       number, inside = self.thread + first, None
       if first + self.threads > n_float4:
         inside = number < n_float4
         number = inside.where(number, n_float4 - FLOAT4_OF_UNIT + self.thread % FLOAT4_OF_UNIT)   # the rest stage the last unit again
+      numbers.append((number, inside))
+    return numbers
+
+  def norm_loads(self) -> list[UOp]:
+    """The weights of the norm that the thread stages with: no kernel writes them, and they are far away"""
+    return [] if self.operand.norm is None else loads_of(weight for number, _ in self.staged_numbers() for weight in self.operand.norm[0](number))
+
+  def stage_column(self, vectors:SharedVectors, column:int, wait_zero:UOp) -> tuple[list[UOp], list[UOp]]:
+    """The squares of the numbers of a vector that the thread stages, and the stores"""
+    operand, token = self.operand, self.group.token(column)
+    squares, stores = [], []
+    for number, inside in self.staged_numbers():
       if operand.norm is not None:
         own = [value * value for value in operand.values(token, number, wait_zero)]
         squares += own if inside is None else [inside.where(square, 0.0) for square in own]

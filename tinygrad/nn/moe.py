@@ -143,7 +143,7 @@ def expert_gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight
       k = thread.minimum(K - 1)
       return [buffers["sel"][(token * K + k).valid(block.eq(0) & (thread < K))].store(chosen.expert(k))]
     part = MatvecPart(K * F, rows_of_job, swiglu, gate.integer and up.integer)
-    return matvec(target, operand_of(buffers, x, norm, token), [part], store_choice, chosen.barrier)
+    return matvec(target, operand_of(buffers, x, norm, token), [part], store_choice, chosen)
   outs = {"y": empty(x, T, K, F), "sel": empty(x, T, K, dtype=dtypes.int32)}
   ins = {"x": x, "norm": norm.weight, "logits": logits, **optional(bias=routing.bias), **gate.args("gate"), **up.args("up")}
   hidden, sel = launch(f"expert_gate_up_{K}_{routing.gating}_{gate.label}", outs, ins, body)
