@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Callable, Iterable, NamedTuple, Protocol, Sequence
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, pdl_wait, round_to_int, shuffle
+from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, pdl_wait, reciprocal, shuffle
 from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Matrix, Unit, branch, local, safe_index, sum_in_order
 from tinygrad.uop.ops import Ops
 
@@ -42,6 +42,7 @@ STEPS = 6                          # units of a row that a lane takes before the
 WARPS, MANY_WARPS = 8, 16          # of a block; of a block of a launch of MANY_JOBS warps' work
 MANY_JOBS = 2048
 FEW_BLOCKS = 64                    # a launch of fewer blocks is cut finer
+ROUNDED = 1.5 * 2 ** 23            # added to a small float: the nearest integer stands in the lowest bits
 COLUMNS = (8, 4, 2, 1)             # tokens of a block: eight have their sums in registers, beside the weights
 ROWS = 2                           # of a job
 
@@ -184,14 +185,15 @@ class Int8Vectors:
     return (2 * Int8Vectors.pitch_of(units) + units) * 16
   def stage(self, column:int, number:UOp, values:list[UOp]) -> list[UOp]:
     target, j, unit = self.target, number % FLOAT4_OF_UNIT, number // FLOAT4_OF_UNIT   # eight neighbouring lanes hold a unit
-    largest = group_reduce(target, functools.reduce(UOp.maximum, [value.maximum(-value) for value in values]), FLOAT4_OF_UNIT, UOp.maximum)
-    inverse = (largest > 0).where(127.0 / largest, 0.0)
-    codes = [round_to_int(value * inverse) for value in values]
-    half_sum = group_sum(target, sum_in_order(codes), FLOAT4_OF_UNIT // 2)
+    sizes = [value.bitcast(dtypes.uint32) & 0x7fffffff for value in values]            # in the order of the floats, and compared in one instruction
+    largest = group_reduce(target, functools.reduce(UOp.maximum, sizes), FLOAT4_OF_UNIT, UOp.maximum).bitcast(dtypes.float)
+    inverse = (largest > 0).where(127.0 * reciprocal(target, largest), 0.0)
+    codes = [(value * inverse + ROUNDED).bitcast(dtypes.uint32) & 255 for value in values]
+    word = codes[0] | (codes[1] << 8) | (codes[2] << 16) | (codes[3] << 24)
+    half_sum = group_sum(target, dot4(target, word, UOp.const(0x01010101, dtypes.int), UOp.const(0, dtypes.int)), FLOAT4_OF_UNIT // 2)
     scale = largest * (1 / 127)
-    word = (codes[0] & 255) | ((codes[1] & 255) << 8) | ((codes[2] & 255) << 16) | (codes[3] << 24)
     half, of_half, meta = j // 4, j % 4, (column * self.units + unit) * 4
-    return [self.words[((column * 2 + half) * self.pitch + unit) * 4 + of_half].store(word), self.meta[meta.valid(j.eq(0))].store(scale),
+    return [self.words[((column * 2 + half) * self.pitch + unit) * 4 + of_half].store(word.cast(dtypes.int)), self.meta[meta.valid(j.eq(0))].store(scale),
             self.meta[(meta + 1 + half).valid(of_half.eq(0))].store(scale * half_sum.cast(dtypes.float))]
   def after(self, barrier:UOp) -> None:
     self.words = self.words.after(barrier)
