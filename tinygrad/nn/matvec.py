@@ -17,8 +17,8 @@ and multiplies them with the vectors of up to COLUMNS tokens. What it does:
     sums = Σ weights · shared over the team         # lanes by shuffles, then warps by shared memory
   finish(sums / rms(x), token, job)                 # the epilogue stores; the team's lanes have a column each
 
-Where a kernel chooses experts, it waits first and loads the vectors, then chooses behind barriers of its own, and only then loads the weights. The
-vectors are staged while those are on their way.
+Where a kernel chooses experts, the rows are known only behind the barrier, and the weights are loaded there: what is staged holds no registers then,
+and more blocks run at once.
 
 Arithmetic. Where the target has an int8 dot product and the format has integer codes, x becomes int8 with one scale for 32 values (as
 llama.cpp does it; a product's NMSE is about 4e-5) and minimums and zeros are folded in through sums of x. Elsewhere x stays float32 and a code
@@ -371,13 +371,13 @@ class _Part:
     if choice is None:
       weights, wait_zero = self.prefetch()
       vectors, squares, staged = self.stage(wait_zero)
+      # the loads are sources too: they are issued before it, not where they are used
+      barrier = UOp(Ops.BARRIER, src=(*staged, *global_loads(weights)))
     else:
       wait_zero = pdl_wait(self.target, *self.norm_loads(), *choice.constants(self.thread, self.threads))
       vectors, squares, staged = self.stage(wait_zero)
-      choice.barrier(self.thread, self.threads, wait_zero, loads_of(staged))
+      barrier = choice.barrier(self.thread, self.threads, wait_zero, staged)
       weights = self.load(wait_zero)
-    # the loads are sources too: they are issued before it, not where they are used
-    barrier = UOp(Ops.BARRIER, src=(*staged, *global_loads(weights)))
     vectors.after(barrier)
     stores = []
     for sums, column, team, is_first in self.reduce(self.products(weights, vectors)):
