@@ -82,7 +82,8 @@ def linear_part(rows:int, of:Callable[[UOp], RowSegments], y:UOp, integer:bool, 
     for i, value in enumerate(sums if epilogue is None else epilogue(sums, token, first)):
       row = first + i
       writes = is_writer & (row < rows) if odd else is_writer
-      if residual is not None: value = value + residual[(index(token, row) + wait_zero).valid(writes)].load()
+      # no gate: tinygrad would take it for true in all that wait_zero depends on, and make a second wait and second loads
+      if residual is not None: value = value + residual[index(token, row.minimum(rows - 1)) + wait_zero].load()
       stores.append(y[index(token, row).valid(writes)].store(value.cast(y.dtype)))
     return stores
   return MatvecPart(-(-rows // 2), rows_of, finish, integer)
