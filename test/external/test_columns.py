@@ -92,7 +92,7 @@ FAULTS = {
   "reads another's vector": (matvec.Int8Vectors, "read", first_column),
   "stores as another's": (matvec, "spread_sums", next_column),
   "another's rms": (matvec.SquareSums, "of_column", lambda of: lambda self, column, barrier: of(self, column * 0, barrier)),
-  "a layout of all tokens": (matvec, "thread_layout", lambda of: lambda segments, lanes, jobs: of(segments, lanes, jobs * 64)),
+  "a layout of all tokens": (matvec, "thread_layout", lambda of: lambda segments, lanes, jobs, *rest: of(segments, lanes, jobs * 64, *rest)),
   "a column too many": (matvec.TokenGroup, "inside", lambda of: lambda self, column: None),
 }
 

@@ -40,6 +40,7 @@ template <int K, class A, class B, class C> static inline C mock_mma(A a, B b, C
   }
   return c;
 }
+static inline float __fdividef(float a, float b) { return a / b; }
 static inline int __dp4a(int a, int b, int c) {
   for (int i = 0; i < 4; i++) c += (int)(signed char)(a >> 8 * i) * (int)(signed char)(b >> 8 * i);
   return c;

@@ -133,6 +133,7 @@ def gpus(few: tuple[int, ...] = (1,), many: tuple[int, ...] = (), metal: str = "
 def few(*counts: int) -> list[tuple[str, str, int]]:
   """Points of a few tokens on tensor cores"""
   return [("CUDA", "few", Sequences(n)) for n in counts]
+INT8 = [("CUDA", "decode", 1), ("CUDA", "decode", Sequences(2))]   # points of a composite that stores int8 between its launches
 def sequences(*counts: int, metal: tuple[int, ...] = ()) -> list[tuple[str, str, int]]:
   """Points of a matrix times several vectors on the GPUs: a token of each of so many sequences. metal: and of so many there"""
   return [(device, "decode", Sequences(n)) for device, more in (("CUDA", ()), ("METAL", metal)) for n in (*counts, *more)]
@@ -153,7 +154,7 @@ CASES = [
   Case(mla_attention.latent_attention, "3 heads at 63", attention(3, 128, 32, 63), cpu_(many=(3,)) + gpus((), (3,))),
   Case(mla_attention.latent_attention, "5 heads of several", attention(5, 128, 32, 40), gpus((Sequences(3),))),
   *(Case(mla_attention.attention_plan, f"{blocks} blocks", plan(blocks, 16), gpus((Sequences(n),))) for blocks, n in ((2, 3), (200, 33), (130, 64))),
-  Case(norm_linear.attention_output, "heads", output, gpus((), (33,))),
+  Case(norm_linear.attention_output, "heads", output, INT8 + gpus((), (33,))),
   Case(moe.gate_up, "Q4_K router", gated(True, T.Q4_K), cpu_(many=(27,)) + gpus(metal="msl") + sequences(2, 5)),
   Case(moe.gate_up, "IQ4_XS", gated(False, T.IQ4_XS), cpu_(many=(2,)) + gpus() + sequences(8)),
   Case(moe.feed_forward, "dense", dense, gpus((), (33,))),
@@ -164,8 +165,8 @@ CASES = [
   Case(moe.expert_gate_up, "F16 softmax of the chosen", chosen(3, T.F16, 36), cpu_() + gpus() + sequences(2)),
   Case(moe.expert_down, "Q5_K shared", down(True, T.Q5_K), cpu_(many=(27,)) + gpus(metal="msl") + sequences(5)),
   Case(moe.expert_down, "IQ4_NL", down(False, T.IQ4_NL), cpu_(many=(2,)) + gpus() + sequences(9)),
-  Case(moe.mixture, "two tokens", mixed(False), gpus((), (2,))),
-  Case(moe.mixture, "shared", mixed(True), gpus((), (19,))),
+  Case(moe.mixture, "two tokens", mixed(False), INT8 + gpus((), (2,))),
+  Case(moe.mixture, "shared", mixed(True), INT8 + gpus((), (19,))),
   Case(norm_linear.norm_linear, "CPU, few: 33 rows", linear(33, False), cpu_few(2, 33)),
   Case(norm_linear.norm_linear, "CPU, few: 96 rows rotated", linear(96, True), cpu_few(3, 5)),
   Case(norm_linear.norm_linear, "CPU, few: residual", with_residual, cpu_few(13)),

@@ -70,6 +70,7 @@ class Target:
   and_or: str|None = None      # {0} & {1} | {2}, of words, in one instruction where two of them are constants; uint32
   fma_halves: str|None = None  # {0} · {1} + {2}, each two halves of a word, rounded once; uint32
   words: str|None = None       # the type of {n} words, two or four, that one instruction loads
+  reciprocal: str|None = None  # 1 / {0}, nearly, without a branch for what is very small or large; float32
   lanes: int = 32              # of a warp
   shared_bytes: int = 32768    # of a block
 
@@ -80,7 +81,7 @@ TARGETS = {
                         "({0}, {1}, {2})",
                  fma_halves="tg_bitcast<uint>(__hfma2(tg_bitcast<half2>((uint)({0})), tg_bitcast<half2>((uint)({1})), "
                             "tg_bitcast<half2>((uint)({2}))))",
-                 words="uint{n}", shared_bytes=49152),
+                 reciprocal="__fdividef(1.0f, {0})", words="uint{n}", shared_bytes=49152),
   "METAL": Target("simd_shuffle_xor({{0}}, (ushort){o})", mma=MMA_METAL),
 }
 
@@ -171,6 +172,6 @@ def load_words(target:Target, place:UOp, registers:list[UOp], inside:UOp|None=No
   branch = f"if ({{{n + 1}}}) " if conditions else ""
   return UOp(Ops.CUSTOM, dtypes.uint32, src=(*registers, place, *conditions), arg=f"0; {branch}{{{{ {load} {stores} }}}}")
 
-def round_to_int(value:UOp) -> UOp:
-  """The nearest int32, halves away from zero"""
-  return (value + (value < 0).where(-0.5, 0.5)).cast(dtypes.int)
+def reciprocal(target:Target, value:UOp) -> UOp:
+  """1 / value, nearly"""
+  return 1 / value if target.reciprocal is None else UOp(Ops.CUSTOM, dtypes.float, src=(value,), arg=target.reciprocal)

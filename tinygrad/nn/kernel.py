@@ -37,7 +37,7 @@ from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops
 
 UNIT = 32    # weights
-SLOTS = 4    # of a part of a matrix-vector launch; a caller's own begin behind those of all its parts
+SLOTS = 5    # of a part of a matrix-vector launch; a caller's own begin behind those of all its parts
 WAITED = 99  # the number of a register, see behind_wait
 LOG2_E = 1.4426950408889634
 

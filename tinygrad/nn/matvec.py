@@ -17,7 +17,11 @@ and multiplies them with the vectors of up to COLUMNS tokens. What it does:
     sums = Σ weights · shared over the team         # lanes by shuffles, then warps by shared memory
   finish(sums / rms(x), token, job)                 # the epilogue stores; the team's lanes have a column each
 
-Where a kernel chooses experts, the rows are known only behind the barrier, and the weights are loaded there.
+Between some launches vectors are int8 (Codes): the kernel that makes them gathers the results of a block's jobs in shared memory and rounds them
+(CodesOut); the next has nothing to stage, and no barrier.
+
+Where a kernel chooses experts, the rows are known only behind the barrier, and the weights are loaded there: what is staged holds no registers then,
+and more blocks run at once.
 
 Arithmetic. Where the target has an int8 dot product and the format has integer codes, x becomes int8 with one scale for 32 values (as
 llama.cpp does it; a product's NMSE is about 4e-5) and minimums and zeros are folded in through sums of x. Elsewhere x stays float32 and a code
@@ -29,20 +33,23 @@ RMSNorm costs nothing here: x is multiplied by the norm's weight while it is sta
 from __future__ import annotations
 import functools
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, Protocol, Sequence
-from tinygrad import UOp, dtypes
+from typing import Callable, Iterable, NamedTuple, Protocol, Sequence
+from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, pdl_wait, round_to_int, shuffle
-from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Matrix, Unit, branch, local, safe_index, sum_in_order
+from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, pdl_wait, reciprocal, shuffle
+from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Matrix, Unit, branch, empty, local, safe_index, sum_in_order
 from tinygrad.uop.ops import Ops
 
 FLOAT4_OF_UNIT = UNIT // 4
 STEPS = 6                          # units of a row that a lane takes before the row spans more warps
 WARPS, MANY_WARPS = 8, 16          # of a block; of a block of a launch of MANY_JOBS warps' work
 MANY_JOBS = 2048
+MOST_WARPS, MOST_JOBS = 32, 4096   # the same where nothing is staged: all warps that a multiprocessor has room for, if registers are few
 FEW_BLOCKS = 64                    # a launch of fewer blocks is cut finer
+ROUNDED = 1.5 * 2 ** 23            # added to a small float: the nearest integer stands in the lowest bits
 COLUMNS = (8, 4, 2, 1)             # tokens of a block: eight have their sums in registers, beside the weights
 ROWS = 2                           # of a job
+EIGHT = 8                          # numbers that have a scale, where a kernel stores int8
 
 # ---- what a launch computes ----
 
@@ -54,16 +61,28 @@ class DeferredMatrix:
 RowSegments = Sequence[tuple[Matrix|DeferredMatrix, UOp]]   # (matrix, row) for each segment of the vector; most vectors have one
 
 @dataclass(frozen=True)
+class CodesOut:
+  """An epilogue whose results are stored as Codes, words and scales. units: of a vector. A job has `count` results, neighbours.
+  values(sums, job) -> the job's. vector(token): the vector's number. number(job): that of the job's first result in it."""
+  words: UOp
+  scales: UOp
+  units: int
+  count: int
+  values: Callable[[list[UOp], UOp], list[UOp]]
+  vector: Callable[[UOp], UOp]
+  number: Callable[[UOp], UOp]
+
+@dataclass(frozen=True)
 class MatvecPart:
   """A part of a launch.
   jobs: how many.
   rows_of(job) -> the job's rows, at most ROWS.
   finish(sums, token, job, is_writer, wait_zero) -> stores: the epilogue. sums are the rows' products with the token's vector. Only the lane with
-  is_writer stores. Loads of other kernels' results add wait_zero to the index.
+  is_writer stores. Loads of other kernels' results add wait_zero to the index. Or a CodesOut.
   integer: whether every matrix has integer codes."""
   jobs: int
   rows_of: Callable[[UOp], Sequence[RowSegments]]
-  finish: Callable[[list[UOp], UOp, UOp, UOp, UOp], list[UOp]]
+  finish: Callable[[list[UOp], UOp, UOp, UOp, UOp], list[UOp]]|CodesOut
   integer: bool
 
 def linear_part(rows:int, of:Callable[[UOp], RowSegments], y:UOp, integer:bool, out_index:Callable[[UOp, UOp], UOp]|None=None,
@@ -80,24 +99,54 @@ def linear_part(rows:int, of:Callable[[UOp], RowSegments], y:UOp, integer:bool, 
     for i, value in enumerate(sums if epilogue is None else epilogue(sums, token, first)):
       row = first + i
       writes = is_writer & (row < rows) if odd else is_writer
-      if residual is not None: value = value + residual[(index(token, row) + wait_zero).valid(writes)].load()
+      # no gate: tinygrad would take it for true in all that wait_zero depends on, and make a second wait and second loads
+      if residual is not None: value = value + residual[index(token, row.minimum(rows - 1)) + wait_zero].load()
       stores.append(y[index(token, row).valid(writes)].store(value.cast(y.dtype)))
     return stores
   return MatvecPart(-(-rows // 2), rows_of, finish, integer)
 
+class Codes(NamedTuple):
+  """Vectors that a kernel has stored as int8: number = code · the scale of its EIGHT. Lanes read them from the caches, as neighbouring 16 bytes.
+  words: int32 (vectors, 2, units, 4), of each unit words 0–3, and then of each words 4–7; scales: float32 (vectors, units, 4)"""
+  words: Tensor
+  scales: Tensor
+
+def empty_codes(like:Tensor, vectors:int, width:int) -> Codes:
+  """Memory that a launch will write"""
+  units = width // UNIT
+  return Codes(empty(like, vectors, 2, units, 4, dtype=dtypes.int), empty(like, vectors, units, 4))
+
+def named(x:Tensor|Codes, name:str) -> dict[str, Tensor]:
+  """What x is made of, as a launch's inputs or outputs"""
+  return {name: x.words, f"{name}_scales": x.scales} if isinstance(x, Codes) else {name: x}
+def codes_in(buffers:dict[str, UOp], name:str) -> tuple[UOp, UOp]: return buffers[name], buffers[f"{name}_scales"]
+
+class CodedUnit(NamedTuple):
+  """32 numbers as int8: eight words, and the scale of each two"""
+  words: list[UOp]
+  scales: list[UOp]
+
+def load_codes(buffers:dict[str, UOp], name:str, units:int, vector:UOp, unit:UOp) -> CodedUnit:
+  """A unit of a vector of so many"""
+  codes, scales = codes_in(buffers, name)
+  words = [codes[((vector * 2 + half) * units + unit) * 4 + i].load() for half in range(2) for i in range(4)]
+  return CodedUnit(words, [scales[(vector * units + unit) * 4 + i].load() for i in range(4)])
+
 @dataclass(frozen=True)
 class Operand:
   """The vectors of a launch, one a token, which other kernels have written. segments: units of each. vector(token) loads it. norm: the weight of
-  an RMSNorm of it, and its epsilon."""
+  an RMSNorm of it, and its epsilon. codes(token, segment, unit) loads a unit of a vector that is int8 already, in place of vector."""
   segments: Sequence[int]
-  vector: Callable[[UOp], Load4]
+  vector: Callable[[UOp], Load4]|None
   norm: tuple[Load4, float]|None = None
   tokens: int = 1
+  codes: Callable[[UOp, int, UOp], CodedUnit]|None = None
 
   @property
   def units(self) -> int: return sum(self.segments)
   def values(self, token:UOp, number:UOp, wait_zero:UOp) -> list[UOp]:
     """A float4"""
+    assert self.vector is not None
     return self.vector(token)(number + wait_zero)
   def weighted(self, token:UOp, number:UOp, wait_zero:UOp) -> list[UOp]:
     """A float4 times the norm's weight"""
@@ -127,7 +176,7 @@ class SharedVectors(Protocol):
     """The stores of a float4"""
   def after(self, barrier:UOp) -> None:
     """Reads come behind the barrier"""
-  def read(self, column:int, unit:UOp) -> Callable[[Unit], UOp]:
+  def read(self, column:int, place:LaneUnit) -> Callable[[Unit], UOp]:
     """(unit of weights) -> its product with a unit of the column's vector, float32"""
 
 def float_dot(x:list[UOp]) -> Callable[[Unit], UOp]:
@@ -155,8 +204,8 @@ class FloatVectors:
     index = self.index(column, number % FLOAT4_OF_UNIT, number // FLOAT4_OF_UNIT)
     return [self.shared[index + i].store(value) for i, value in enumerate(values)]
   def after(self, barrier:UOp) -> None: self.shared = self.shared.after(barrier)
-  def read(self, column:int, unit:UOp) -> Callable[[Unit], UOp]:
-    return float_dot([self.shared[self.index(column, j, unit) + i].load() for j in range(FLOAT4_OF_UNIT) for i in range(4)])
+  def read(self, column:int, place:LaneUnit) -> Callable[[Unit], UOp]:
+    return float_dot([self.shared[self.index(column, j, place.number) + i].load() for j in range(FLOAT4_OF_UNIT) for i in range(4)])
 
 class DeviceVectors:
   """Vectors too wide for shared memory stay where they are: lanes read them with a stride, and leave the rest to the caches."""
@@ -164,9 +213,27 @@ class DeviceVectors:
     self.operand, self.group, self.wait_zero = operand, group, wait_zero
   def stage(self, column:int, number:UOp, values:list[UOp]) -> list[UOp]: return []
   def after(self, barrier:UOp) -> None: pass
-  def read(self, column:int, unit:UOp) -> Callable[[Unit], UOp]:
-    numbers = [unit * FLOAT4_OF_UNIT + j for j in range(FLOAT4_OF_UNIT)]
+  def read(self, column:int, place:LaneUnit) -> Callable[[Unit], UOp]:
+    numbers = [place.number * FLOAT4_OF_UNIT + j for j in range(FLOAT4_OF_UNIT)]
     return float_dot([value for number in numbers for value in self.operand.weighted(self.group.token(column), number, self.wait_zero)])
+
+def int8_codes(weights:Unit, j:int) -> UOp:
+  """Word j, as an int8 dot product takes it: with a zero of 128 codes are int8 as they are"""
+  return weights.words[j] ^ 0x80808080 if weights.zero == 128 else weights.words[j]
+
+def scaled(weights:Unit, scale:UOp, minimum:UOp|None, product:UOp, x_sum:UOp) -> UOp:
+  """Σ weight · x of the unit, or of a half, from Σ code · x and Σ x"""
+  if weights.zero not in (0, 128): product = product - x_sum * float(weights.zero)
+  return scale * product if minimum is None else scale * product + minimum * x_sum
+
+def int8_words(target:Target, values:list[UOp], of_group:Callable[[UOp], UOp]) -> tuple[list[UOp], UOp]:
+  """Numbers as int8, four to a word, and their scale. of_group(largest of these) -> of all that have this scale, both as bits."""
+  sizes = [value.bitcast(dtypes.uint32) & 0x7fffffff for value in values]   # in the order of the floats, and compared in one instruction
+  largest = of_group(functools.reduce(UOp.maximum, sizes)).bitcast(dtypes.float)
+  inverse = (largest > 0).where(127.0 * reciprocal(target, largest), 0.0)
+  codes = [(value * inverse + ROUNDED).bitcast(dtypes.uint32) & 255 for value in values]
+  words = [codes[i] | (codes[i + 1] << 8) | (codes[i + 2] << 16) | (codes[i + 3] << 24) for i in range(0, len(codes), 4)]
+  return [word.cast(dtypes.int) for word in words], largest * (1 / 127)
 
 class Int8Vectors:
   """Vectors as int8, four to a word: words 0–3 of unit u at u·4 of a vector, words 4–7 at (pitch + u)·4. Beside them as float32, at u·4: the unit's
@@ -183,19 +250,16 @@ class Int8Vectors:
     return (2 * Int8Vectors.pitch_of(units) + units) * 16
   def stage(self, column:int, number:UOp, values:list[UOp]) -> list[UOp]:
     target, j, unit = self.target, number % FLOAT4_OF_UNIT, number // FLOAT4_OF_UNIT   # eight neighbouring lanes hold a unit
-    largest = group_reduce(target, functools.reduce(UOp.maximum, [value.maximum(-value) for value in values]), FLOAT4_OF_UNIT, UOp.maximum)
-    inverse = (largest > 0).where(127.0 / largest, 0.0)
-    codes = [round_to_int(value * inverse) for value in values]
-    half_sum = group_sum(target, sum_in_order(codes), FLOAT4_OF_UNIT // 2)
-    scale = largest * (1 / 127)
-    word = (codes[0] & 255) | ((codes[1] & 255) << 8) | ((codes[2] & 255) << 16) | (codes[3] << 24)
+    (word,), scale = int8_words(target, values, lambda largest: group_reduce(target, largest, FLOAT4_OF_UNIT, UOp.maximum))
+    half_sum = group_sum(target, dot4(target, word, UOp.const(0x01010101, dtypes.int), UOp.const(0, dtypes.int)), FLOAT4_OF_UNIT // 2)
     half, of_half, meta = j // 4, j % 4, (column * self.units + unit) * 4
     return [self.words[((column * 2 + half) * self.pitch + unit) * 4 + of_half].store(word), self.meta[meta.valid(j.eq(0))].store(scale),
             self.meta[(meta + 1 + half).valid(of_half.eq(0))].store(scale * half_sum.cast(dtypes.float))]
   def after(self, barrier:UOp) -> None:
     self.words = self.words.after(barrier)
     self.meta = self.meta.after(barrier)
-  def read(self, column:int, unit:UOp) -> Callable[[Unit], UOp]:
+  def read(self, column:int, place:LaneUnit) -> Callable[[Unit], UOp]:
+    unit = place.number
     words = [self.words[((column * 2 + half) * self.pitch + unit) * 4 + i].load() for half in range(2) for i in range(4)]
     scale, *half_sums = (self.meta[(column * self.units + unit) * 4 + i].load() for i in range(3))
     def dot(weights:Unit) -> UOp:
@@ -203,26 +267,47 @@ class Int8Vectors:
       for group, (weight_scale, minimum) in enumerate(weights.scales):
         products = UOp.const(0, dtypes.int)
         for j in range(group * 8 // groups, (group + 1) * 8 // groups):
-          codes = weights.words[j] ^ 0x80808080 if weights.zero == 128 else weights.words[j]   # int8 as they are
-          products = dot4(self.target, codes, words[j], products)
+          products = dot4(self.target, int8_codes(weights, j), words[j], products)
         x_sum = half_sums[group] if groups == 2 else half_sums[0] + half_sums[1]
-        product = scale * products.cast(dtypes.float)
-        if weights.zero not in (0, 128): product = product - x_sum * float(weights.zero)
-        sums.append(weight_scale * product if minimum is None else weight_scale * product + minimum * x_sum)
+        sums.append(scaled(weights, weight_scale, minimum, scale * products.cast(dtypes.float), x_sum))
       return sum_in_order(sums)
     return dot
 
-def vectors_of(target:Target, integer:bool, units:int) -> type:
+class CodedVectors:
+  """Vectors that are int8 already: nothing is staged"""
+  def __init__(self, target:Target, operand:Operand, group:TokenGroup, wait_zero:UOp):
+    self.target, self.operand, self.group, self.wait_zero = target, operand, group, wait_zero
+  def stage(self, column:int, number:UOp, values:list[UOp]) -> list[UOp]: return []
+  def after(self, barrier:UOp) -> None: pass
+  def read(self, column:int, place:LaneUnit) -> Callable[[Unit], UOp]:
+    assert self.operand.codes is not None
+    words, scales = self.operand.codes(self.group.token(column), place.segment, place.unit + self.wait_zero)
+    def dot_int8(j:int, codes:Callable[[int], UOp]) -> UOp:
+      """The product of EIGHT"""
+      product = dot4(self.target, codes(2 * j + 1), words[2 * j + 1], dot4(self.target, codes(2 * j), words[2 * j], UOp.const(0, dtypes.int)))
+      return scales[j] * product.cast(dtypes.float)
+    sums = [dot_int8(j, lambda _: UOp.const(0x01010101, dtypes.int)) for j in range(4)]
+    def dot(weights:Unit) -> UOp:
+      groups, products = len(weights.scales), []
+      for group, (weight_scale, minimum) in enumerate(weights.scales):
+        eights = range(group * 4 // groups, (group + 1) * 4 // groups)
+        product, x_sum = sum_in_order(dot_int8(j, lambda i: int8_codes(weights, i)) for j in eights), sum_in_order(sums[j] for j in eights)
+        products.append(scaled(weights, weight_scale, minimum, product, x_sum))
+      return sum_in_order(products)
+    return dot
+
+def vectors_of(target:Target, operand:Operand, integer:bool) -> type:
   """What a launch keeps its vectors in"""
+  if operand.codes is not None: return CodedVectors
   if integer and target.dot4 is not None: return Int8Vectors
-  return FloatVectors if FloatVectors.nbytes(units) + 2048 <= target.shared_bytes else DeviceVectors   # the rest of the launch needs some too
+  return FloatVectors if FloatVectors.nbytes(operand.units) + 2048 <= target.shared_bytes else DeviceVectors   # the rest of the launch needs some too
 
 def columns_of(target:Target, operand:Operand, parts:Sequence[MatvecPart], warps:int) -> int:
   """How many tokens a block takes: all whose vectors and sums find room in shared memory, so that a read of the weights serves as many as can be"""
   needed = len(parts) * warps * (1 + ROWS) * 4
   for part in parts:
-    vectors = vectors_of(target, part.integer, operand.units)
-    if vectors is not DeviceVectors: needed += vectors.nbytes(operand.units)
+    vectors = vectors_of(target, operand, part.integer)
+    if vectors in (FloatVectors, Int8Vectors): needed += vectors.nbytes(operand.units)
   return next(columns for columns in COLUMNS if columns == 1 or columns <= operand.tokens and columns * needed <= target.shared_bytes)
 
 # ---- threads ----
@@ -237,18 +322,25 @@ class ThreadLayout:
   @property
   def threads(self) -> int: return self.span * self.teams
 
-def thread_layout(segments:Sequence[int], warp_lanes:int, jobs:int) -> ThreadLayout:
-  """The layout for a launch of so many jobs. A team is within a warp up to STEPS units a lane, over the most lanes that leave at most a tenth of
-  them idle."""
+def thread_layout(segments:Sequence[int], warp_lanes:int, jobs:int, coded:bool=False, runs:int=1) -> ThreadLayout:
+  """The layout for a launch of so many jobs. A team is within a warp up to STEPS units a lane, over the most lanes that leave at most a tenth of them
+  idle. coded: the vectors are int8 already, so that a block's size costs nothing. runs: how often gidx1 runs it all, which the order of sums does
+  not depend on."""
   units, lanes, warps = sum(segments), warp_lanes, 1
   while sum(-(-length // (warp_lanes * warps)) for length in segments) > STEPS: warps += 1
   while warps == 1 and lanes > 1 and units < 0.9 * lanes * -(-units // lanes): lanes //= 2
-  block_warps = MANY_WARPS if jobs * lanes * warps // warp_lanes >= MANY_JOBS else WARPS
+  work = jobs * lanes * warps // warp_lanes
+  if coded: block_warps = MOST_WARPS if runs * work >= MOST_JOBS else WARPS
+  else: block_warps = MANY_WARPS if work >= MANY_JOBS else WARPS
   teams = max(block_warps // warps, 1) * (warp_lanes // lanes)
   # too few jobs to fill the machine: smaller blocks, and a team over as many lanes as a row has units
   while teams > 1 and jobs < FEW_BLOCKS * teams and teams * lanes * warps >= 2 * warp_lanes: teams //= 2
   while teams == 1 and warps * lanes * 2 <= units: warps *= 2
   return ThreadLayout(lanes, warps, teams)
+
+def stores_codes(target:Target, segments:Sequence[int], jobs:int, results:int, items:int=1) -> bool:
+  """Whether a launch of so many jobs, each with so many results, can store them as int8: a block has whole EIGHTs"""
+  return target.dot4 is not None and jobs * results % EIGHT == 0 and thread_layout(segments, target.lanes, items * jobs).teams * results % EIGHT == 0
 
 class LaneUnit(NamedTuple):
   """A unit of every row that a lane takes"""
@@ -256,6 +348,8 @@ class LaneUnit(NamedTuple):
   start: int                   # of the segment, in units of the vector
   unit: UOp                    # in the segment; any unit where `inside` is false
   inside: UOp|None             # whether the segment has this unit; None: for every lane
+  @property
+  def number(self) -> UOp: return self.start + self.unit   # in the vector
 
 def lane_units(segments:Sequence[int], span:int, lane:UOp) -> list[LaneUnit]:
   """A team's lanes take neighbouring units, step by step"""
@@ -277,29 +371,34 @@ class Threads(NamedTuple):
   block: UOp                   # of the part's, all groups of tokens together
   thread: UOp                  # of the block
   threads: int                 # of the block; those that the part's layout leaves over do no job
-  slot: int                    # the part's first: two for the vectors, one for the sums of their squares, one for a team's warps
+  slot: int                    # the part's first: two for the vectors, one for the sums of their squares, one for a team's warps,
+                               # one for the results that it stores as int8
 
 # ---- a launch ----
 
 # extra_stores(block, thread, threads, wait_zero) -> stores: a small job beside. block: of all groups of tokens
 ExtraStores = Callable[[UOp, UOp, int, UOp], list[UOp]]
-# barrier_of(thread, threads, wait_zero, stores) -> a barrier behind the stores, after which the part's rows are known
-BarrierOf = Callable[[UOp, int, UOp, list[UOp]], UOp]
+class Choice(Protocol):
+  """What a part's rows are chosen by"""
+  def constants(self, thread:UOp, threads:int) -> list[UOp]:
+    """The loads of what no kernel writes"""
+  def barrier(self, thread:UOp, threads:int, wait_zero:UOp, before:list[UOp]) -> UOp:
+    """The barrier behind which the rows are known. The first of those that it takes has the sources `before`."""
 
-def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_stores:ExtraStores|None=None, barrier_of:BarrierOf|None=None,
-           items:int=1) -> list[UOp]:
+def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_stores:ExtraStores|None=None, choice:Choice|None=None,
+           items:int=1, runs:int=1) -> list[UOp]:
   """The stores of a launch over gidx0, each part in blocks of its own, those of all groups of tokens side by side: they share what they read.
   items: how many times a token runs all this, by gidx1, which is the caller's, in operand and parts. Where the caller's gidx1 numbers tokens too,
-  the layout, and with it the order of sums, is still that of one token alone.
-  extra_stores and barrier_of are for a launch of one part."""
-  layouts = [thread_layout(operand.segments, target.lanes, items * part.jobs) for part in parts]
+  the layout, and with it the order of sums, is still that of one token alone; runs: how many tokens it numbers.
+  extra_stores and choice are for a launch of one part."""
+  layouts = [thread_layout(operand.segments, target.lanes, items * part.jobs, operand.codes is not None, runs) for part in parts]
   threads = max(layout.threads for layout in layouts)
   columns = columns_of(target, operand, parts, threads // target.lanes)
   blocks = [-(-part.jobs // layout.teams) * group_count(operand.tokens, columns) for part, layout in zip(parts, layouts)]
   block, thread = UOp.special(sum(blocks), "gidx0"), UOp.special(threads, "lidx0")
   if len(parts) == 1:
-    return _Part(target, operand, parts[0], layouts[0], columns, Threads(block, thread, threads, 0)).stores(extra_stores, barrier_of)
-  assert extra_stores is None and barrier_of is None
+    return _Part(target, operand, parts[0], layouts[0], columns, Threads(block, thread, threads, 0)).stores(extra_stores, choice)
+  assert extra_stores is None and choice is None
   stores, start = [], 0
   for number, (part, layout, count) in enumerate(zip(parts, layouts, blocks)):
     loop, zero = branch(number, (block >= start) & (block < start + count))
@@ -336,10 +435,11 @@ class SquareSums:
 
 Weights = list[list[Unit]]   # of each row, each of the lane's units
 
-def global_loads(weights:Weights) -> list[UOp]:
-  """What the weights are made of, in device memory"""
-  nodes = UOp.sink(*(register for row in weights for unit in row for register in unit.registers())).toposort()
-  return [node for node in nodes if node.op is Ops.LOAD and node.src[0].src[0].addrspace is AddrSpace.GLOBAL]
+def loads_of(nodes:Iterable[UOp]) -> list[UOp]:
+  """The loads from device memory that nodes are made of"""
+  return [node for node in UOp.sink(*nodes).toposort() if node.op is Ops.LOAD and node.src[0].src[0].addrspace is AddrSpace.GLOBAL]
+
+def global_loads(weights:Weights) -> list[UOp]: return loads_of(register for row in weights for unit in row for register in unit.registers())
 
 class TeamSums(NamedTuple):
   """What a thread has when a job is done"""
@@ -358,25 +458,30 @@ class _Part:
     self.team, self.lane = self.thread // layout.span, self.thread % layout.span
     self.lane_units = lane_units(operand.segments, layout.span, self.lane)
 
-  def stores(self, extra_stores:ExtraStores|None=None, barrier_of:BarrierOf|None=None) -> list[UOp]:
+  def stores(self, extra_stores:ExtraStores|None=None, choice:Choice|None=None) -> list[UOp]:
     """All phases in order"""
-    if barrier_of is None:
+    if choice is None:
       weights, wait_zero = self.prefetch()
       vectors, squares, staged = self.stage(wait_zero)
       # the loads are sources too: they are issued before it, not where they are used
       barrier = UOp(Ops.BARRIER, src=(*staged, *global_loads(weights)))
     else:
-      wait_zero = pdl_wait(self.target)
+      wait_zero = pdl_wait(self.target, *self.norm_loads(), *choice.constants(self.thread, self.threads))
       vectors, squares, staged = self.stage(wait_zero)
-      barrier = barrier_of(self.thread, self.threads, wait_zero, staged)
+      barrier = choice.barrier(self.thread, self.threads, wait_zero, staged)
       weights = self.load(wait_zero)
     vectors.after(barrier)
-    stores = []
+    stores, out = [], self.part.finish
+    if isinstance(out, CodesOut): codes = local(self.layout.teams * self.group.columns * out.count, dtypes.float, self.slot + 4)
     for sums, column, team, is_first in self.reduce(self.products(weights, vectors)):
       if squares is not None: sums = self.normalize(sums, squares.of_column(column, barrier))
       job, inside = self.job(team)
       writes = both(both(is_first, inside), self.group.inside(column))
-      stores += self.part.finish(sums, self.group.token(column), job, writes, wait_zero)
+      if isinstance(out, CodesOut):
+        place = (column * self.layout.teams + team) * out.count
+        stores += [codes[(place + i).valid(both(is_first, inside))].store(value) for i, value in enumerate(out.values(sums, job))]
+      else: stores += out(sums, self.group.token(column), job, writes, wait_zero)
+    if isinstance(out, CodesOut): stores = self.code_stores(out, codes.after(UOp(Ops.BARRIER, src=tuple(stores))))
     return stores + (extra_stores(self.block_of_all, self.thread, self.threads, wait_zero) if extra_stores else [])
 
   def job(self, team:UOp) -> tuple[UOp, UOp|None]:
@@ -384,6 +489,22 @@ class _Part:
     teams, jobs = self.layout.teams, self.part.jobs
     job = self.block * teams + team
     return job, both(team < teams if self.layout.threads < self.threads else None, job < jobs if jobs % teams else None)
+
+  def code_stores(self, out:CodesOut, values:UOp) -> list[UOp]:
+    """The results of the block's jobs as int8: a thread takes EIGHT neighbours"""
+    eights, target = self.layout.teams * out.count // EIGHT, self.target
+    number = self.thread % eights
+    column, first = (self.thread // eights).minimum(self.group.columns - 1), self.block * self.layout.teams + number * EIGHT // out.count
+    own = [values[(column * eights + number) * EIGHT + i].load() for i in range(EIGHT)]
+    words, scale = int8_words(target, own, lambda largest: largest)
+    place, vector = out.number(first), out.vector(self.group.token(column))
+    unit, eight = place // UNIT, place % UNIT // EIGHT
+    inside = self.thread < eights * self.group.columns
+    if self.part.jobs % self.layout.teams: inside = inside & (first < self.part.jobs)
+    inside = both(inside, self.group.inside(column))
+    word = ((vector * 2 + eight // 2) * out.units + unit) * 4 + eight % 2 * 2
+    return [*(out.words[(word + i).valid(inside)].store(value) for i, value in enumerate(words)),
+            out.scales[((vector * out.units + unit) * 4 + eight).valid(inside)].store(scale)]
 
   # ---- weights ----
 
@@ -404,20 +525,22 @@ class _Part:
   def prefetch(self) -> tuple[Weights, UOp]:
     """The weights, and wait_zero. Whatever no other kernel decides is loaded before the wait."""
     known = self.load(None)
-    wait_zero = pdl_wait(self.target, *global_loads(known))
+    wait_zero = pdl_wait(self.target, *self.norm_loads(), *global_loads(known))
     complete = all(len(units) == len(self.lane_units) for units in known)
     return known if complete else self.load(wait_zero), wait_zero
 
   # ---- the vectors ----
 
   def shared_vectors(self, wait_zero:UOp) -> SharedVectors:
-    kind, units = vectors_of(self.target, self.part.integer, self.operand.units), self.operand.units
+    kind, units = vectors_of(self.target, self.operand, self.part.integer), self.operand.units
+    if kind is CodedVectors: return CodedVectors(self.target, self.operand, self.group, wait_zero)
     if kind is Int8Vectors: return Int8Vectors(self.target, units, self.group.columns, self.slot)
     return FloatVectors(units, self.group.columns, self.slot) if kind is FloatVectors else DeviceVectors(self.operand, self.group, wait_zero)
 
   def stage(self, wait_zero:UOp) -> tuple[SharedVectors, SquareSums|None, list[UOp]]:
     """The vectors, the sums of their squares where there is a norm, and the stores that make both"""
     vectors, stores, squares = self.shared_vectors(wait_zero), [], []
+    if self.operand.vector is None: return vectors, None, []
     for column in range(self.group.columns):
       own, of_column = self.stage_column(vectors, column, wait_zero)
       stores += of_column
@@ -426,15 +549,26 @@ class _Part:
     sums = SquareSums(self.target, [sum_in_order(own) for own in squares], self.thread, self.threads, self.slot + 2)
     return vectors, sums, [*stores, sums.store]
 
-  def stage_column(self, vectors:SharedVectors, column:int, wait_zero:UOp) -> tuple[list[UOp], list[UOp]]:
-    """The squares of the numbers of a vector that the thread stages, and the stores"""
-    operand, token, n_float4 = self.operand, self.group.token(column), self.operand.units * FLOAT4_OF_UNIT
-    squares, stores = [], []
+  def staged_numbers(self) -> list[tuple[UOp, UOp|None]]:
+    """The float4 that the thread stages, and whether it is the first that does"""
+    n_float4, numbers = self.operand.units * FLOAT4_OF_UNIT, []
     for first in range(0, n_float4, self.threads):
       number, inside = self.thread + first, None
       if first + self.threads > n_float4:
         inside = number < n_float4
         number = inside.where(number, n_float4 - FLOAT4_OF_UNIT + self.thread % FLOAT4_OF_UNIT)   # the rest stage the last unit again
+      numbers.append((number, inside))
+    return numbers
+
+  def norm_loads(self) -> list[UOp]:
+    """The weights of the norm that the thread stages with: no kernel writes them, and they are far away"""
+    return [] if self.operand.norm is None else loads_of(weight for number, _ in self.staged_numbers() for weight in self.operand.norm[0](number))
+
+  def stage_column(self, vectors:SharedVectors, column:int, wait_zero:UOp) -> tuple[list[UOp], list[UOp]]:
+    """The squares of the numbers of a vector that the thread stages, and the stores"""
+    operand, token = self.operand, self.group.token(column)
+    squares, stores = [], []
+    for number, inside in self.staged_numbers():
       if operand.norm is not None:
         own = [value * value for value in operand.values(token, number, wait_zero)]
         squares += own if inside is None else [inside.where(square, 0.0) for square in own]
@@ -452,7 +586,7 @@ class _Part:
   def products(self, weights:Weights, vectors:SharedVectors) -> list[list[UOp]]:
     """Of each column, each row's product with its vector, as far as the lane has it"""
     def of_column(column:int) -> list[UOp]:
-      dots = [vectors.read(column, place.start + place.unit) for place in self.lane_units]
+      dots = [vectors.read(column, place) for place in self.lane_units]
       return [sum_in_order(dot(unit) for dot, unit in zip(dots, row)) for row in weights]
     return [of_column(column) for column in range(self.group.columns)]
 

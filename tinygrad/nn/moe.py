@@ -7,7 +7,7 @@ A decode step on a target with kernels, with experts, is three launches: the rou
 experts and their gate and up with SwiGLU and the routing weight in the epilogue; their down, the shared expert's and the residual in one sum. The
 choice is made by every block of the second launch for itself: 64 logits cost less to rank again than a launch costs. Expert ids are read in the
 kernels. In the first launch the blocks part into two branches, each with vectors and a layout of its own, and all tokens share a read of the weights;
-in the others a block has one token.
+in the others a block has one token. Where the target has an int8 dot product, hidden numbers are int8 between the launches (mixture_decode).
 """
 from __future__ import annotations
 from typing import NamedTuple, Sequence
@@ -16,7 +16,8 @@ from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, optional, silu
 from tinygrad.nn.matmul import expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
-from tinygrad.nn.matvec import DeferredMatrix, MatvecPart, Operand, RowSegments, linear_part, matvec
+from tinygrad.nn.matvec import (CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments, codes_in, empty_codes, linear_part,
+                                    load_codes, matvec, named, stores_codes)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
 from tinygrad.nn.norm_linear import decode_target, few_target, mul_mat, norm_linear, operand_of, prefill_target, single_segment
 from tinygrad.nn.primitive import primitive
@@ -61,18 +62,25 @@ def gate_up_metal(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router
 
 @gate_up.form("decode", takes=lambda step, x, norm, gate, up, router: decode_target(step, gate, x.shape[1]))
 def gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
-  target, weights = target_of(gate.device), present(gate, up, router)
+  return gate_up_launch(step, x, norm, gate, up, router, empty(x, x.shape[0], gate.shape[0]))
+
+def gate_up_launch(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None, out:Tensor|Codes) -> list[Tensor]:
+  """gate_up into `out` -> what it is made of, and the logits"""
+  target, weights, F = target_of(gate.device), present(gate, up, router), gate.shape[0]
   assert target is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    gate_rows, up_rows, out = gate.matrix(buffers, "gate"), up.matrix(buffers, "up"), buffers["y"]
-    def swiglu(sums:list[UOp], token:UOp, row:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
-      return [out[(token * gate.shape[0] + row).valid(is_writer)].store(silu(sums[0]) * sums[1])]
-    parts = [MatvecPart(gate.shape[0], lambda row: [[(gate_rows, row)], [(up_rows, row)]], swiglu, gate.integer and up.integer)]
+    gate_rows, up_rows = gate.matrix(buffers, "gate"), up.matrix(buffers, "up")
+    def swiglu(sums:list[UOp]) -> UOp: return silu(sums[0]) * sums[1]
+    def store(sums:list[UOp], token:UOp, row:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
+      return [buffers["y"][(token * F + row).valid(is_writer)].store(swiglu(sums))]
+    finish = CodesOut(*codes_in(buffers, "y"), F // UNIT, 1, lambda sums, _: [swiglu(sums)], lambda token: token, lambda row: row) \
+      if isinstance(out, Codes) else store
+    parts = [MatvecPart(F, lambda row: [[(gate_rows, row)], [(up_rows, row)]], finish, gate.integer and up.integer)]
     if router is not None:
       parts.append(linear_part(router.shape[0], single_segment(router.matrix(buffers, "router")), buffers["logits"], router.integer))
     if step.few_tokens: parts.reverse()   # tinygrad walks the whole first branch for each access of the second, and the router's has more of them
     return matvec(target, operand_of(buffers, x, norm), parts)
-  outs = {"y": empty(x, x.shape[0], gate.shape[0]), **({"logits": empty(x, x.shape[0], router.shape[0])} if router is not None else {})}
+  outs = {**named(out, "y"), **({"logits": empty(x, x.shape[0], router.shape[0])} if router is not None else {})}
   ins = {"x": x, "norm": norm.weight, **gate.args("gate"), **up.args("up"), **(router.args("router") if router is not None else {})}
   name = "_".join(["gate_up", gate.label, *(["router", router.label] if router is not None else [])])
   return launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))
@@ -128,7 +136,12 @@ def expert_gate_up_metal(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight,
 
 @expert_gate_up.form("decode", takes=lambda step, x, norm, gate, up, logits, routing: decode_target(step, gate, x.shape[1]))
 def expert_gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
-  """Job k · F + i is row i of the k-th chosen expert. gidx1 is the token: few have an expert in common. Every block makes the choice for itself."""
+  hidden, sel = expert_gate_up_launch(x, norm, gate, up, logits, routing, empty(x, x.shape[0], routing.count, gate.shape[1]))
+  return hidden, sel
+
+def expert_gate_up_launch(x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing, out:Tensor|Codes) -> list[Tensor]:
+  """expert_gate_up into `out` -> what it is made of, and the choice. Job k · F + i is row i of the k-th chosen expert. gidx1 is the token: few have
+  an expert in common. Every block makes the choice for itself."""
   (E, F, _), K, T, target = gate.shape, routing.count, x.shape[0], target_of(gate.device)
   assert target is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
@@ -137,17 +150,19 @@ def expert_gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight
     def rows_of_job(job:UOp) -> Sequence[RowSegments]:
       row = chosen.expert(job // F).cast(dtypes.weakint) * F + job % F
       return [[(gate_rows, row)], [(up_rows, row)]]
-    def swiglu(sums:list[UOp], _:UOp, job:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
-      return [buffers["y"][(token * K * F + job).valid(is_writer)].store(silu(sums[0]) * sums[1] * chosen.weight(job // F))]
+    def swiglu(sums:list[UOp], job:UOp) -> UOp: return silu(sums[0]) * sums[1] * chosen.weight(job // F)
+    def store(sums:list[UOp], _:UOp, job:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
+      return [buffers["y"][(token * K * F + job).valid(is_writer)].store(swiglu(sums, job))]
+    finish = CodesOut(*codes_in(buffers, "y"), K * F // UNIT, 1, lambda sums, job: [swiglu(sums, job)], lambda _: token, lambda job: job) \
+      if isinstance(out, Codes) else store
     def store_choice(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:
       k = thread.minimum(K - 1)
       return [buffers["sel"][(token * K + k).valid(block.eq(0) & (thread < K))].store(chosen.expert(k))]
-    part = MatvecPart(K * F, rows_of_job, swiglu, gate.integer and up.integer)
-    return matvec(target, operand_of(buffers, x, norm, token), [part], store_choice, chosen.barrier)
-  outs = {"y": empty(x, T, K, F), "sel": empty(x, T, K, dtype=dtypes.int32)}
+    part = MatvecPart(K * F, rows_of_job, finish, gate.integer and up.integer)
+    return matvec(target, operand_of(buffers, x, norm, token), [part], store_choice, chosen)
+  outs = {**named(out, "y"), "sel": empty(x, T, K, dtype=dtypes.int32)}
   ins = {"x": x, "norm": norm.weight, "logits": logits, **optional(bias=routing.bias), **gate.args("gate"), **up.args("up")}
-  hidden, sel = launch(f"expert_gate_up_{K}_{routing.gating}_{gate.label}", outs, ins, body)
-  return hidden, sel
+  return launch(f"expert_gate_up_{K}_{routing.gating}_{gate.label}", outs, ins, body)
 
 @primitive(outputs=lambda step, hidden, down, sel, residual, shared: empty(residual, *residual.shape))
 def expert_down(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None=None) -> Tensor:
@@ -180,11 +195,15 @@ def expert_down_metal(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residua
 @expert_down.form("decode", takes=lambda step, hidden, down, sel, residual, shared:
                   decode_target(step, down, *(weight.shape[-1] for weight in (down, *shared_down(shared)))))
 def expert_down_decode(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
+  return expert_down_launch(hidden, down, sel, residual, shared)
+
+def expert_down_launch(hidden:Tensor|Codes, down:Weight, sel:Tensor, residual:Tensor, shared:tuple[Tensor|Codes, Weight]|None) -> Tensor:
   """A row of the product runs through all chosen experts, and on through the shared one. gidx1 is the token."""
   (E, D, F), (T, K), target = down.shape, sel.shape, target_of(down.device)
   assert target is not None
-  units = F // UNIT
-  segments = [K * units, *(weight.shape[1] // UNIT for weight in shared_down(shared))]
+  units, beside = F // UNIT, [] if shared is None else [shared[0]]
+  weights = [down, *([] if shared is None else [shared[1]])]
+  segments = [K * units, *(weight.shape[1] // UNIT for weight in weights[1:])]
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, experts = UOp.special(T, "gidx1"), down.matrix(buffers, "w")
     def chosen(wait_zero:UOp) -> Matrix:
@@ -193,21 +212,22 @@ def expert_down_decode(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residu
         expert = buffers["sel"][k if gate is None else k.valid(gate)].load().maximum(0).minimum(E - 1).cast(dtypes.weakint)
         return experts(expert * D + row, unit % units, gate)
       return unit_of
-    shared_rows = [weight.matrix(buffers, "shared") for weight in shared_down(shared)]
+    shared_rows = [weight.matrix(buffers, "shared") for weight in weights[1:]]
     def vector(index:UOp) -> list[UOp]:
       """Numbers 4·index … of the token's hidden numbers, the experts' one after another, and then the shared one's"""
       own = K * F // 4
       first = load4(buffers["x"], token * K * F)(index if shared is None else (index < own).where(index, 0))
       if shared is None: return first
-      beside = load4(buffers["x_shared"], token * shared[1].shape[1])((index < own).where(0, index - own))
-      return [(index < own).where(v, w) for v, w in zip(first, beside)]
+      second = load4(buffers["x_shared"], token * shared[1].shape[1])((index < own).where(0, index - own))
+      return [(index < own).where(v, w) for v, w in zip(first, second)]
+    def codes(_:UOp, segment:int, unit:UOp) -> CodedUnit: return load_codes(buffers, ("x", "x_shared")[segment], segments[segment], token, unit)
     part = linear_part(D, lambda row: [(DeferredMatrix(chosen), row), *((matrix, row) for matrix in shared_rows)], buffers["y"],
-                       all(weight.integer for weight in (down, *shared_down(shared))), lambda _, row: token * D + row, residual=buffers["residual"])
-    return matvec(target, Operand(segments, lambda _: vector), [part])
-  ins = {"x": hidden, "sel": sel, "residual": residual, **down.args("w"),
-         **({} if shared is None else {"x_shared": shared[0], **shared[1].args("shared")})}
+                       all(weight.integer for weight in weights), lambda _, row: token * D + row, residual=buffers["residual"])
+    return matvec(target, Operand(segments, None, codes=codes) if isinstance(hidden, Codes) else Operand(segments, lambda _: vector), [part], runs=T)
+  ins = {**named(hidden, "x"), "sel": sel, "residual": residual, **down.args("w"), **{k: v for x in beside for k, v in named(x, "x_shared").items()},
+         **(shared[1].args("shared") if shared is not None else {})}
   name = "_".join([f"expert_down_{K}", down.label, *([] if shared is None else ["shared", shared[1].label])])
-  return launch(name, {"y": empty(hidden, T, D)}, ins, body)[0]
+  return launch(name, {"y": empty(residual, T, D)}, ins, body)[0]
 
 # ---- a mixture of experts ----
 
@@ -218,6 +238,26 @@ def mixture(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, expe
   else: beside, logits = gate_up(step, x, norm, shared.gate, shared.up, router)
   hidden, sel = expert_gate_up(step, x, norm, experts.gate, experts.up, logits, routing)
   return expert_down(step, hidden, experts.down, sel, x, None if shared is None else (beside, shared.down))
+
+def mixture_stores_codes(step:Step, x:Tensor, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None) -> bool:
+  """Whether a decode step's hidden numbers can be int8 between the launches"""
+  D, downs = x.shape[1], [weights.down for weights in (experts, shared) if weights is not None]
+  widths = [weight.shape[-1] for weight in downs]
+  target = decode_target(step, router, D, *widths)
+  if target is None or few_target(step, router, D, *widths): return False
+  jobs = [routing.count * widths[0], *widths[1:]]
+  return all(weight.integer for weight in downs) and all(stores_codes(target, [D // UNIT], count, 1) for count in jobs)
+
+@mixture.form("decode", takes=lambda step, x, norm, router, routing, experts, shared: mixture_stores_codes(step, x, router, routing, experts, shared))
+def mixture_decode(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None) -> Tensor:
+  """The plain form's launches, with hidden numbers as int8"""
+  T, F, K, beside = x.shape[0], experts.down.shape[2], routing.count, None
+  if shared is None: logits, = norm_linear(step, x, norm, [router])
+  else:
+    *codes, logits = gate_up_launch(step, x, norm, shared.gate, shared.up, router, empty_codes(x, T, shared.down.shape[1]))
+    beside = Codes(*codes), shared.down
+  *codes, sel = expert_gate_up_launch(x, norm, experts.gate, experts.up, logits, routing, empty_codes(x, T, K * F))
+  return expert_down_launch(Codes(*codes), experts.down, sel, x, beside)
 
 @mixture.form("prefill", takes=lambda step, x, norm, router, routing, experts, shared:
               prefill_target(step, router, x.shape[1], experts.down.shape[2], *(weights.down.shape[1] for weights in (shared,) if weights)))

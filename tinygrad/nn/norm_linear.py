@@ -14,7 +14,8 @@ from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import UNIT, Load4, Matrix, Norm, Rope, Weight, empty, launch, load4, optional, position_of, rotated
 from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
-from tinygrad.nn.matvec import DeferredMatrix, Operand, RowSegments, linear_part, matvec
+from tinygrad.nn.matvec import (CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments, codes_in, empty_codes, linear_part,
+                                    load_codes, matvec, named, stores_codes)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, msl_takes
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step, few_rows, one_row
@@ -90,11 +91,15 @@ def mul_mat_decode(x:Tensor, weight:Weight, ids:Tensor|None=None) -> Tensor:
     item = UOp.special(items, "gidx1")
     def out_index(token:UOp, row:UOp) -> UOp: return (token * items + item) * rows + row
     part = linear_part(rows, single_segment(weight.matrix(buffers, "w"), item * rows), buffers["y"], weight.integer, out_index)
-    operand = Operand([width // UNIT], lambda token: load4(buffers["x"], (token * items + item) * width), tokens=tokens)
-    return matvec(target, operand, [part], items=items)
+    return matvec(target, operand_of_head(buffers, x, item), [part], items=items)
   name = f"mul_mat{'' if ids is None else '_id'}_{weight.label}_{tokens * items}"
   ins = {"x": x, **optional(ids=ids), **weight.args("w")}
   return launch(name, {"y": empty(x, *shape)}, ins, by_head if ids is None else by_id)[0]
+
+def operand_of_head(buffers:dict[str, UOp], x:Tensor, head:UOp) -> Operand:
+  """A head's vectors of the buffer x, (T, H, in)"""
+  tokens, heads, width = x.shape[0], prod(x.shape[1:-1]), x.shape[-1]
+  return Operand([width // UNIT], lambda token: load4(buffers["x"], (token * heads + head) * width), tokens=tokens)
 
 # ---- W·RMSNorm(x) ----
 
@@ -171,6 +176,42 @@ def attention_output(step:Step, context:Tensor, v_b:Weight, weight:Weight, resid
   """residual + W·(the heads' v_b·context). context: float32 (T, H, L); v_b: (H, v, L); weight: (D, H·v); residual: float32 (T, D) -> (T, D)"""
   heads = mul_mat(context, v_b).reshape(residual.shape[0], -1)
   return norm_linear(step, heads, None, [weight], residual=residual)[0]
+
+def heads_store_codes(step:Step, v_b:Weight, weight:Weight) -> bool:
+  """Whether a decode step's heads can be int8 between the launches"""
+  heads, rows, width = v_b.shape
+  target = decode_target(step, v_b, width, heads * rows)
+  if target is None or few_target(step, v_b, width, rows): return False
+  return weight.integer and rows % 2 == 0 and stores_codes(target, [width // UNIT], rows // 2, 2, heads)
+
+@attention_output.form("decode", takes=lambda step, context, v_b, weight, residual: heads_store_codes(step, v_b, weight))
+def attention_output_decode(step:Step, context:Tensor, v_b:Weight, weight:Weight, residual:Tensor) -> Tensor:
+  return linear_of_codes(heads_as_codes(context, v_b), weight, residual)
+
+def heads_as_codes(context:Tensor, v_b:Weight) -> Codes:
+  """The heads' v_b·context, a head by gidx1, as one vector a token"""
+  (heads, rows, width), T, target = v_b.shape, context.shape[0], target_of(v_b.device)
+  assert target is not None
+  units = heads * rows // UNIT
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    head = UOp.special(heads, "gidx1")
+    of = single_segment(v_b.matrix(buffers, "w"), head * rows)
+    out = CodesOut(*codes_in(buffers, "y"), units, 2, lambda sums, _: sums, lambda token: token, lambda job: head * rows + job * 2)
+    part = MatvecPart(rows // 2, lambda job: [of(job * 2 + i) for i in range(2)], out, v_b.integer)
+    return matvec(target, operand_of_head(buffers, context, head), [part], items=heads)
+  outs, ins = named(empty_codes(context, T, heads * rows), "y"), {"x": context, **v_b.args("w")}
+  return Codes(*launch(f"mul_mat_{v_b.label}_{T * heads}", outs, ins, body))
+
+def linear_of_codes(x:Codes, weight:Weight, residual:Tensor) -> Tensor:
+  """residual + W·x"""
+  target, units = target_of(weight.device), weight.shape[1] // UNIT
+  assert target is not None
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    def codes(token:UOp, segment:int, unit:UOp) -> CodedUnit: return load_codes(buffers, "x", units, token, unit)
+    part = linear_part(weight.shape[0], single_segment(weight.matrix(buffers, "w")), buffers["y"], weight.integer, residual=buffers["residual"])
+    return matvec(target, Operand([units], None, tokens=residual.shape[0], codes=codes), [part])
+  ins = {**named(x, "x"), "residual": residual, **weight.args("w")}
+  return launch(f"linear_residual_{weight.label}", {"y": empty(residual, *residual.shape)}, ins, body, weight.nbytes)[0]
 
 @attention_output.form("prefill", takes=lambda step, context, v_b, weight, residual: prefill_target(step, v_b, v_b.shape[2], weight.shape[1]))
 def attention_output_prefill(step:Step, context:Tensor, v_b:Weight, weight:Weight, residual:Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import prod
 from tinygrad.nn.intrinsics import Target, group_reduce, group_sum
-from tinygrad.nn.kernel import SLOTS, behind_wait, empty, exp, launch, local, optional, total
+from tinygrad.nn.kernel import SLOTS, behind_wait, empty, exp, launch, local, optional, safe_index, total
 from tinygrad.uop.ops import Ops
 
 class Gating(enum.IntEnum):
@@ -17,6 +17,7 @@ class Gating(enum.IntEnum):
 
 NEVER = -1e30              # a logit that no expert has
 LEAST_SUM = 6.103515625e-5 # of the chosen scores, before they are normalized
+MOST_LANES = 8             # that share out what an expert is compared with
 
 @dataclass(frozen=True)
 class Routing:
@@ -46,10 +47,10 @@ class TopKInKernel:
   """choose_experts of one token within a block of threads: barrier() chooses, then expert(k) and weight(k) are known to every thread.
   logits, (T, E), of which it takes the token's, and bias: float32 buffers. In the kernel:
 
-  score = gating(logit)                                       # a thread an expert, or several where there are more experts
+  score = gating(logit)                                       # neighbouring lanes share an expert, or a thread has several
   choice = score + bias
-  everyone = the choices of all threads, in shared memory; barrier
-  rank = the number of experts with a higher choice, or the same and a lower index
+  everyone = the choices of all experts, in shared memory; barrier
+  rank = the number of experts with a higher choice, or the same and a lower index    # each of an expert's lanes counts its share
   if rank < count: ids[rank], values[rank] = expert, score; barrier
   """
   def __init__(self, target:Target, routing:Routing, experts:int, logits:UOp, bias:UOp|None, token:UOp, parts:Sequence[int]=(0,)):
@@ -67,36 +68,55 @@ class TopKInKernel:
     inverse = 1 / group_sum(self.target, total([exp(logit - top) for logit in all_logits], UOp.add), lanes)
     return [exp(score - top) * inverse for score in scores]
 
-  def barrier(self, thread:UOp, threads:int, wait_zero:UOp, stores:list[UOp]) -> UOp:
-    """Chooses, behind the block's `stores` to shared memory. Returns the barrier behind which the choice is known. Loads of the logits add wait_zero
-    to the index (see pdl_wait)."""
-    gating, n_experts = self.routing.gating, self.experts
-    own = [(expert, expert < n_experts) for expert in (thread + first for first in range(0, n_experts, threads))]
+  def lanes(self, threads:int) -> int:
+    """Neighbouring lanes that share an expert, of a block of so many threads"""
+    lanes = 1
+    while lanes < MOST_LANES and 2 * lanes * self.experts <= threads and self.experts % (2 * lanes) == 0: lanes *= 2
+    return lanes
+
+  def own(self, thread:UOp, threads:int) -> list[tuple[UOp, UOp]]:
+    """A thread's experts, and whether there is such an expert"""
+    lanes = self.lanes(threads)
+    return [(expert, expert < self.experts) for expert in (thread // lanes + first for first in range(0, self.experts, threads // lanes))]
+
+  def constants(self, thread:UOp, threads:int) -> list[UOp]:
+    """The loads of what no kernel writes"""
+    return [] if self.bias is None else [self.bias[safe_index(expert, inside)].load() for expert, inside in self.own(thread, threads)]
+
+  def barrier(self, thread:UOp, threads:int, wait_zero:UOp, before:list[UOp]) -> UOp:
+    """Chooses. The first barrier has the sources `before`. Returns the barrier behind which the choice is known. Loads of the logits add wait_zero to
+    the index (see pdl_wait)."""
+    gating, n_experts, lanes, own = self.routing.gating, self.experts, self.lanes(threads), self.own(thread, threads)
     def gather(values:list[UOp], slot:int) -> UOp:
       """What the threads have of all experts, in shared memory"""
       shared = local(n_experts, dtypes.float, slot)
-      stored = [shared[expert.valid(inside)].store(value) for value, (expert, inside) in zip(values, own)]
-      return shared.after(UOp(Ops.BARRIER, src=(*stores, *stored)))
+      stored = [shared[expert.valid(inside if lanes == 1 else inside & (thread % lanes).eq(0))].store(value)
+                for value, (expert, inside) in zip(values, own)]
+      return shared.after(UOp(Ops.BARRIER, src=(*before, *stored)))
+    # a gate here would stand in all that wait_zero depends on: tinygrad would make a second wait
     def logit(part:int, expert:UOp, inside:UOp) -> UOp:
-      return self.logits[((self.token + part) * n_experts + expert + wait_zero).valid(inside)].load()
+      return self.logits[(self.token + part) * n_experts + safe_index(expert, inside) + wait_zero].load()
     logits = [total([logit(part, *of_thread) for part in self.parts], UOp.add) for of_thread in own]
     scores = choices = logits
     if gating == Gating.SOFTMAX:   # it keeps the order: without a bias the logits choose
       everyone = gather(logits, SLOTS + 3)
       scores = self.softmax(logits, everyone, thread)
     elif gating == Gating.SIGMOID: scores = choices = [1 / (1 + exp(-logit)) for logit in logits]
-    if self.bias is not None: choices = [score + self.bias[expert.valid(inside)].load() for score, (expert, inside) in zip(scores, own)]
+    if self.bias is not None: choices = [score + bias for score, bias in zip(scores, self.constants(thread, threads))]
     if gating != Gating.SOFTMAX or self.bias is not None: everyone = gather(choices, SLOTS)
-    return self.rank(scores, choices, [everyone[i].load() for i in range(n_experts)], own)
+    share = n_experts // lanes
+    others = [(index, everyone[index].load()) for index in (thread % lanes * share + i for i in range(share))]
+    return self.rank(scores, choices, others, own, lanes)
 
-  def rank(self, scores:list[UOp], choices:list[UOp], everyone:list[UOp], own:list[tuple[UOp, UOp]]) -> UOp:
-    """Writes the first `count` experts to shared memory. own: a thread's experts, and whether there is such an expert"""
+  def rank(self, scores:list[UOp], choices:list[UOp], others:list[tuple[UOp, UOp]], own:list[tuple[UOp, UOp]], lanes:int) -> UOp:
+    """Writes the first `count` experts to shared memory. own: a thread's experts, and whether there is such an expert. others: the experts, and their
+    choices, that it compares with; the lanes of an expert have shares of them."""
     count, written = self.routing.count, []
     ids, values = local(count, dtypes.int, SLOTS + 1), local(count, dtypes.float, SLOTS + 2)
     for score, choice, (expert, inside) in zip(scores, choices, own):
-      before = [(other > choice).where(1, ((other >= choice) & (i < expert)).where(1, 0)) for i, other in enumerate(everyone)]
+      before = [((other > choice) | (other >= choice) & (i < expert)).cast(dtypes.int) for i, other in others]
       # not in the gate: tinygrad would take `inside` for true in all that the index depends on, the barrier's stores too
-      rank = inside.where(total(before, UOp.add), self.experts)
+      rank = inside.where(group_sum(self.target, total(before, UOp.add), lanes), self.experts)
       wins = rank < count
       slot = wins.where(rank, 0).cast(dtypes.weakint)
       written.append(ids[slot.valid(wins)].store(expert.cast(dtypes.int)))
