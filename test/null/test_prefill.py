@@ -131,7 +131,8 @@ def test_choice(gating: Gating):
   part = Tensor(floats(2, 9, 40)).realize()   # of logits that are added up
   for whole in (logits, part):
     wants = choose_experts(whole if whole is logits else whole.sum(0), routing)
-    for got, want in zip(choose_experts_prefill(target(), whole, routing), wants, strict=True): assert np.allclose(got.numpy(), want.numpy(), atol=1e-6)
+    for got, want in zip(choose_experts_prefill(target(), whole, routing), wants, strict=True):
+      assert np.allclose(got.numpy(), want.numpy(), atol=1e-6)
 
 # tokens, heads, latent, rope, a head's length, position, cache: a step at the cache's start, tokens that are no whole tile, the cache's very end
 @pytest.mark.parametrize("n,H,L,R,head,pos,C", [(32, 2, 128, 64, 80, 0, 96), (20, 3, 128, 32, 64, 47, 67), (16, 1, 512, 64, 256, 40, 64)])

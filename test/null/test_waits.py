@@ -101,7 +101,7 @@ def sources_of_a_few(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[st
 
 def test_nothing_of_others_before_the_wait_of_a_few_tokens(monkeypatch: pytest.MonkeyPatch):
   kernels = sources_of_a_few(monkeypatch)
-  assert len(kernels) == 13
+  assert len(kernels) == 12
   for name, (buffers, source) in kernels.items():
     parts = branches(body(source))
     assert len(parts) == (2 if name.startswith(("few_matmul_rope", "few_gate_up")) else 1), name

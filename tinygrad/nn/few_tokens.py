@@ -440,8 +440,8 @@ class Shared(NamedTuple):
 def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weight], x:Columns, T:int, K:int, finish:Finish,
                     shared:Shared|None=None) -> list[UOp]:
   """The stores of a launch on stacks of matrices, (E, out, in), and the tokens that chose each. x: of T tokens or T · K choices. buffers: x; groups,
-  as group_choices gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token; T · K + token for what
-  the token has of the shared matrix, beside one stack. In the kernel:
+  as group_choices gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token; for what a token has of
+  the shared matrix, beside one stack, T · K + token. In the kernel:
 
   expert, choices = the group's                                  # a block a tile of rows of a group's expert; some groups are empty
   weights = the lane's units of the block's rows

@@ -190,7 +190,7 @@ def attention_output_decode(step:Step, context:Tensor, v_b:Weight, weight:Weight
 
 def heads_as_codes(context:Tensor, v_b:Weight) -> Codes:
   """The heads' v_b·context, a head by gidx1, as one vector a token"""
-  (heads, rows, width), T, target = v_b.shape, context.shape[0], target_of(v_b.device)
+  (heads, rows, _), T, target = v_b.shape, context.shape[0], target_of(v_b.device)
   assert target is not None
   units = heads * rows // UNIT
   def body(buffers:dict[str, UOp]) -> list[UOp]:
