@@ -13,7 +13,7 @@ Arithmetic: halves times halves, sums in float32, in a fixed order: same input, 
 """
 from __future__ import annotations
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
@@ -147,6 +147,7 @@ class Share:
   warps: int                   # of a block
   chunks: int
   blocks: int = 1
+  first: UOp|int = 0           # chunk of the block
   @property
   def whole(self) -> bool:
     """Whether there are as many chunks as the warps take"""
@@ -177,12 +178,11 @@ class BlockProduct:
               sums += weights · pairs                            # tensor cores
   quads:    for some tokens at a time: shared = sums; barrier; the sums over the warps, four rows a thread
   """
-  def __init__(self, target:Target, share:Share, tokens:int, first_row:UOp, rows:int, row_tiles:int, slot:int=0, shared_bytes:int=SHARED_BYTES,
-               first_chunk:UOp|int=0):
-    """tokens: of the block. slot: the number of its shared memory and, but one, of its registers. first_chunk: of the rows, that it multiplies"""
+  def __init__(self, target:Target, share:Share, tokens:int, first_row:UOp, rows:int, row_tiles:int, slot:int=0, shared_bytes:int=SHARED_BYTES):
+    """tokens: of the block. slot: the number of its shared memory and, but one, of its registers"""
     assert target.mma is not None
     self.target, self.mma, self.share, self.tokens, self.row_tiles = target, target.mma, share, tokens, row_tiles
-    self.first_row, self.rows, self.slot, self.shared_bytes, self.first_chunk = first_row, rows, slot, shared_bytes, first_chunk
+    self.first_row, self.rows, self.slot, self.shared_bytes = first_row, rows, slot, shared_bytes
     self.n_threads = share.warps * target.lanes
     self.thread = UOp.special(self.n_threads, "lidx0")
     self.warp, self.lane = self.thread // target.lanes, self.thread % target.lanes
@@ -192,7 +192,7 @@ class BlockProduct:
   def unit(self, chunk:int) -> tuple[UOp, UOp|None]:
     """(the lane's unit of its warp's chunk, whether there is such a unit); None: always"""
     share = self.share
-    unit = (self.first_chunk + self.warp * share.chunks + chunk) * 4 + self.in_group
+    unit = (share.first + self.warp * share.chunks + chunk) * 4 + self.in_group
     return unit, None if share.whole else unit < share.units
 
   def load(self, matrices:Sequence[Matrix]) -> Weights:
@@ -325,8 +325,9 @@ def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], pa
     loop, zero = branch(i, (number >= start) & (number < start + count)) if len(parts) > 1 else (None, 0)
     tile, among = (number - start + zero) // of_rows, (number - start + zero) % of_rows
     share = share_of(width, warps_of(width), of_rows)
+    share = replace(share, first=among * (share.warps * share.chunks))
     block = BlockProduct(target, share, min(T, TOKENS_AT_ONCE), tile * (TILE_ROWS * row_tiles), part.rows, row_tiles, i * SLOTS,
-                         SHARED_BYTES // len(parts), among * (share.warps * share.chunks))
+                         SHARED_BYTES // len(parts))
     weights = block.load(part.matrices)
     behind = behind_wait(target, buffers, *global_loads([units for of_chunk in weights for tiles in of_chunk for units in tiles]))
     low = loader(behind["low"], block, x, token_of, head) if part.precise else None
@@ -440,8 +441,8 @@ class Shared(NamedTuple):
 def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weight], x:Columns, T:int, K:int, finish:Finish,
                     shared:Shared|None=None) -> list[UOp]:
   """The stores of a launch on stacks of matrices, (E, out, in), and the tokens that chose each. x: of T tokens or T · K choices. buffers: x; groups,
-  as group_choices gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token; for what a token has of
-  the shared matrix, beside one stack, T · K + token. In the kernel:
+  as group_choices gives them; the weights' planes, named weight0 and on. finish is given a choice, token · K + k, for the token; T · K + token for
+  what the token has of the shared matrix, which stands beside one stack. In the kernel:
 
   expert, choices = the group's                                  # a block a tile of rows of a group's expert; some groups are empty
   weights = the lane's units of the block's rows
