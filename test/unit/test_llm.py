@@ -195,7 +195,7 @@ def test_the_target_and_warming(talker, capsys, monkeypatch):
   assert re.fullmatch(r"steps of 1 to 8 answers and chunks of 32, 64 tokens recorded in 0\.\d s\n", err)
 
 def test_a_target_from_python(small):
-  assert load(small, 64, max_stall=.02).engine.scheduler.max_stall == .02
+  assert load(small, 64, max_stall=.02).engine.max_stall == .02
   for wrong in (0, -1, float("nan"), True, "1"):
     with pytest.raises(ValueError, match="^max_stall: expected seconds, more than 0, found "): load(small, 64, max_stall=wrong)
 

@@ -210,7 +210,7 @@ def test_arriving(output: str, small: Path, monkeypatch: pytest.MonkeyPatch, cap
   llm.main(["--model", str(small), *flags.split(), "-o", output, "--json", str(tmp_path / "r.json")])
   (out, err), result, (m,) = capsys.readouterr(), json.loads((tmp_path / "r.json").read_text()), loaded
   late = {ids for ids in asked if len(ids) == 1100}
-  assert m.engine.scheduler.max_stall == 1e-6 and len(late) == 2 * 2 * 3 and len({*asked} - late - {ids[:1] for ids in late}) == 3 * (1 + 3)
+  assert m.engine.max_stall == 1e-6 and len(late) == 2 * 2 * 3 and len({*asked} - late - {ids[:1] for ids in late}) == 3 * (1 + 3)
   slices = m.engine.runner.slices
   arrived = [(running, start, part) for running, start, part in at_work if running in (1, 3) and start + 32 > 20]
   assert {len(part) for _, _, part in arrived} == {1}                             # the target leaves no time: a slice between two steps

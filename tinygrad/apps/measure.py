@@ -493,7 +493,7 @@ def table_arriving(model:Model, name:str, wanted:Arriving, output:str, plot:Path
   """As table, of the times between tokens of answers while a prompt is read, and of that prompt's speed. There is no plot."""
   check_room(model, wanted)
   engine, short, rng, result = model.engine, Path(name).stem if name.endswith(".gguf") else name, np.random.default_rng(0), []
-  target, vocab, head = engine.scheduler.max_stall * 1e3, model.transformer.config.vocab_size, sys.stdout if output == "md" else sys.stderr
+  target, vocab, head = engine.max_stall * 1e3, model.transformer.config.vocab_size, sys.stdout if output == "md" else sys.stderr
   print(f"model     {short} on {device_name()}: a prompt of {wanted.arriving} tokens arrives while answers run", file=head)
   print(f"target    {target:g} ms from token to token of an answer (--max_stall_ms)\n", file=head, flush=True)
   def line(cells:list[str]) -> str: return "| " + " | ".join(f"{c:>{w}}" for c, (_, w) in zip(cells, ARRIVING)) + " |"

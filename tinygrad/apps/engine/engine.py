@@ -68,6 +68,7 @@ class Steps(Protocol):
     """As prefill, of sizes[0] ids at most -> float32 (len(ids), vocab), the logits after each"""
 
 MAX_STALL = .05  # seconds
+PLANNED = .8     # of what answers may wait: the rest is for slices that take longer than the last did, and for the host's work between
 LONG = 1.0       # seconds that answers wait for what is recorded before it is said
 AHEAD = 4  # chunks of a prompt that the device is given before it is waited for, where no answer runs
 
@@ -86,8 +87,8 @@ class Engine:
   def __init__(self, runner:Steps, pages:int, max_rows:int=64, max_stall:float=MAX_STALL):
     """pages: of the cache, page 0 included. max_rows: answers that run at once. max_stall: seconds from token to token of one of them, at most, while
     a prompt is read."""
-    self.runner, self.pool = runner, Pool(pages)
-    self.scheduler = Scheduler(self.pool, runner.sizes, runner.few, runner.slices, max_rows, max_stall)
+    self.runner, self.pool, self.max_stall = runner, Pool(pages), max_stall
+    self.scheduler = Scheduler(self.pool, runner.sizes, runner.few, runner.slices, max_rows, PLANNED * max_stall)
     self.capacity = min(runner.max_context, self.pool.rows)  # tokens of one sequence
     self.newest: Sequence|None = None                        # that was added
     self.recorded: set[int] = set()                          # sizes of chunks that ran before: a first run tells no time
