@@ -25,7 +25,7 @@ from tinygrad.apps.models import BUILT_IN
 from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.step import PAGE
 
-CONTEXT, PAGES, LONGEST = 3 * PAGE, 40, 24   # of a sequence, of the cache, and the most tokens of an answer
+CONTEXT, PAGES, LONGEST = 3 * PAGE, 40, 16   # of a sequence, of the cache, and the most tokens of an answer
 
 def runner_of(path: Path, context: int = CONTEXT) -> Runner:
   return Runner(Transformer.from_gguf(read_gguf(path), context, pool=lambda model: PAGES))
@@ -80,8 +80,8 @@ class Alone:
     return self.said[key]
 
 MODELS: dict[str, tuple[Callable[[Path], Path], int]] = {
-  "built-in": (lambda folder: BUILT_IN, 8),
-  "small": (lambda folder: write_model(folder / "m.gguf", "small-glm", "Q8_0", seed=5, **SMALL | dict(q_lora=64, experts=8, used=2))[0], 12)}
+  "built-in": (lambda folder: BUILT_IN, 6),
+  "small": (lambda folder: write_model(folder / "m.gguf", "small-glm", "Q8_0", seed=5, **SMALL | dict(q_lora=64, experts=8, used=2))[0], 10)}
 
 @pytest.fixture(scope="module", params=MODELS)
 def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Alone:
