@@ -10,8 +10,8 @@ except ImportError as e: pytest.exit(f"{e}; `make test` sets everything up", ret
 if not hasattr(tinygrad, "OVERLAY"):
   pytest.exit(f"expected the fork's tinygrad, found {tinygrad.__file__}: run pytest from the clone's root", returncode=2)
 
-# What `make test` has no time for on two cores, and leaves out: `make test ARGS=--all` runs it too. Each repeats, on another target, type or size, what
-# a test that stays proves of the same code.
+# What `make test` has no time for on two cores, and leaves out: `make test ARGS=--all` runs it too. Each repeats, on another target, type or size,
+# what a test that stays proves of the same code.
 SLOW = [
   r"null/test_mul_mat\.py::test_every_type",                                   # test_primitives has every type on both mocks
   r"null/test_mul_mat\.py::test_shapes\[cuda-(Q4_0-16-2048|Q4_0-1-4128|Q6_K-3-1536|F16-3-4128)\]",
