@@ -75,8 +75,9 @@ LAYERS: dict[str, str] = {
   "sequences and their pages": "apps/engine/cache apps/engine/sequence",
   "the engine's steps": "apps/engine/runner apps/engine/scheduler",
   "the engine": "apps/engine/engine",
-  "text": "apps/screen apps/tokenizer apps/template apps/reasoning apps/chat",
+  "text": "apps/screen apps/tokenizer apps/template apps/reasoning apps/chat apps/tool_calls",
   "models by name": "apps/models",
+  "the server": "apps/serve/*",
   "the terminal and measuring": "apps/terminal apps/measure",
   "the command line": "apps/llm",
 }
