@@ -120,9 +120,8 @@ class Link(asyncio.Protocol):
 
   async def close(self, seconds:float=0) -> None:
     """Drains, and ends the process"""
-    loading = self.state == LOADING
     await self.drain(seconds)
-    if loading: self.kill()
+    if self.ready is None: self.kill()   # what loads takes no orders
     self.send(wire.Leave())
     if self.process is None or await self._until(lambda: self.ended, GRACE): return
     self.kill()
@@ -137,8 +136,7 @@ class Link(asyncio.Protocol):
     if self.transport is not None: self.transport.write(wire.frame(order))
 
   def connection_made(self, transport:asyncio.BaseTransport) -> None:
-    assert isinstance(transport, asyncio.Transport)
-    self.transport = transport
+    self.transport = transport  # type: ignore[assignment]  # uvloop's are of another class
   def data_received(self, data:bytes) -> None:
     for message in self.frames.push(data): self._hear(self.reports.decode(message))
   def connection_lost(self, exc:Exception|None) -> None:
