@@ -1,6 +1,6 @@
 """The application: its routes, and what holds for every request: a key, an id, limits, an error's form, a line in the log."""
 from __future__ import annotations
-import asyncio, contextlib, hmac, logging, re, secrets, time
+import asyncio, contextlib, hmac, logging, re, secrets, time, traceback
 from pathlib import Path
 from typing import Any, AsyncIterator, Awaitable, Callable, NamedTuple
 import msgspec
@@ -27,7 +27,6 @@ from tinygrad.apps.serve.text import Voice
 log = logging.getLogger("tinygrad.serve")
 WEB = Path(__file__).parent / "web"
 OPEN = frozenset(("/health", "/v1/health"))   # for who has no key, beside the page
-MAX_HEADERS = 1 << 16                         # bytes
 LINGER = 2.0                                  # seconds that the rest of a body which is too long is read, so that the error arrives
 # formulas bring styles of their own
 POLICY = ("default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; "
@@ -158,17 +157,15 @@ class Front:
         if not status: await self.refuse(e, scope, receive, answer)
       except Gone: status = 499
       except Exception as e:
-        log.exception("request %s", number)
+        log.error(line_of({"id": number, "error": type(e).__name__, "traceback": traceback.format_exc()}))
         if not status: await self.refuse(ApiError(500, f"the server failed ({type(e).__name__}); the request's id is {number}"), scope, receive, answer)
     finally:
       line = {"method": scope["method"], "path": scope["path"][:200], "status": status, "ms": round((time.perf_counter() - start) * 1e3, 1),
               "id": number, **scope.get("said", {})}
-      log.info(str(msgspec.json.encode(line), "utf-8"))
+      log.info(line_of(line))
 
   def check(self, scope:Scope, headers:Headers) -> None:
-    """Raises ApiError for a request without a key that there is, and for headers too long"""
-    if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:
-      raise ApiError(431, f"the headers have more than {MAX_HEADERS} bytes")
+    """Raises ApiError for a request without a key, where it needs one"""
     if not self.keys or scope["path"] in OPEN: return
     if scope["method"] in ("GET", "HEAD") and self.page is not None and self.page.has(scope["path"]): return
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
@@ -180,7 +177,7 @@ class Front:
 
   async def refuse(self, e:ApiError, scope:Scope, receive:Receive, send:Send) -> None:
     response = error_response(e, scope["path"])
-    if e.status not in (413, 431): return await response(scope, receive, send)
+    if e.status != 413: return await response(scope, receive, send)
     # who is still sending would find the connection closed, and not read why
     response.headers["connection"] = "close"
     await send({"type": "http.response.start", "status": e.status, "headers": response.raw_headers})
@@ -189,6 +186,8 @@ class Front:
       async with asyncio.timeout(LINGER):
         while (message := await receive())["type"] == "http.request" and message.get("more_body", False): pass
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+def line_of(data:dict[str, Any]) -> str: return str(msgspec.json.encode(data), "utf-8")
 
 def error_response(e:ApiError, path:str) -> Response:
   headers = {"retry-after": str(e.retry_after)} if e.retry_after is not None else {}
@@ -203,16 +202,27 @@ async def no_route(request:Request, e:Exception) -> Response:
   response.headers.update(e.headers or {})
   return response
 
+def log_to_stderr() -> None:
+  """The log goes to stderr, a line of JSON each, unless it goes somewhere already"""
+  if log.hasHandlers(): return
+  handler = logging.StreamHandler()
+  handler.setFormatter(logging.Formatter("%(message)s"))
+  log.addHandler(handler)
+  log.setLevel(logging.INFO)
+  log.propagate = False
+
 def create_app(link:Link, settings:Settings, voice:Voice|None=None) -> Starlette:
-  """The application. It starts the link with itself, and closes it."""
+  """The application. It starts the link with itself, and closes it, unless somebody did before."""
   service = Service(link, settings, voice)
+  log_to_stderr()
   @contextlib.asynccontextmanager
   async def lifespan(_:Starlette) -> AsyncIterator[None]:
-    await link.start()
+    if own := link.process is None: await link.start()
     try:
       await asyncio.to_thread(service.load_voice)
       yield
-    finally: await link.close(settings.drain_seconds)
+    finally:
+      if own: await link.close(settings.drain_seconds)
   page = Page(directory=WEB, html=True) if (WEB / "index.html").is_file() else None
   routes: list[Route|Mount] = [Route(e.path, e.handler, methods=[e.method]) for e in ENDPOINTS]
   if page is not None: routes.append(Mount("/", page))

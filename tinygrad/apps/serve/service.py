@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Protocol, TypeVar
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from tinygrad.apps.serve.answer import Gone, Reply, Usage, Whole, whole
 from tinygrad.apps.serve.link import Link, Unavailable
@@ -151,20 +150,20 @@ class Form(Protocol):
   def end(self, replies:list[Reply]) -> bytes: ...
   def error(self, e:ApiError) -> bytes: ...
 
-class EventStream(Response):
+EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+class EventStream:
   """Answers as they come. A piece of news is one message of the server's. Who reads slowly is waited for: what comes meanwhile is one piece. A comment
   goes out where nothing else did for a while. Who goes away ends the answers."""
   def __init__(self, service:Service, request:Request, replies:list[Reply], form:Form):
     self.service, self.request, self.replies, self.form = service, request, replies, form
-    self.status_code, self.background, self.body = 200, None, b""
-    self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"})
     self.sent, self.sending = 0.0, False
 
   async def __call__(self, scope:Scope, receive:Receive, send:Send) -> None:
     self.send = send
     watcher = asyncio.create_task(self._watch(receive))
     try:
-      await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+      await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
       try:
         await self._write(self.form.begin(self.replies))
         if len(self.replies) == 1: await self._pump(self.replies[0])
