@@ -101,9 +101,9 @@ def likeliest_decode(x:Tensor, count:int) -> Tensor:
 @primitive(outputs=lambda logits, total, token, others, moved, log: log)
 def tell(logits:Tensor, total:Tensor, token:Tensor, others:Tensor, moved:Tensor, log:Tensor) -> Tensor:
   """Logs a token of each of S rows and some others, each with the logarithm of its probability. logits: float32 (S, V); total: float32 (S,), the
-  logarithm of Σ exp(logits); token: int32 (S,); others: int32 (S, C); moved: int32 (S,), where the rows stand behind the step, as `advance` gives it;
-  log: int32 (S, N, 1 + C, 2), whose column is the step's position modulo N, as in advance's -> the log. Of a pair, the second number is a float's
-  bits."""
+  logarithm of Σ exp(logits); token: int32 (S,); others: int32 (S, C); moved: int32 (S,), where the rows stand behind the step, as `advance` gives
+  it; log: int32 (S, N, 1 + C, 2), whose column is the step's position modulo N, as in advance's -> the log. The second number of a pair is a
+  float's bits."""
   S, N = log.shape[:2]
   tokens = token.unsqueeze(1).cat(others, dim=1)
   bits = (logits.gather(1, tokens) - total.unsqueeze(1)).bitcast(dtypes.int32)
