@@ -4,27 +4,34 @@ why it ended, what it cost and how long it took.
 A Reply is read by `events`, which gives what has come since the last time. Text comes in whole characters. What may be the beginning of a stop text
 waits for more."""
 from __future__ import annotations
-import time
+import secrets, time
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Iterator, NamedTuple
+from typing import Iterable, NamedTuple
 from tinygrad.apps.models import Until
-from tinygrad.apps.reasoning import ANSWER, REASONING, Piece, Reasoning
+from tinygrad.apps.reasoning import ANSWER, REASONING, Piece
 from tinygrad.apps.serve import wire
 from tinygrad.apps.serve.link import Handle
 from tinygrad.apps.serve.requests import ApiError, Job
 from tinygrad.apps.serve.text import Voice
 from tinygrad.apps.tokenizer import Tokenizer
+from tinygrad.apps.tool_calls import CallArguments, CallBegins, CallEnds, Event, Parser
 
 class Gone(Exception):
   """The client is not there any more"""
 
 class PlainText:
-  """As Reasoning, for an answer that is all text"""
+  """As Parser, for an answer that is all text"""
   def __init__(self, tokenizer:Tokenizer): self.stream = tokenizer.stream()
-  def push(self, token:int) -> Iterator[Piece]:
-    if text := self.stream.push(token): yield Piece(ANSWER, text)
-  def flush(self) -> Iterator[Piece]:
-    if text := self.stream.flush(): yield Piece(ANSWER, text)
+  def push(self, token:int) -> list[Event]: return self._pieces(self.stream.push(token))
+  def flush(self) -> list[Event]: return self._pieces(self.stream.flush())
+  def _pieces(self, text:str) -> list[Event]: return [Piece(ANSWER, text)] if text else []
+
+@dataclass
+class Call:
+  """Of a tool. id: the model's own, or made up; arguments: the JSON of an object"""
+  id: str
+  name: str
+  arguments: str = ""
 
 class Chosen(NamedTuple):
   """A token of an answer with its probability. offset: where its text begins in the answer"""
@@ -47,14 +54,15 @@ class Usage:
 class Reply:
   """One answer. index: which of a request's; again: whether one before it is to the same prompt, whose tokens are then not counted twice.
   chosen: tokens with their probabilities whose text is in the last events; finish: stop, length or tool_calls, once it has ended; stopped_by: the
-  stop text that ended it."""
+  stop text that ended it; calls: those that have begun."""
   def __init__(self, handle:Handle, job:Job, voice:Voice, ids:list[int], index:int=0, again:bool=False):
     self.handle, self.job, self.voice, self.ids, self.index, self.again = handle, job, voice, ids, index, again
-    self.parser = Reasoning(voice.tokenizer, ids) if job.chat else PlainText(voice.tokenizer)
+    self.parser = Parser(voice.tokenizer, voice.family, job.tools, ids) if job.chat else PlainText(voice.tokenizer)
     self.until = Until(job.stops)
     self.tokens, self.thought, self.unsaid = 0, 0, 0       # tokens; those of reasoning; those of which nothing was said yet
     self.length, self.pending = 0, list[Chosen]()          # characters of the answer; tokens whose text waits
     self.chosen: list[Chosen] = []
+    self.calls: list[Call] = []
     self.cut = self.gone = False                           # ended by us; because nobody listens
     self.finish: str|None = None
     self.stopped_by: str|None = None
@@ -66,7 +74,7 @@ class Reply:
     self.gone = True
     self.handle.abort()
 
-  async def events(self) -> list[Any]:
+  async def events(self) -> list[Event]:
     """What has come since the last call, or comes next; `finish` is there with the last. Neighbours of one kind are one. Raises ApiError where the
     engine failed, Gone."""
     news = await self.handle.news()
@@ -83,20 +91,24 @@ class Reply:
     if news.end is not None: self._end(news, events)
     return events
 
-  def _say(self, pieces:Iterable[Any], events:list[Any], last:bool=False) -> None:
-    """Adds pieces to events, up to a stop text"""
+  def _say(self, pieces:Iterable[Event], events:list[Event], last:bool=False) -> None:
+    """Adds pieces to events, up to a stop text, or to the end of the one call that may be"""
     for piece in pieces:
-      if piece.kind in (REASONING, ANSWER):
-        if piece.kind == REASONING: self.thought += self.unsaid
-        self.unsaid = 0
-      if piece.kind == ANSWER: self._answer(piece.text, events)
+      thought, self.unsaid, unsaid = isinstance(piece, Piece) and piece.kind == REASONING, 0, self.unsaid
+      if thought: self.thought += unsaid
+      if isinstance(piece, Piece) and not thought: self._answer(piece.text, events)
       else:
-        self._answer("", events, last=True)
-        if piece.kind == REASONING: self._add(piece, events)
+        self._answer("", events, last=True)   # what was held back begins no stop text: it does not go on
+        if isinstance(piece, CallBegins):
+          piece = piece._replace(id=piece.id or f"call_{secrets.token_hex(12)}")
+          self.calls.append(Call(piece.id or "", piece.name))
+        elif isinstance(piece, CallArguments): self.calls[-1].arguments += piece.text
+        self._add(piece, events)
+        if isinstance(piece, CallEnds) and not self.job.parallel: self._cut()
       if self.cut: return
     if last: self._answer("", events, last=True)
 
-  def _answer(self, text:str, events:list[Any], last:bool=False) -> None:
+  def _answer(self, text:str, events:list[Event], last:bool=False) -> None:
     """Text of the answer. A stop text in it ends the answer."""
     held = self.until.held + text
     if said := self.until.push(text, last):
@@ -104,22 +116,29 @@ class Reply:
       self._add(Piece(ANSWER, said), events)
     if self.until.found:
       self.stopped_by = min((at, s) for s in self.job.stops if (at := held.find(s)) >= 0)[1]
-      self.cut = True
-      self.handle.abort()
+      self._cut()
 
-  def _add(self, piece:Piece, events:list[Any]) -> None:
-    if events and type(events[-1]) is Piece and events[-1].kind == piece.kind: piece = Piece(piece.kind, events.pop().text + piece.text)
-    events.append(piece)
+  def _cut(self) -> None:
+    """Nothing more is wanted of it"""
+    self.cut = True
+    self.handle.abort()
+
+  def _add(self, event:Event, events:list[Event]) -> None:
+    """Adds an event, or its text to the last one where that is of its kind"""
+    last = events[-1] if events else None
+    if isinstance(event, (Piece, CallArguments)) and type(last) is type(event) and last[0] == event[0]:
+      events[-1] = last._replace(text=last.text + event.text)
+    else: events.append(event)
 
   def _choose(self, chosen:Chosen) -> None:
     """Tokens are told with their text: what waits to be said, or never will be, waits"""
     self.pending.append(chosen)
-    if self.cut: self.pending = [c for c in self.pending if c.offset < self.length]
+    if self.stopped_by is not None: self.pending = [c for c in self.pending if c.offset < self.length]
     elif self.until.held: return
     self.chosen += self.pending
     self.pending = []
 
-  def _end(self, news:wire.News, events:list[Any]) -> None:
+  def _end(self, news:wire.News, events:list[Event]) -> None:
     if news.times is not None: self.times = news.times
     self.cached = news.cached
     if not self.cut:
@@ -128,7 +147,7 @@ class Reply:
       self._say(self.parser.flush(), events, last=True)
       self.chosen += self.pending
     if self.gone: raise Gone
-    self.finish = "length" if news.end == "length" and not self.cut else "stop"
+    self.finish = "length" if news.end == "length" and not self.cut else "tool_calls" if self.calls else "stop"
 
   @property
   def usage(self) -> Usage: return Usage(0 if self.again else len(self.ids), self.tokens, 0 if self.again else self.cached, self.thought)
@@ -147,7 +166,7 @@ class Reply:
 
 @dataclass
 class Whole:
-  """All of an answer"""
+  """All of an answer, but for its calls, which the reply has"""
   reply: Reply
   text: str = ""
   reasoning: str = ""
@@ -158,7 +177,8 @@ async def whole(reply:Reply) -> Whole:
   texts: dict[str, list[str]] = {ANSWER: [], REASONING: []}
   out = Whole(reply)
   while reply.finish is None:
-    for event in await reply.events(): texts[event.kind].append(event.text)
+    for event in await reply.events():
+      if isinstance(event, Piece): texts[event.kind].append(event.text)
     out.chosen += reply.chosen
   out.text, out.reasoning = "".join(texts[ANSWER]), "".join(texts[REASONING])
   return out

@@ -4,11 +4,12 @@ import secrets, time
 from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
-from tinygrad.apps.reasoning import REASONING
+from tinygrad.apps.reasoning import REASONING, Piece
 from tinygrad.apps.serve.answer import Chosen, Reply, Usage, Whole
 from tinygrad.apps.serve.requests import ApiError, ChatRequest, CompletionRequest, chat_job, completion_job
 from tinygrad.apps.serve.service import EventStream, Service, encode, sse
 from tinygrad.apps.serve.text import Voice
+from tinygrad.apps.tool_calls import CallArguments, CallBegins, Event
 
 DONE = b"data: [DONE]\n\n"
 
@@ -68,10 +69,18 @@ class ChatForm(Form):
   def begin(self, replies:list[Reply]) -> bytes:
     return b"".join(self.chunk([self.choice(reply, {"role": "assistant", "content": self.echoed})]) for reply in replies)
 
-  def events(self, reply:Reply, events:list[Any]) -> bytes:
+  def delta(self, event:Event) -> dict[str, Any]|None:
+    match event:
+      case Piece(kind, text): return {"reasoning_content" if kind == REASONING else "content": text}
+      case CallBegins(index, name, id):
+        return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}]}
+      case CallArguments(index, text): return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+    return None
+
+  def events(self, reply:Reply, events:list[Event]) -> bytes:
     out, chosen = [], reply.chosen
     for event in events:
-      delta = {"reasoning_content" if event.kind == REASONING else "content": event.text}
+      if (delta := self.delta(event)) is None: continue
       out.append(self.chunk([self.choice(reply, delta, None, chosen)]))
       chosen = []
     if chosen: out.append(self.chunk([self.choice(reply, {}, None, chosen)]))
@@ -80,6 +89,9 @@ class ChatForm(Form):
 
   def whole(self, w:Whole) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": self.echoed + w.text}
+    if calls := w.reply.calls:
+      message["content"] = message["content"] or None
+      message["tool_calls"] = [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
     if w.reasoning: message["reasoning_content"] = w.reasoning
     logprobs = chat_logprobs(self.voice, w.chosen) if w.reply.job.logprobs is not None else None
     return {"index": w.reply.index, "message": message, "logprobs": logprobs, "finish_reason": w.reply.finish}
@@ -110,8 +122,8 @@ class TextForm(Form):
   def begin(self, replies:list[Reply]) -> bytes:
     return b"".join(self.chunk([self.choice(reply, self.echoed(reply), [])]) for reply in replies) if self.echo else b""
 
-  def events(self, reply:Reply, events:list[Any]) -> bytes:
-    text = "".join(event.text for event in events)
+  def events(self, reply:Reply, events:list[Event]) -> bytes:
+    text = "".join(event.text for event in events if isinstance(event, Piece))
     if reply.finish is not None: return self.chunk([self.choice(reply, text, reply.chosen, reply.finish)], timings=reply.timings())
     return self.chunk([self.choice(reply, text, reply.chosen)]) if text or reply.chosen else b""
 

@@ -5,9 +5,11 @@ are ignored, and said once each. Strings become tokens here, so all of this runs
 from __future__ import annotations
 import dataclasses, logging, re, secrets
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Literal, NoReturn, TypeVar
 import msgspec
 from tinygrad.apps.chat import MessageError
+from tinygrad.apps.engine.constraint import GrammarError, check
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.gguf import GGUFError
 from tinygrad.apps.reasoning import CLOSE
@@ -319,6 +321,7 @@ def conversation(r:ChatRequest) -> Conversation:
 def prompt_of(c:Conversation, voice:Voice) -> list[int]:
   """The ids of a conversation's prompt. Raises ApiError."""
   if voice.chat is None: raise ApiError(400, f"the model has no chat template: {voice.chat_error}", "messages")
+  if c.tools and voice.family.form is None: raise ApiError(400, "tools: the model's chat template knows none", "tools", "unsupported_parameter")
   variables = c.variables | ({"tools": [msgspec.to_builtins(tool) for tool in c.tools]} if c.tools else {})
   last = c.messages[-1]
   try:
@@ -490,18 +493,18 @@ def grammar_of(r:Generation, prompts:list[list[int]], voice:Voice) -> wire.Gramm
   return wire.Grammar(kind, source, close)
 
 def checked(name:str, kind:str, source:str) -> str:
-  """The grammar's text, in llguidance's own form. Raises ApiError for one that does not compile."""
+  """The grammar's text, in llguidance's own form. Raises ApiError for one that does not compile, and where llguidance is missing."""
   try:
-    from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
-  except ImportError:
-    raise ApiError(400, f"{name}: the server lacks llguidance, which holds an answer to it: pip install '.[grammar]' where it was set up", name,
-                   "unsupported_parameter") from None
-  try:
-    if kind == "lark": source = any_to_lark(source)
-    compiled = {"json_schema": LLMatcher.grammar_from_json_schema, "regex": LLMatcher.grammar_from_regex,
-                "lark": LLMatcher.grammar_from_lark}[kind](source)
-    error = LLMatcher.validate_grammar(compiled)
-  except Exception as e: error = str(e) or type(e).__name__  # a converter may fail in any way that Python knows
-  if error: raise ApiError(400, f"{name}: {' '.join(error.split())[:400]}", name, "invalid_grammar")
+    if kind == "lark": source = as_lark(source)
+    check(kind, source)
+  except GrammarError as e:
+    missing = find_spec("llguidance") is None
+    raise ApiError(400, str(e) if str(e).startswith(name) else f"{name}: {e}", name, "unsupported_parameter" if missing else "invalid_grammar") from None
   return source
+
+def as_lark(source:str) -> str:
+  """A grammar of GBNF's kind, or Lark's. Raises GrammarError."""
+  if find_spec("llguidance") is None: return source   # `check` says so
+  from llguidance.gbnf_to_lark import any_to_lark
+  try: return any_to_lark(source)
+  except Exception as e: raise GrammarError(" ".join(str(e).split())[:300]) from None  # it may fail in any way that Python knows

@@ -9,14 +9,15 @@ from tinygrad.apps.gguf import GGUFError, read_gguf
 from tinygrad.apps.models import advised_sampling
 from tinygrad.apps.reasoning import CLOSE, OPEN, REASONING, Reasoning
 from tinygrad.apps.tokenizer import Tokenizer
+from tinygrad.apps.tool_calls import family_of
 
 class Voice:
   """name: what clients call the model. created: when its file was, in seconds since 1970. sampling: of what a request does not say. chat: None where
-  the file has no usable template; chat_error says why. longest: the bytes of the longest token."""
+  the file has no usable template; chat_error says why. family: of its tool calls. longest: the bytes of the longest token."""
   def __init__(self, tokenizer:Tokenizer, chat:Chat|None, chat_error:str="", name:str="", created:int=0, sampling:Sampling=Sampling(),
                template:str=""):
     self.tokenizer, self.chat, self.chat_error, self.name, self.created, self.sampling = tokenizer, chat, chat_error, name, created, sampling
-    self.template = template
+    self.template, self.family = template, family_of(template, tokenizer)
     self.longest = max(map(len, tokenizer.table))
 
   @classmethod
