@@ -1,7 +1,8 @@
-"""A server whose model says what a test has written down, on a port of its own, for the server's tests. All but the engine's process is the product's."""
+"""A server whose model says what a test has written down, on a port of its own, for the server's tests. All but the engine's process is the
+product's."""
 from __future__ import annotations
-import asyncio, contextlib, json, logging, math, socket, threading, time, urllib.request
-from dataclasses import dataclass, field
+import asyncio, contextlib, json, math, socket, threading, time, urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator
 import uvicorn
@@ -55,7 +56,8 @@ class ScriptedLink(Link):
     last = prompt.rpartition("<|user|>")[2]
     says = next((says for text, says in self.script.items() if text in last), Says("hello"))
     while says.silent is not None and not says.silent.is_set(): await asyncio.sleep(.001)
-    tokens, left = self.voice.tokenizer.encode(says.text, special=True), order.limit if order.limit is not None else self.ready.capacity - len(order.ids)
+    tokens = self.voice.tokenizer.encode(says.text, special=True)
+    left = order.limit if order.limit is not None else self.ready.capacity - len(order.ids)
     if not says.endless and not says.error: tokens.append(END)
     sent = 0
     while True:

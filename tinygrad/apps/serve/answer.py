@@ -172,13 +172,10 @@ class Whole:
   reasoning: str = ""
   chosen: list[Chosen] = field(default_factory=list)
 
-async def whole(reply:Reply) -> Whole:
-  """Reads an answer to its end. Raises as Reply.events."""
-  texts: dict[str, list[str]] = {ANSWER: [], REASONING: []}
-  out = Whole(reply)
-  while reply.finish is None:
-    for event in await reply.events():
-      if isinstance(event, Piece): texts[event.kind].append(event.text)
-    out.chosen += reply.chosen
-  out.text, out.reasoning = "".join(texts[ANSWER]), "".join(texts[REASONING])
-  return out
+  def add(self, events:list[Event]) -> None:
+    """What the reply gave last"""
+    for event in events:
+      if not isinstance(event, Piece): continue
+      if event.kind == REASONING: self.reasoning += event.text
+      else: self.text += event.text
+    self.chosen += self.reply.chosen

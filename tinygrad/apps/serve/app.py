@@ -19,12 +19,12 @@ from tinygrad.apps.serve.answer import Gone
 from tinygrad.apps.serve.link import Link
 from tinygrad.apps.serve.openai import json_response
 from tinygrad.apps.serve.openapi import document
-from tinygrad.apps.serve.requests import (ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, conversation, prompt_of, wrong)
+from tinygrad.apps.serve.requests import (ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, conversation, line_of, log,
+                                           prompt_of, wrong)
 from tinygrad.apps.serve.service import Service
 from tinygrad.apps.serve.settings import Settings
 from tinygrad.apps.serve.text import Voice
 
-log = logging.getLogger("tinygrad.serve")
 WEB = Path(__file__).parent / "web"
 OPEN = frozenset(("/health", "/v1/health"))   # for who has no key, beside the page
 LINGER = 2.0                                  # seconds that the rest of a body which is too long is read, so that the error arrives
@@ -86,8 +86,9 @@ async def props(request:Request) -> Response:
   voice, ready = service.voice, service.link.ready
   tokenizer, sampling = voice.tokenizer, voice.sampling
   params = {f: getattr(sampling, f) for f in sampling.__dataclass_fields__ if f not in ("seed", "bias")}
+  params["n_predict"] = service.settings.default_max_tokens or -1
   return json_response({
-    "default_generation_settings": {"n_ctx": ready.capacity if ready else None, "params": params | {"n_predict": service.settings.default_max_tokens or -1}},
+    "default_generation_settings": {"n_ctx": ready.capacity if ready else None, "params": params},
     "total_slots": ready.max_rows if ready else None, "model_alias": voice.name, "model_path": service.settings.model.name,
     "device": ready.device if ready else None, "modalities": {"vision": False, "audio": False}, "chat_template": voice.template,
     "bos_token": "" if tokenizer.bos_id is None else tokenizer.decode([tokenizer.bos_id]), "eos_token": tokenizer.decode([tokenizer.eos_id]),
@@ -158,7 +159,8 @@ class Front:
       except Gone: status = 499
       except Exception as e:
         log.error(line_of({"id": number, "error": type(e).__name__, "traceback": traceback.format_exc()}))
-        if not status: await self.refuse(ApiError(500, f"the server failed ({type(e).__name__}); the request's id is {number}"), scope, receive, answer)
+        failed = ApiError(500, f"the server failed ({type(e).__name__}); the request's id is {number}")
+        if not status: await self.refuse(failed, scope, receive, answer)
     finally:
       line = {"method": scope["method"], "path": scope["path"][:200], "status": status, "ms": round((time.perf_counter() - start) * 1e3, 1),
               "id": number, **scope.get("said", {})}
@@ -186,8 +188,6 @@ class Front:
       async with asyncio.timeout(LINGER):
         while (message := await receive())["type"] == "http.request" and message.get("more_body", False): pass
     await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-def line_of(data:dict[str, Any]) -> str: return str(msgspec.json.encode(data), "utf-8")
 
 def error_response(e:ApiError, path:str) -> Response:
   headers = {"retry-after": str(e.retry_after)} if e.retry_after is not None else {}

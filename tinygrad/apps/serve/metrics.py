@@ -1,5 +1,5 @@
-"""What /metrics tells, under vLLM's names, so that its dashboards and routers read it. How the engine stands comes from the link when it is asked for;
-what an answer took is added up when it ends, but for the time between tokens."""
+"""What /metrics tells, under vLLM's names, so that its dashboards and routers read it. How the engine stands comes from the link when it is asked
+for; what an answer took is added up when it ends, but for the time between tokens."""
 from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Iterator

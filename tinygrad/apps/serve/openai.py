@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from tinygrad.apps.reasoning import REASONING, Piece
 from tinygrad.apps.serve.answer import Chosen, Reply, Usage, Whole
-from tinygrad.apps.serve.requests import ApiError, ChatRequest, CompletionRequest, chat_job, completion_job
+from tinygrad.apps.serve.requests import ApiError, ChatRequest, CompletionRequest, chat_job, completion_job, text_of
 from tinygrad.apps.serve.service import EventStream, Service, encode, sse
 from tinygrad.apps.serve.text import Voice
 from tinygrad.apps.tool_calls import CallArguments, CallBegins, Event
@@ -60,7 +60,7 @@ class ChatForm(Form):
   def __init__(self, service:Service, r:ChatRequest):
     super().__init__(service, r)
     if r.stream: self.head["object"] = "chat.completion.chunk"
-    self.echoed = str(r.messages[-1].content or "") if r.echo and r.continue_final_message else ""
+    self.echoed = text_of(r.messages[-1].content, "") if r.echo and r.continue_final_message else ""
 
   def choice(self, reply:Reply, delta:dict[str, Any], finish:str|None=None, chosen:list[Chosen]|None=None) -> dict[str, Any]:
     logprobs = chat_logprobs(self.voice, chosen) if chosen else None
@@ -98,9 +98,7 @@ class ChatForm(Form):
 
 async def chat(request:Request) -> Response:
   service: Service = request.app.state.service
-  service.check_room()
-  voice, settings, capacity = service.voice, service.settings, service.capacity
-  r, job = await service.read(request, ChatRequest, lambda r: chat_job(r, voice, settings, capacity))
+  r, job = await service.read(request, ChatRequest, lambda r: chat_job(r, service.voice, service.settings, service.capacity), queued=True)
   form, replies = ChatForm(service, r), service.start(job)
   if r.stream: return EventStream(service, request, replies, form)
   return form.body(replies, [form.whole(w) for w in await service.wholes(request, replies)])
@@ -131,9 +129,7 @@ class TextForm(Form):
 
 async def completions(request:Request) -> Response:
   service: Service = request.app.state.service
-  service.check_room()
-  voice, settings, capacity = service.voice, service.settings, service.capacity
-  r, job = await service.read(request, CompletionRequest, lambda r: completion_job(r, voice, settings, capacity))
+  r, job = await service.read(request, CompletionRequest, lambda r: completion_job(r, service.voice, service.settings, service.capacity), queued=True)
   form, replies = TextForm(service, r), service.start(job)
   if r.stream: return EventStream(service, request, replies, form)
   return form.body(replies, [form.whole(w) for w in await service.wholes(request, replies)])

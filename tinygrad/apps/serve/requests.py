@@ -25,6 +25,10 @@ MAX_STOPS = 64
 MAX_GRAMMAR = 1 << 18    # characters: a schema of four times as many takes seconds to compile
 MAX_TOP = 20             # likeliest tokens beside a chosen one
 
+def line_of(data:dict[str, Any]) -> str:
+  """Of the log"""
+  return str(msgspec.json.encode(data), "utf-8")
+
 # ---- errors ----
 
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error",
@@ -103,7 +107,7 @@ def decode(body:bytes, kind:type[Request]) -> Request:
 
 def check_unknown(raw:dict[str, msgspec.Raw], kind:type[msgspec.Struct]) -> None:
   """Raises ApiError for a field of LACKING; says once what else is not known"""
-  for name in raw.keys() - kind.__struct_fields__:
+  for name in raw.keys() - kind.__struct_encode_fields__:
     if name in LACKING:
       value = msgspec.json.decode(raw[name])
       if value is None or any(type(value) is not bool and value == v or value is v for v in LACKING[name]): continue
@@ -111,7 +115,7 @@ def check_unknown(raw:dict[str, msgspec.Raw], kind:type[msgspec.Struct]) -> None
       raise ApiError(400, f"{name}: not supported{f' but as {allowed}' if allowed else ''}", name, "unsupported_parameter")
     if name not in HINTS and name not in _warned and len(_warned) < 1000:
       _warned.add(name)
-      log.warning(str(msgspec.json.encode({"unknown_field": name[:100], "of": kind.__name__}), "utf-8"))
+      log.warning(line_of({"unknown_field": name[:100], "of": kind.__name__}))
 
 # ---- structs ----
 
@@ -264,6 +268,10 @@ def arguments_of(arguments:str|dict[str, Any]|None, where:str) -> dict[str, Any]
   if not isinstance(value, dict): wrong(where, "the JSON of an object", arguments)
   return value
 
+def template_call(call:ToolCall, where:str) -> dict[str, Any]:
+  arguments = arguments_of(call.function.arguments, f"{where}.function.arguments")
+  return {"type": "function", **({"id": call.id} if call.id else {}), "function": {"name": call.function.name, "arguments": arguments}}
+
 def template_messages(messages:list[Message]) -> list[dict[str, Any]]:
   """As templates read them. Raises ApiError."""
   if not messages: raise ApiError(400, "messages: expected at least one, found none", "messages")
@@ -273,9 +281,7 @@ def template_messages(messages:list[Message]) -> list[dict[str, Any]]:
     message: dict[str, Any] = {"role": "system" if m.role == "developer" else m.role, "content": text_of(m.content, f"{where}.content")}
     if (thought := m.reasoning_content or m.reasoning) and m.role == "assistant": message["reasoning_content"] = thought
     if m.tool_calls and m.role == "assistant":
-      message["tool_calls"] = [{"type": "function", **({"id": c.id} if c.id else {}), "function":
-                                {"name": c.function.name, "arguments": arguments_of(c.function.arguments, f"{where}.tool_calls[{i}].function.arguments")}}
-                               for i, c in enumerate(m.tool_calls)]
+      message["tool_calls"] = [template_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(m.tool_calls)]
     if m.tool_call_id is not None and m.role == "tool": message["tool_call_id"] = m.tool_call_id
     if m.name is not None: message["name"] = m.name
     out.append(message)
@@ -498,8 +504,8 @@ def checked(name:str, kind:str, source:str) -> str:
     if kind == "lark": source = as_lark(source)
     check(kind, source)
   except GrammarError as e:
-    missing = find_spec("llguidance") is None
-    raise ApiError(400, str(e) if str(e).startswith(name) else f"{name}: {e}", name, "unsupported_parameter" if missing else "invalid_grammar") from None
+    code = "unsupported_parameter" if find_spec("llguidance") is None else "invalid_grammar"
+    raise ApiError(400, str(e) if str(e).startswith(name) else f"{name}: {e}", name, code) from None
   return source
 
 def as_lark(source:str) -> str:

@@ -7,12 +7,13 @@ from typing import Any, Callable, Protocol, TypeVar
 import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
-from tinygrad.apps.serve.answer import Gone, Reply, Usage, Whole, whole
+from tinygrad.apps.serve.answer import Gone, Reply, Usage, Whole
 from tinygrad.apps.serve.link import Link, Unavailable
 from tinygrad.apps.serve.metrics import Metrics
-from tinygrad.apps.serve.requests import ApiError, Job, decode
+from tinygrad.apps.serve.requests import ApiError, Job, decode, line_of, log
 from tinygrad.apps.serve.settings import Settings
 from tinygrad.apps.serve.text import Voice
+from tinygrad.apps.tool_calls import Event
 
 BIG = 1 << 18            # bytes of a body that is read in a thread of its own kind, so that small ones need not wait for it
 READ_SECONDS = 30.0      # that a client may take from piece to piece of its body
@@ -33,7 +34,7 @@ class Service:
     self.link, self.settings, self._voice = link, settings, voice
     self.metrics = Metrics(link)
     self.running: dict[int, Reply] = {}
-    self.reading, self.held = 0, 0    # requests that are being read, and their bytes
+    self.reading, self.held = 0, 0    # requests that become jobs, and the bytes of their bodies, of others' too
     self.small, self.big = ThreadPoolExecutor(2, "read"), ThreadPoolExecutor(1, "read-big")
 
   @property
@@ -66,7 +67,7 @@ class Service:
     return {"loading": f"the model is being loaded ({self.link.doing})", "draining": "the server is ending"}.get(self.link.state, self.link.why)
 
   async def body(self, request:Request) -> bytes:
-    """Raises ApiError for one that is too long, without reading on; Gone"""
+    """Whoever takes it lowers `held`. Raises ApiError for one that is too long, without reading on; Gone."""
     limit, length, pieces, size = self.settings.max_body, request.headers.get("content-length", ""), [], 0
     if length.isdigit() and int(length[:20]) > limit: raise ApiError(413, f"the body has {length[:20]} bytes: at most {limit} are read")
     try:
@@ -75,25 +76,31 @@ class Service:
           async with asyncio.timeout(READ_SECONDS): message = await request.receive()
         except TimeoutError: raise ApiError(408, f"nothing of the body came for {READ_SECONDS:.0f} s") from None
         if message["type"] == "http.disconnect": raise Gone
-        piece = message.get("body", b"")
+        pieces.append(piece := message.get("body", b""))
         size += len(piece)
         self.held += len(piece)
         if size > limit: raise ApiError(413, f"the body has more than the {limit} bytes that are read")
         if self.held > BODIES * limit: raise ApiError(429, "too many large requests at once: try again later", code="queue_full", retry_after=1)
-        pieces.append(piece)
         if not message.get("more_body", False): return b"".join(pieces)
-    finally: self.held -= size
+    except BaseException:
+      self.held -= size
+      raise
 
-  async def read(self, request:Request, kind:type[Struct], build:Callable[[Struct], Built]) -> tuple[Struct, Built]:
-    """(a request's struct, what is built of it in a thread). Raises ApiError, Gone."""
+  async def read(self, request:Request, kind:type[Struct], build:Callable[[Struct], Built], queued:bool=False) -> tuple[Struct, Built]:
+    """(a request's struct, what is built of it in a thread). queued: whether it is for the engine. Raises ApiError, Gone."""
+    if queued: self.check_room()
+    body = await self.body(request)
     self.reading += 1
     try:
-      body = await self.body(request)
+      if queued: self.check_room()
+      if self.settings.log_prompts: log.info(line_of({"id": request.scope.get("request_id"), "request": body.decode(errors="replace")}))
       def work() -> tuple[Struct, Built]:
         struct = decode(body, kind)
         return struct, build(struct)
       return await asyncio.get_running_loop().run_in_executor(self.big if len(body) > BIG else self.small, work)
-    finally: self.reading -= 1
+    finally:
+      self.reading -= 1
+      self.held -= len(body)
 
   def start(self, job:Job) -> list[Reply]:
     """Hands a job to the engine. Raises ApiError."""
@@ -129,11 +136,23 @@ class Service:
       while (await request.receive())["type"] != "http.disconnect": pass
       for reply in replies: reply.abort()
     watcher = asyncio.create_task(watch())
-    try: return [await whole(replies[0])] if len(replies) == 1 else await all_of([whole(reply) for reply in replies])
+    try: return [await self._whole(replies[0])] if len(replies) == 1 else await all_of([self._whole(reply) for reply in replies])
     finally:
       watcher.cancel()
       self.end(replies)
       self.log(request, replies)
+
+  async def _whole(self, reply:Reply) -> Whole:
+    out = Whole(reply)
+    while reply.finish is None: out.add(await self.events(reply))
+    return out
+
+  async def events(self, reply:Reply) -> list[Event]:
+    """reply.events, seen by the metrics"""
+    last, tokens = reply.last, reply.tokens
+    events = await reply.events()
+    self.metrics.tokens(reply, last, reply.tokens - tokens)
+    return events
 
 async def all_of(work:list[Any]) -> list[Any]:
   """The results. Raises what the first raises that does; the others are cancelled then."""
@@ -145,7 +164,7 @@ async def all_of(work:list[Any]) -> list[Any]:
 class Form(Protocol):
   """How a kind of endpoint writes a stream: bytes of server-sent events, which may be none"""
   def begin(self, replies:list[Reply]) -> bytes: ...
-  def events(self, reply:Reply, events:list[Any]) -> bytes:
+  def events(self, reply:Reply, events:list[Event]) -> bytes:
     """What came, and with reply.finish that it ended"""
   def end(self, replies:list[Reply]) -> bytes: ...
   def error(self, e:ApiError) -> bytes: ...
@@ -153,8 +172,8 @@ class Form(Protocol):
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 class EventStream:
-  """Answers as they come. A piece of news is one message of the server's. Who reads slowly is waited for: what comes meanwhile is one piece. A comment
-  goes out where nothing else did for a while. Who goes away ends the answers."""
+  """Answers as they come. A piece of news is one message of the server's. Who reads slowly is waited for: what comes meanwhile is one piece. A
+  comment goes out where nothing else did for a while. Who goes away ends the answers."""
   def __init__(self, service:Service, request:Request, replies:list[Reply], form:Form):
     self.service, self.request, self.replies, self.form = service, request, replies, form
     self.sent, self.sending = 0.0, False
@@ -177,12 +196,8 @@ class EventStream:
       self.service.log(self.request, self.replies)
 
   async def _pump(self, reply:Reply) -> None:
-    form, observe = self.form, self.service.metrics.tokens
     while reply.finish is None:
-      last, tokens = reply.last or reply.added, reply.tokens
-      events = await reply.events()
-      observe(reply, last, reply.tokens - tokens)
-      if data := form.events(reply, events): await self._write(data)
+      if data := self.form.events(reply, await self.service.events(reply)): await self._write(data)
 
   async def _write(self, data:bytes) -> None:
     self.sending = True

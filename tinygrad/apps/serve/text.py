@@ -31,7 +31,6 @@ class Voice:
     name = name or f.key("general.name", str, default=None) or path.stem
     return cls(tokenizer, chat, chat_error, name, int(path.stat().st_mtime), drawn, f.key("tokenizer.chat_template", str, default=""))
 
-
   def thinks(self, ids:list[int]) -> bool:
     """Whether an answer to this prompt begins inside reasoning"""
     return Reasoning(self.tokenizer, ids).kind == REASONING
