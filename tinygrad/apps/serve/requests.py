@@ -110,7 +110,7 @@ def check_unknown(raw:dict[str, msgspec.Raw], kind:type[msgspec.Struct]) -> None
   for name in raw.keys() - kind.__struct_encode_fields__:
     if name in LACKING:
       value = msgspec.json.decode(raw[name])
-      if value is None or any(type(value) is not bool and value == v or value is v for v in LACKING[name]): continue
+      if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in LACKING[name]): continue
       allowed = " or ".join(str(msgspec.json.encode(v), "utf-8") for v in LACKING[name])
       raise ApiError(400, f"{name}: not supported{f' but as {allowed}' if allowed else ''}", name, "unsupported_parameter")
     if name not in HINTS and name not in _warned and len(_warned) < 1000:
