@@ -27,7 +27,7 @@ def listening_socket(settings:Settings) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server(address, family=family, backlog=BACKLOG)
   except OSError as e:
-    why = "another program listens there" if e.errno == errno.EADDRINUSE else e.strerror
+    why = "another program listens there" if e.errno == errno.EADDRINUSE else e.strerror if isinstance(e, socket.gaierror) else os.strerror(e.errno)
     raise ServeError(f"{where}: {why}") from None
 
 def check_certificate(settings:Settings) -> None:
