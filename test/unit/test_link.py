@@ -1,6 +1,7 @@
 """The engine in a process of its own: what goes over the socket is what the engine says, and whatever one side does, the other comes to an end."""
 from __future__ import annotations
-import asyncio, os, random, signal, socket, subprocess, sys, threading, time
+import asyncio, os, random, re, signal, socket, subprocess, sys, threading, time
+from importlib.util import find_spec
 from typing import Any, Callable, Coroutine, Iterator
 import msgspec, pytest
 from toy_runner import ToyRunner, alone
@@ -97,11 +98,36 @@ def test_abort(running: Running):
   assert answer.end == prompt.end == "abort" and len(answer.ids) < CONTEXT - 3 and not prompt.ids
   assert (gauges.running, gauges.waiting, gauges.pages) == (0, 0, 0)
 
+def test_probabilities(running: Running, model: Model):
+  """They come with the tokens, once each; what a prompt shares with the one before is known with them"""
+  prompt = [*range(100, 200)]
+  async def ask() -> list[wire.News]:
+    return [await whole(running.link.add(prompt, {}, [], 10, logprobs=count)) for count in (3, 0)] + [await whole(running.link.add(prompt, {}, [], 3))]
+  first, again, without = running(ask())
+  assert first.ids == again.ids == list(model.engine.generate(prompt, 10)) and not without.logprobs
+  assert [logprob.top[0][0] for logprob in first.logprobs] == first.ids and {len(logprob.top) for logprob in first.logprobs} == {3}
+  assert [logprob.value for logprob in first.logprobs] == [logprob.top[0][1] for logprob in first.logprobs]
+  assert [logprob.value for logprob in again.logprobs] == [logprob.value for logprob in first.logprobs]
+  assert not first.cached and again.cached == without.cached == 99
+  times = again.times
+  assert times is not None and 0 < times.added <= times.begun <= times.first < times.last <= time.monotonic()
+
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="llguidance is not installed")
+def test_grammars(running: Running, model: Model):
+  def ask(*grammars: wire.Grammar) -> list[wire.News]:
+    stop = list(model.tokenizer.stop_ids)
+    async def all_of_them() -> list[wire.News]:
+      return await asyncio.gather(*(whole(running.link.add([1, 2, 3], {}, stop, 40, grammar=grammar)) for grammar in grammars))
+    return running(all_of_them())
+  number, wrong = ask(wire.Grammar("regex", "[0-9]{3}"), wire.Grammar("regex", "["))
+  assert number.end == "stop" and re.fullmatch("[0-9]{3}", model.tokenizer.decode(number.ids[:-1]))
+  assert wrong.end == "error" and wrong.why.startswith("regex: ")
+
 WRONG = [(dict(ids=[2048]), "token 2048: expected 0 to 2047"), (dict(ids=[]), "no tokens: give at least one"), (dict(ids=[-1]), "token -1"),
          (dict(ids=["a"]), "Expected `int`, got `str`"), (dict(sampling={"temperature": -1.0}), "temperature: expected"),
          (dict(sampling={"heat": 1}), "heat"), (dict(sampling={"bias": {2048: 1.0}}), "bias: token 2048: expected 0 to 2047"),
          (dict(limit=-1), "count: expected 0 or more"), (dict(ids=[1] * CONTEXT), f"the prompt has {CONTEXT} tokens"),
-         (dict(stop=["x"]), "got `str`")]
+         (dict(stop=["x"]), "got `str`"), (dict(logprobs=21), "logprobs: expected 0 to 20")]
 
 def test_wrong_orders(running: Running, model: Model):
   """Each ends with a line, beside an answer that does not notice"""
