@@ -5,7 +5,7 @@ and marks come from `Marked`, which reads one token at a time and is asked by a 
 models.py's `Answer` pushes the engine's tokens through `Reasoning`, terminal.py prints the pieces; tool_calls.py adds calls of tools to it."""
 from __future__ import annotations
 import re
-from typing import Any, Callable, Generator, Iterable, NamedTuple
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
 from tinygrad.apps.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -34,8 +34,8 @@ class Watch:
     at = text.rfind("<")
     return len(text) - at if at >= 0 and any(m.startswith(text[at:]) for m in self.texts) else 0
 
-# What a coroutine below yields: an event, or None where it needs more tokens
-Steps = Generator[Any, None, Any]
+# a coroutine that yields events, or None where it needs more tokens, and may return what it read
+Steps = Iterator[Any]
 
 class Marked:
   """Token ids to texts and marks. `marks`: all that may count."""
@@ -84,9 +84,9 @@ class Marked:
       yield None
 
 class Reasoning:
-  """Tokens to pieces, whole characters at a time. prompt: the ids before the answer. Where it ends in <think>, as GLM's, or inside reasoning, the answer
-  begins there. A model may open reasoning itself; where the mark is text, only while the answer is blank. Text that may be the beginning of a mark
-  waits for the next token. calls: further marks that count in both; marks: all that `read` takes, which is called where one of `calls` stands."""
+  """Tokens to pieces, whole characters at a time. prompt: the ids before the answer. Where it ends inside reasoning, as GLM's, the answer begins
+  there. A model may open reasoning itself; where the mark is text, only while the answer is blank. Text that may be the beginning of a mark
+  waits for the next token. read is called where one of the marks `calls` stands; marks: those that it takes beside them."""
   def __init__(self, tokenizer:Tokenizer, prompt:list[int], calls:Iterable[str]=(), marks:Iterable[str]=(), read:Callable[[str], Steps]|None=None):
     self.marked, self.read = Marked(tokenizer, (OPEN, CLOSE, *calls, *marks)), read
     by_id = [OPEN] if OPEN in self.marked.ids else []
