@@ -1,13 +1,13 @@
 """Calls of tools as models write them: a table of answers and what they are, however they are cut into tokens; grammars against llguidance itself."""
 from __future__ import annotations
 import itertools, json, random, re
-from typing import Any, NamedTuple
+from typing import Any, Iterable, NamedTuple
 import pytest
 from tinygrad.apps.reasoning import ANSWER, CLOSE, OPEN, REASONING, Piece
 from tinygrad.apps.tokenizer import Stream
 from tinygrad.apps.tool_calls import FORMS, CallArguments, CallBegins, CallEnds, Event, Family, Json, Parser, decode, typed
 
-CUTS = 2000
+CUTS, MENDED_CUTS = 2000, 200
 
 # ---- a vocabulary that has any piece of text as a token ----
 
@@ -20,7 +20,7 @@ class Toy:
     self.special_tokens = {t.decode(): i for i, t in enumerate(self.table)}
     hidden = self.form.name == "Kimi"   # whose marks are control tokens
     self.control = frozenset(i for s, i in self.special_tokens.items() if s == "<|user|>" or hidden and s not in (OPEN, CLOSE))
-    self.ids = {t: i for i, t in enumerate(self.table)}
+    self.ids, self.marks = {t: i for i, t in enumerate(self.table)}, frozenset(self.table)
     self.find = re.compile(f"({'|'.join(map(re.escape, self.special_tokens))})".encode())
   def stream(self) -> Stream: return Stream(self)
   def decode(self, ids:list[int]) -> str: return b"".join(self.table[i] for i in ids).decode(errors="replace")
@@ -31,14 +31,20 @@ class Toy:
       self.table.append(piece)
     return i
 
-  def cut(self, text:str, rng:random.Random|None=None) -> list[int]:
-    """Tokens of a text: between marks, pieces of random length; without rng, one"""
-    ids = []
-    for n, part in enumerate(self.find.split(text.encode())):
-      if n % 2: ids.append(self.special_tokens[part.decode()])
-      elif part:
-        cuts = [] if rng is None else sorted(rng.choices(range(1, len(part)), k=rng.choice((1, 2, 3, 5, 8)))) if len(part) > 1 else []
-        ids += [self.token(part[a:b]) for a, b in itertools.pairwise([0, *cuts, len(part)]) if a < b]
+  def parts(self, text:str) -> list[bytes]:
+    """A text's marks that are tokens, and what stands between them"""
+    return [p for p in self.find.split(text.encode()) if p]
+  def cut(self, parts:list[bytes], places:Iterable[int]=()) -> list[int]:
+    """Tokens of these, cut further at some places of the whole, as far as they lie in text"""
+    ids, at, places = [], 0, sorted(places)
+    for part in parts:
+      if part not in self.marks:
+        while places and places[0] < at + len(part):
+          if (n := places.pop(0) - at) > 0:
+            ids.append(self.token(part[:n]))
+            at, part = at + n, part[n:]
+      ids.append(self.token(part))
+      at += len(part)
     return ids
 
 def joined(events:list[Event]) -> list[Event]:
@@ -50,7 +56,7 @@ def joined(events:list[Event]) -> list[Event]:
   return out
 
 def parse(toy:Toy, ids:list[int], tools:dict[str, Any], prompt:str="") -> list[Event]:
-  p = Parser(toy, Family(toy.form), tools, toy.cut(prompt))
+  p = Parser(toy, Family(toy.form), tools, toy.cut(toy.parts(prompt)))
   events = [e for i in ids for e in p.push(i)] + p.flush()
   assert p.calls == sum(isinstance(e, CallBegins) for e in events)
   return joined(events)
@@ -121,8 +127,8 @@ def deepseek(form:str, said:str, *expected:Any, prompt:str="") -> Case:
 def r1(said:str, *expected:Any, prompt:str="") -> Case: return deepseek("DeepSeek-R1", said, *expected, prompt=prompt)
 def v31(said:str, *expected:Any, prompt:str="") -> Case: return deepseek("DeepSeek-V3.1", said, *expected, prompt=prompt)
 
+# the forms as they should be: what llama.cpp's tests know of them
 CASES = {
-  # the forms as they should be (what llama.cpp's tests know of them)
   "glm: text": glm("Good morning!\nAnd you?", A("Good morning!\nAnd you?")),
   "glm: reasoning, text": glm("Let me\nsee</think>Good morning!\nAnd you?", R("Let me\nsee"), A("Good morning!\nAnd you?"), prompt="<think>"),
   "glm: a call": glm(call("clock_set", hour="1"), Call("clock_set", {"hour": 1})),
@@ -181,7 +187,9 @@ CASES = {
                                     Call("clock_set", {"hour": 1}, "functions.clock_set:0"), Call("note", {"text": "it's"}, "functions.note:1")),
   "kimi: a call alone": kimi('<C>functions.run:0<A>{"command": "ls -l", "cwd": "/home/me", "timeout": 10}',
                              Call("run", {"command": "ls -l", "cwd": "/home/me", "timeout": 10}, "functions.run:0")),
-  # what is wrong and mended
+}
+# what is wrong, and mended or text
+MENDED = {
   "glm: no <arg_value>": glm(call("clock", city="Oslo").replace("<arg_value>", " "), Call("clock", {"city": "Oslo"})),
   "glm: no <arg_key>": glm(call("clock", city="Oslo", offset="2").replace("<arg_key>", ""), Call("clock", {"city": "Oslo", "offset": 2})),
   "glm: no </arg_key>": glm(call("clock", city="Oslo", offset="2").replace("</arg_key>", ""), Call("clock", {"city": "Oslo", "offset": 2})),
@@ -284,16 +292,16 @@ CASES = {
   "kimi: text behind it": kimi("<S><C>functions.stop:0<A>{}</C></S>\nSo.", Call("stop", {}, "functions.stop:0"), A("So.")),
 }
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *MENDED])
 def test_an_answer_however_it_is_cut(name:str):
   """Marks as tokens and as text; a token of each byte; random pieces"""
-  case, rng = CASES[name], random.Random(name)
+  case, cuts, rng = (CASES[name], CUTS, random.Random(name)) if name in CASES else (MENDED[name], MENDED_CUTS, random.Random(name))
   for spelled in (False, True):
     toy = Toy(case.form, spelled)
-    whole = parse(toy, toy.cut(case.said), TOOLS, case.prompt)
+    parts, length = toy.parts(case.said), len(case.said.encode())
+    whole = parse(toy, toy.cut(parts), TOOLS, case.prompt)
     assert parsed(whole) == case.expected, "marks are text" if spelled else "marks are tokens"
-    bytewise = [i for i in toy.cut(case.said) for i in ([i] if i in toy.special_tokens.values() else map(toy.token, map(bytes, zip(toy.table[i]))))]
-    assert parse(toy, bytewise, TOOLS, case.prompt) == whole
-    for _ in range(CUTS // 2):
-      ids = toy.cut(case.said, rng)
+    assert parse(toy, toy.cut(parts, range(length)), TOOLS, case.prompt) == whole
+    for _ in range(cuts // 2):
+      ids = toy.cut(parts, [int(rng.random() * length) for _ in range(rng.choice((1, 2, 3, 5, 9)))])
       assert parse(toy, ids, TOOLS, case.prompt) == whole, [toy.table[i] for i in ids]
