@@ -77,6 +77,7 @@ class Server:
     self.link, self.app = link, create_app(link, settings, voice)
     config = uvicorn.Config(self.app, log_config=None, access_log=False, http="httptools", lifespan="on", timeout_graceful_shutdown=1)
     self.server, sock = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)   # who does not read is soon noticed
     self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     self.thread = threading.Thread(target=self.server.run, args=([sock],), daemon=True)
     self.thread.start()

@@ -25,10 +25,16 @@ def log(caplog, monkeypatch) -> Any:
 def body(text: str = "hi", **fields: Any) -> dict[str, Any]: return {"messages": [{"role": "user", "content": text}], **fields}
 CHAT = "/v1/chat/completions"
 
-def connected(server: Server) -> socket.socket: return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20)
-def post(server: Server, data: dict[str, Any], path: str = CHAT) -> socket.socket:
+def connected(server: Server, window: int|None = None) -> socket.socket:
+  """window: bytes that come before they are read"""
+  s = socket.socket()
+  if window is not None: s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+  s.settimeout(20)
+  s.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+  return s
+def post(server: Server, data: dict[str, Any], path: str = CHAT, window: int|None = None) -> socket.socket:
   """A connection that has asked, and reads nothing"""
-  s, text = connected(server), json.dumps(data).encode()
+  s, text = connected(server, window), json.dumps(data).encode()
   s.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
   return s
 def idle(server: Server) -> bool: return not server.link.handles and not server.app.state.service.running
@@ -324,24 +330,27 @@ def test_keep_alive():
     text = "".join(json.loads(line[6:])["choices"][0]["delta"].get("content", "") for line in seen.decode().splitlines() if line.startswith("data: {"))
     assert text == "done"
 
-def test_a_slow_reader(server: Server):
-  """What it does not read stays with the link, as one piece: it is not turned into bytes that wait"""
-  sent, plain = [], service.EventStream._write
+def test_a_slow_reader(server: Server, monkeypatch):
+  """What it does not read stays with the link, as one piece, and is not turned into bytes that wait; nothing of it is lost"""
+  sent, plain, running = [], service.EventStream._write, server.app.state.service.running
   async def write(self: Any, data: bytes) -> None:
     sent.append(len(data))
     await plain(self, data)
-  server.link.script = {"wait": Says("</think>on " + "x" * 60, at_once=60, endless=True)}
-  try:
-    service.EventStream._write = write  # type: ignore[method-assign]
-    with post(server, body("wait", stream=True, ignore_eos=True)) as c:
-      c.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-      until(lambda: server.link.handles and next(iter(server.link.handles.values())).held is not None)
-      time.sleep(.2)
+  monkeypatch.setattr(service.EventStream, "_write", write)
+  server.link.script = {"wait": Says("</think>" + "x" * 20, endless=True)}
+  with post(server, body("wait", stream=True), window=1 << 12) as c:
+    def still() -> bool:
       before = len(sent)
-      time.sleep(.2)
-      assert len(sent) == before or not server.link.handles
-  finally: service.EventStream._write = plain  # type: ignore[method-assign]
-  until(lambda: idle(server))
+      time.sleep(.1)
+      return len(sent) == before > 0
+    until(still)
+    reply = next(iter(running.values()))
+    assert reply.handle.ended and reply.handle.held.ids and reply.finish is None and sum(sent) < 400_000
+    seen = b""
+    while b"[DONE]" not in seen: seen += c.recv(1 << 16)
+  chunks = [json.loads(line[6:])["choices"][0]["delta"] for line in seen.decode().splitlines() if line.startswith("data: {")]
+  assert sum(len(chunk.get("content", "")) for chunk in chunks) == (4096 - 9) * 20 // 21 + 1
+  assert max(len(chunk.get("content", "")) for chunk in chunks) > 1000   # what waited came as one
 
 def test_it_ends_while_an_answer_runs():
   with serving() as s:

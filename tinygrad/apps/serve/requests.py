@@ -16,6 +16,7 @@ from tinygrad.apps.reasoning import CLOSE
 from tinygrad.apps.serve import wire
 from tinygrad.apps.serve.settings import Settings
 from tinygrad.apps.serve.text import Voice
+from tinygrad.apps.tool_calls import tools_in_history
 
 log = logging.getLogger("tinygrad.serve")
 Request = TypeVar("Request", bound=msgspec.Struct)
@@ -234,9 +235,9 @@ class DetokenizeRequest(msgspec.Struct):
 
 @dataclass
 class Conversation:
-  """What a chat template is given. messages: as templates read them. tools: those that may be called. choice: auto, required, or the name of the tool
-  to call after `=`. parallel: whether several may be called at once. variables: of the template. continued: whether the answer goes on with the
-  last message."""
+  """What a chat template is given. messages: as templates read them, but that the arguments of calls may be JSON texts. tools: those that may be
+  called. choice: auto, required, or the name of the tool to call after `=`. parallel: whether several may be called at once. variables: of the
+  template. continued: whether the answer goes on with the last message."""
   messages: list[dict[str, Any]]
   tools: list[Tool] = field(default_factory=list)
   choice: str = "auto"
@@ -259,21 +260,8 @@ def text_of(content:str|list[Part]|None, where:str) -> str:
     out.append(text)
   return "".join(out)
 
-def arguments_of(arguments:str|dict[str, Any]|None, where:str) -> dict[str, Any]:
-  """A call's arguments as templates read them. Raises ApiError for a text that is no JSON object."""
-  if isinstance(arguments, dict): return arguments
-  if not (arguments or "").strip(): return {}
-  try: value = msgspec.json.decode(arguments or "")
-  except (msgspec.DecodeError, RecursionError): wrong(where, "the JSON of an object", arguments)
-  if not isinstance(value, dict): wrong(where, "the JSON of an object", arguments)
-  return value
-
-def template_call(call:ToolCall, where:str) -> dict[str, Any]:
-  arguments = arguments_of(call.function.arguments, f"{where}.function.arguments")
-  return {"type": "function", **({"id": call.id} if call.id else {}), "function": {"name": call.function.name, "arguments": arguments}}
-
 def template_messages(messages:list[Message]) -> list[dict[str, Any]]:
-  """As templates read them. Raises ApiError."""
+  """As templates read them, but for the arguments of calls. Raises ApiError."""
   if not messages: raise ApiError(400, "messages: expected at least one, found none", "messages")
   out = []
   for n, m in enumerate(messages):
@@ -281,7 +269,9 @@ def template_messages(messages:list[Message]) -> list[dict[str, Any]]:
     message: dict[str, Any] = {"role": "system" if m.role == "developer" else m.role, "content": text_of(m.content, f"{where}.content")}
     if (thought := m.reasoning_content or m.reasoning) and m.role == "assistant": message["reasoning_content"] = thought
     if m.tool_calls and m.role == "assistant":
-      message["tool_calls"] = [template_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(m.tool_calls)]
+      message["tool_calls"] = [{"type": "function", "function": {"name": c.function.name, "arguments": c.function.arguments}} for c in m.tool_calls]
+      for call, c in zip(message["tool_calls"], m.tool_calls):
+        if c.id: call["id"] = c.id
     if m.tool_call_id is not None and m.role == "tool": message["tool_call_id"] = m.tool_call_id
     if m.name is not None: message["name"] = m.name
     out.append(message)
@@ -329,10 +319,11 @@ def prompt_of(c:Conversation, voice:Voice) -> list[int]:
   if voice.chat is None: raise ApiError(400, f"the model has no chat template: {voice.chat_error}", "messages")
   if c.tools and voice.family.form is None: raise ApiError(400, "tools: the model's chat template knows none", "tools", "unsupported_parameter")
   variables = c.variables | ({"tools": [msgspec.to_builtins(tool) for tool in c.tools]} if c.tools else {})
-  last = c.messages[-1]
   try:
-    if not c.continued: return voice.chat.render(c.messages, add_generation_prompt=c.generation_prompt, **variables)
-    return voice.go_on(voice.chat.render(c.messages[:-1], **variables), last["content"], last.get("reasoning_content", ""))
+    messages = tools_in_history(c.messages, voice.family.as_text)
+    if not c.continued: return voice.chat.render(messages, add_generation_prompt=c.generation_prompt, **variables)
+    last = messages.pop()
+    return voice.go_on(voice.chat.render(messages, **variables), last["content"], last.get("reasoning_content", ""))
   except (MessageError, GGUFError) as e:
     # GGUFError: the template fails on these messages, as one that knows no tools may
     raise ApiError(400, f"messages: {e}", "messages") from None
