@@ -16,7 +16,7 @@ from tinygrad.apps.reasoning import CLOSE
 from tinygrad.apps.serve import wire
 from tinygrad.apps.serve.settings import Settings
 from tinygrad.apps.serve.text import Voice
-from tinygrad.apps.tool_calls import tools_in_history
+from tinygrad.apps.tool_calls import call_grammar, tools_in_history
 
 log = logging.getLogger("tinygrad.serve")
 Request = TypeVar("Request", bound=msgspec.Struct)
@@ -416,7 +416,7 @@ def job_of(r:Generation, prompts:list[list[int]], voice:Voice, settings:Settings
   for token in r.stop_token_ids or ():
     if not 0 <= token < voice.tokenizer.n_vocab: wrong("stop_token_ids", f"tokens from 0 to {voice.tokenizer.n_vocab - 1}", token)
   stop_ids = (frozenset() if r.ignore_eos else voice.tokenizer.stop_ids) | frozenset(r.stop_token_ids or ())
-  return Job(prompts, sampling_of(r, voice), n, stops_of(r), stop_ids, limit_of(r, settings), grammar=grammar_of(r, prompts, voice), **rest)
+  return Job(prompts, sampling_of(r, voice), n, stops_of(r), stop_ids, limit_of(r, settings), **rest)
 
 def chat_job(r:ChatRequest, voice:Voice, settings:Settings, capacity:int) -> Job:
   """Raises ApiError"""
@@ -432,8 +432,10 @@ def talk_job(r:Generation, c:Conversation, voice:Voice, settings:Settings, capac
   if least >= capacity: too_long(least, capacity, "messages", "at least ")
   ids = prompt_of(c, voice)
   check_context(ids, capacity, "messages")
+  grammar, calls = grammar_source(r), call_source(c, ids, voice)
+  if grammar and c.tools: raise ApiError(400, f"{grammar[0]}: not supported beside tools that may be called", grammar[0], "unsupported_parameter")
   tools = {tool.function.name: tool.function.parameters or {} for tool in c.tools}
-  return job_of(r, [ids], voice, settings, logprobs=logprobs, tools=tools, parallel=c.parallel)
+  return job_of(r, [ids], voice, settings, logprobs=logprobs, grammar=grammar_of(calls or grammar, [ids], voice), tools=tools, parallel=c.parallel)
 
 def completion_job(r:CompletionRequest, voice:Voice, settings:Settings, capacity:int) -> Job:
   """Raises ApiError"""
@@ -455,7 +457,8 @@ def completion_job(r:CompletionRequest, voice:Voice, settings:Settings, capacity
     prompts.append(ids)
   if not prompts: raise ApiError(400, "prompt: expected one at least, found none", "prompt")
   if r.echo and r.logprobs is not None: raise ApiError(400, "echo: not supported beside logprobs", "echo", "unsupported_parameter")
-  return job_of(r, prompts, voice, settings, logprobs=in_range("logprobs", r.logprobs, 0, MAX_TOP), chat=False)
+  grammar = grammar_of(grammar_source(r), prompts, voice)
+  return job_of(r, prompts, voice, settings, logprobs=in_range("logprobs", r.logprobs, 0, MAX_TOP), grammar=grammar, chat=False)
 
 # ---- grammars ----
 
@@ -476,9 +479,18 @@ def grammar_source(r:Generation) -> tuple[str, str, str]|None:
 
 def encoded_text(text:str) -> str: return str(msgspec.json.encode(text), "utf-8")
 
-def grammar_of(r:Generation, prompts:list[list[int]], voice:Voice) -> wire.Grammar|None:
-  """Checked, as far as it can be without a model. Raises ApiError."""
-  if (given := grammar_source(r)) is None: return None
+def call_source(c:Conversation, ids:list[int], voice:Voice) -> tuple[str, str, str]|None:
+  """As grammar_source, of an answer that has to be a call, or whose calls have to hold to the letter. Raises ApiError."""
+  strict = {tool.function.name for tool in c.tools if tool.function.strict}
+  if not c.tools or c.choice == "auto" and not strict: return None
+  name = "tools" if c.choice == "auto" else "tool_choice"
+  tools = {tool.function.name: tool.function.parameters or {} for tool in c.tools}
+  try: return (name, *call_grammar(voice.family, tools, c.choice, c.parallel, strict, voice.may_think(ids)))
+  except ValueError as e: raise ApiError(400, f"tools: {e}", "tools", "invalid_grammar") from None
+
+def grammar_of(given:tuple[str, str, str]|None, prompts:list[list[int]], voice:Voice) -> wire.Grammar|None:
+  """given: as grammar_source has it. Checked, as far as it can be without a model. Raises ApiError."""
+  if given is None: return None
   name, kind, source = given
   if len(source) > MAX_GRAMMAR: wrong(name, f"at most {MAX_GRAMMAR} characters", len(source))
   source = checked(name, kind, source)
@@ -492,7 +504,7 @@ def grammar_of(r:Generation, prompts:list[list[int]], voice:Voice) -> wire.Gramm
 def checked(name:str, kind:str, source:str) -> str:
   """The grammar's text, in llguidance's own form. Raises ApiError for one that does not compile, and where llguidance is missing."""
   try:
-    if kind == "lark": source = as_lark(source)
+    if name in ("grammar", "guided_grammar"): source = as_lark(source)
     check(kind, source)
   except GrammarError as e:
     code = "unsupported_parameter" if find_spec("llguidance") is None else "invalid_grammar"
