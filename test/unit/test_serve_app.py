@@ -174,7 +174,8 @@ def test_metrics(server: Server):
   labels = '{engine="0",model_name="talker"'
   names = ["prompt_tokens_total", "generation_tokens_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count",
            "e2e_request_latency_seconds_count", "request_queue_time_seconds_count", "request_prefill_time_seconds_sum",
-           "request_decode_time_seconds_sum", "request_prompt_tokens_sum", "request_generation_tokens_sum", "request_time_per_output_token_seconds_count"]
+           "request_decode_time_seconds_sum", "request_prompt_tokens_sum", "request_generation_tokens_sum",
+           "request_time_per_output_token_seconds_count"]
   server.ask(CHAT, body(max_tokens=3))
   before = [value(f"vllm:{name}{labels}") for name in names]
   for stream in (False, True): server.ask(CHAT, body(max_tokens=3, stream=stream))
