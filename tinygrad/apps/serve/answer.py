@@ -4,7 +4,7 @@ why it ended, what it cost and how long it took.
 A Reply is read by `events`, which gives what has come since the last time. Text comes in whole characters. What may be the beginning of a stop text
 waits for more."""
 from __future__ import annotations
-import secrets, time
+import base64, secrets, time
 from dataclasses import dataclass, field
 from typing import Iterable, NamedTuple
 from tinygrad.apps.models import Until
@@ -171,11 +171,24 @@ class Whole:
   text: str = ""
   reasoning: str = ""
   chosen: list[Chosen] = field(default_factory=list)
+  events: list[Event] = field(default_factory=list)
 
   def add(self, events:list[Event]) -> None:
     """What the reply gave last"""
+    self.events += events
     for event in events:
       if not isinstance(event, Piece): continue
       if event.kind == REASONING: self.reasoning += event.text
       else: self.text += event.text
     self.chosen += self.reply.chosen
+
+# ---- reasoning that a client keeps for us, and need not read ----
+
+PACKED = "reasoning."
+
+def packed(text:str) -> str: return PACKED + base64.b64encode(text.encode()).decode()
+def kept(text:str|None) -> str:
+  """The reasoning in what a client sends back; nothing where another server wrote it"""
+  if text is None or not text.startswith(PACKED): return ""
+  try: return base64.b64decode(text[len(PACKED):], validate=True).decode(errors="replace")
+  except ValueError: return ""
