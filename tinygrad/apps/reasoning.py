@@ -4,8 +4,8 @@ A mark is matched by its id where the vocabulary has it as one token, by its tex
 and marks come from `Marked`, which reads one token at a time and is asked by a coroutine; so what is read does not depend on how the text is cut.
 models.py's `Answer` pushes the engine's tokens through `Reasoning`, terminal.py prints the pieces; tool_calls.py adds calls of tools to it."""
 from __future__ import annotations
-import re
-from typing import Any, Callable, Generator, Iterable, NamedTuple
+import functools, re
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
 from tinygrad.apps.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -23,19 +23,19 @@ def beginning(text:str, marks:Iterable[str]) -> int:
   return max((n for m in marks for n in range(1, min(len(m), len(text) + 1)) if text.endswith(m[:n])), default=0)
 
 class Watch:
-  """The marks that count at some point; others are text. ids: of the marks that are one token. Every mark begins with "<", and has no other."""
-  def __init__(self, marks:Iterable[str], ids:dict[str, int]):
-    self.marks = frozenset(marks)
-    self.texts = tuple(sorted(m for m in self.marks if m not in ids))
-    self.find = re.compile("|".join(map(re.escape, self.texts)))
+  """The marks that count at some point; others are text. texts: those of them that are no tokens. Every mark begins with "<", and has no other."""
+  def __init__(self, marks:frozenset[str], texts:frozenset[str]):
+    self.marks, self.texts, self.find = marks, texts, re.compile("|".join(map(re.escape, sorted(texts))))
 
   def keeps(self, text:str) -> int:
     """How many characters at the end of `text` may be the beginning of a mark"""
     at = text.rfind("<")
     return len(text) - at if at >= 0 and any(m.startswith(text[at:]) for m in self.texts) else 0
 
-# What a coroutine below yields: an event, or None where it needs more tokens
-Steps = Generator[Any, None, Any]
+_watch = functools.lru_cache(1024)(Watch)   # a model's answers have few
+
+# a coroutine that yields events, or None where it needs more tokens, and may return what it read
+Steps = Iterator[Any]
 
 class Marked:
   """Token ids to texts and marks. `marks`: all that may count."""
@@ -46,7 +46,7 @@ class Marked:
     self.token: int|None = None   # a mark, which stands after the text
     self.back = ""                # a mark that was taken too early, which stands before it
 
-  def watch(self, *marks:str) -> Watch: return Watch(marks, self.ids)
+  def watch(self, *marks:str) -> Watch: return _watch(frozenset(marks), frozenset(m for m in marks if m not in self.ids))
 
   def put(self, token:int) -> None:
     if token in self.names:
@@ -84,9 +84,9 @@ class Marked:
       yield None
 
 class Reasoning:
-  """Tokens to pieces, whole characters at a time. prompt: the ids before the answer. Where it ends in <think>, as GLM's, or inside reasoning, the answer
-  begins there. A model may open reasoning itself; where the mark is text, only while the answer is blank. Text that may be the beginning of a mark
-  waits for the next token. calls: further marks that count in both; marks: all that `read` takes, which is called where one of `calls` stands."""
+  """Tokens to pieces, whole characters at a time. prompt: the ids before the answer. Where it ends inside reasoning, as GLM's, the answer begins
+  there. A model may open reasoning itself; where the mark is text, only while the answer is blank. Text that may be the beginning of a mark
+  waits for the next token. read is called where one of the marks `calls` stands; marks: those that it takes beside them."""
   def __init__(self, tokenizer:Tokenizer, prompt:list[int], calls:Iterable[str]=(), marks:Iterable[str]=(), read:Callable[[str], Steps]|None=None):
     self.marked, self.read = Marked(tokenizer, (OPEN, CLOSE, *calls, *marks)), read
     by_id = [OPEN] if OPEN in self.marked.ids else []

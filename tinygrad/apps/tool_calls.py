@@ -14,8 +14,6 @@ from tinygrad.apps.reasoning import ANSWER, CLOSE, END, MARK, OPEN, REASONING, P
 from tinygrad.apps.template import Template
 from tinygrad.apps.tokenizer import Tokenizer
 
-Text = Piece   # a Parser's pieces are reasoning and answer, never marks
-
 class CallBegins(NamedTuple):
   """index: of the call in the answer, from 0; id: the model's own, where it gives one"""
   index: int
@@ -58,10 +56,10 @@ ESCAPE = regex.compile(r'\\(?:["\\/bfnrt]|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-f
 HALF = re.compile(r"\\u[0-9a-fA-F]{4}")
 
 class Json:
-  """The text of a JSON object, as a model writes it, to valid JSON. What is sent, with what `close` adds, is one object at any moment. Commas and colons
-  are set anew; a key is sent with its value, so half a key and a key without a value are dropped. A bare word becomes a string; single quotes,
+  """The text of a JSON object, as a model writes it, to valid JSON. At any moment, what was sent and what `close` adds are one object. Commas and
+  colons are set anew. A key is sent with its value: half a key, or one without a value, is dropped. A bare word becomes a string; single quotes,
   Python's literals and raw control characters become JSON's; an object in a string is taken out of it. done: the object has ended; rest: what
-  follows its end, or a "<" outside strings, which may be a mark."""
+  follows its end, or begins with a "<" outside strings, which may be a mark's."""
   def __init__(self):
     self.open: list[str] = []     # the brackets around this place
     self.filled: list[bool] = []  # whether something stands in them
@@ -212,9 +210,9 @@ def typed(text:str, allowed:frozenset[str]) -> str:
 
 @dataclass(frozen=True)
 class Form:
-  """How a family writes calls. A call begins at `call`; `section`, where there is one, stands before the first of several; `ends` close either. inner:
-  marks inside a call. signs: what its template holds, all of them. read(parser, said): reads a call, `said` being what has been read of it; gives
-  None, or where it is no call all that was read, and the mark that followed."""
+  """How a family writes calls. signs: what its template holds, all of them. call: the mark that begins one; section: the mark before the first, if
+  there is one; ends: those that close either; inner: those inside a call. read(parser, said) reads a call, of which `said` has been read, and gives
+  None; or, where it is no call, all that was read and the mark that followed."""
   name: str
   signs: tuple[str, ...]
   read: Callable[[Parser, str], Steps]
@@ -269,11 +267,12 @@ def read_json(p:Parser, said:str) -> Steps:
   for n in range(p.form.words):
     text, mark = yield from p.until(p.all, lambda text: len(text) < MAX_NAME and not WHOLE_NAME.match(text))
     last, said = n == p.form.words - 1, said + text
-    if (word := WHOLE_NAME.match(text + " ")) is None or mark not in p.form.inner and not (last and mark in ("", *p.form.ends)): return said, mark
+    follows = (*p.form.inner, *p.form.ends, "") if last else p.form.inner
+    if (word := WHOLE_NAME.match(text + " ")) is None or mark not in follows: return said, mark
     if not last: said += mark
-  name, id = p.form.named(word[1])
+  name, call_id = p.form.named(word[1])
   if name not in p.tools: return said, mark
-  yield p.begin(name, id)
+  yield p.begin(name, call_id)
   arguments = Json()
   p.marked.text = text[word.end(1):] + p.marked.text
   while not (arguments.done or mark in p.outer):
@@ -316,14 +315,13 @@ def kimi_name(word:str) -> tuple[str, str|None]:
   parts = re.fullmatch(r"(functions\.)?(.+?)(:[0-9]+)?", word)
   return parts[2], word if parts[1] and parts[3] else None
 
+DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"
 FORMS = (
   Form("GLM", (KEY, VALUE), read_tagged, "<tool_call>", ("</tool_call>",), (KEY, KEY_END, VALUE, VALUE_END)),
   Form("Kimi", ("<|tool_call_argument_begin|>",), read_json, "<|tool_call_begin|>", ("<|tool_call_end|>", "<|tool_calls_section_end|>"),
        ("<|tool_call_argument_begin|>",), "<|tool_calls_section_begin|>", named=kimi_name),
-  Form("DeepSeek-R1", ("<｜tool▁calls▁begin｜>", "```json"), read_json, "<｜tool▁call▁begin｜>", ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-       ("<｜tool▁sep｜>",), "<｜tool▁calls▁begin｜>", words=2),
-  Form("DeepSeek-V3.1", ("<｜tool▁calls▁begin｜>",), read_json, "<｜tool▁call▁begin｜>", ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-       ("<｜tool▁sep｜>",), "<｜tool▁calls▁begin｜>"),
+  Form("DeepSeek-R1", (DEEPSEEK[0], "```json"), read_json, DEEPSEEK[1], DEEPSEEK[2:4], DEEPSEEK[4:], DEEPSEEK[0], words=2),
+  Form("DeepSeek-V3.1", DEEPSEEK[:1], read_json, DEEPSEEK[1], DEEPSEEK[2:4], DEEPSEEK[4:], DEEPSEEK[0]),
   Form("hermes", ("<tool_call>", '"name"', '"arguments"'), read_object, "<tool_call>", ("</tool_call>",)),
 )
 
@@ -346,8 +344,9 @@ def _as_text(template:str) -> bool:
 # ---- the parser ----
 
 class Parser:
-  """An answer's tokens to events, as they come. tools: name -> JSON schema of its parameters; without tools, and for a family without a form, calls are
-  text. prompt: the ids before the answer. calls: how many have begun. Blanks around reasoning and calls are dropped, others are kept."""
+  """An answer's tokens to events, as they come: pieces of reasoning and answer, and calls. tools: name -> JSON schema of its parameters; without tools,
+  and for a family without a form, calls are text. prompt: the ids before the answer. calls: how many have begun. Blanks around reasoning and
+  calls are dropped, others are kept."""
   def __init__(self, tokenizer:Tokenizer, family:Family, tools:dict[str, Any], prompt:list[int]):
     self.tools, self.calls, self.ids = tools, 0, set[str]()
     self.blanks, self.trim = "", False   # not sent yet; whether what comes next loses the blanks it begins with
@@ -357,7 +356,7 @@ class Parser:
       begins = (f.call, f.section) if f.section else (f.call,)
       self.reasoning = Reasoning(tokenizer, prompt, begins, (*f.ends, *f.inner), self._read)
       self.marked = marked = self.reasoning.marked
-      self.outer = (*begins, *f.ends, OPEN, CLOSE, END)
+      self.begins, self.outer = (*begins, OPEN, END), (*begins, *f.ends, OPEN, CLOSE, END)
       self.all, self.tags = marked.watch(OPEN, CLOSE, *begins, *f.ends, *f.inner), marked.watch(*begins, *f.ends, *f.inner)
       self.inside = marked.watch(*f.ends, *f.inner)                                           # in an argument's value
       self.by_id = marked.watch(*marked.ids)                                                  # in JSON
@@ -369,7 +368,7 @@ class Parser:
   def flush(self) -> list[Event]:
     """What was held back, at the end. A call that has begun is completed."""
     events = list(self._trimmed(self.reasoning.flush()))
-    return events + [Text(self.reasoning.kind, self.blanks)] if self.blanks else events
+    return events + [Piece(self.reasoning.kind, self.blanks)] if self.blanks else events
 
   def _trimmed(self, events:list) -> Iterator[Event]:
     for event in events:
@@ -384,7 +383,7 @@ class Parser:
         self.blanks = text[len(shown):]
         if shown:
           self.trim = False
-          yield Text(event.kind, shown)
+          yield Piece(event.kind, shown)
 
   def _read(self, mark:str) -> Steps:
     """A call, or what began like one, from its first mark on"""
@@ -402,7 +401,7 @@ class Parser:
     while True:   # stray marks behind it
       text, mark = yield from self.marked.take(self.all)
       if text.strip(): self.marked.text = text + self.marked.text
-      elif mark in (OPEN, END, self.form.call, self.form.section): self.marked.back = mark
+      elif mark in self.begins: self.marked.back = mark
       else: continue
       return
 
@@ -430,11 +429,11 @@ class Parser:
     self.marked.text = json.rest + self.marked.text
     return sent, text.removesuffix(json.rest), ""
 
-  def begin(self, name:str, id:str|None=None) -> CallBegins:
+  def begin(self, name:str, call_id:str|None=None) -> CallBegins:
     self.reasoning.kind, self.calls = ANSWER, self.calls + 1
-    if id in self.ids: id = None   # the model's numbers may repeat
-    elif id is not None: self.ids.add(id)
-    return CallBegins(self.calls - 1, name, id)
+    if call_id in self.ids: call_id = None   # the model's numbers may repeat
+    elif call_id is not None: self.ids.add(call_id)
+    return CallBegins(self.calls - 1, name, call_id)
   def send(self, text:str) -> CallArguments: return CallArguments(self.calls - 1, text)
   def end(self) -> CallEnds: return CallEnds(self.calls - 1)
 
@@ -489,3 +488,28 @@ class Parser:
     text = ""
     if mark not in self.outer: text, mark = yield from self.until(self.all)
     yield from self.leave(text, mark)
+
+# ---- messages ----
+
+def tools_in_history(messages:list[Any], as_text:bool=False) -> list[Any]:
+  """Messages as templates read them: the arguments of calls are dicts, or JSON texts where the template wants those (Family.as_text); reasoning, which
+  some clients send for reasoning_content, has that name. Raises MessageError for arguments that are no JSON object. What else may be wrong with a
+  message, Chat.render tells."""
+  return [_read_message(m, f"message {n}", as_text) if isinstance(m, dict) and m.get("role") == "assistant" else m for n, m in enumerate(messages)]
+
+def _read_message(message:dict[str, Any], where:str, as_text:bool) -> dict[str, Any]:
+  read = {k: v for k, v in message.items() if k != "reasoning"}
+  if read.get("reasoning_content") is None and (thought := message.get("reasoning")) is not None: read["reasoning_content"] = thought
+  if isinstance(calls := message.get("tool_calls"), list):
+    read["tool_calls"] = [_read_call(call, f"{where}: tool call {n}", as_text) for n, call in enumerate(calls)]
+  return read
+
+def _read_call(call:Any, where:str, as_text:bool) -> Any:
+  if not isinstance(call, dict) or not isinstance(function := call.get("function", call), dict): return call
+  arguments, error = function.get("arguments"), MessageError(f"{where}: arguments: expected a JSON object")
+  if arguments is None or isinstance(arguments, str) and not arguments.strip(): arguments = {}
+  try: arguments = decode(arguments) if isinstance(arguments, str) else arguments
+  except ValueError: raise error from None
+  if not isinstance(arguments, dict): raise error
+  function = {**function, "arguments": json.dumps(arguments, ensure_ascii=False) if as_text else arguments}
+  return {**call, "function": function} if "function" in call else function

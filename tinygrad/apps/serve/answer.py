@@ -65,6 +65,7 @@ class Reply:
     self.calls: list[Call] = []
     self.cut = self.gone = False                           # ended by us; because nobody listens
     self.finish: str|None = None
+    self.failure: ApiError|Gone|None = None                # what is raised once all that came was given
     self.stopped_by: str|None = None
     self.cached, self.times = 0, wire.Times()
     self.added, self.first, self.last = time.monotonic(), 0.0, 0.0
@@ -76,7 +77,8 @@ class Reply:
 
   async def events(self) -> list[Event]:
     """What has come since the last call, or comes next; `finish` is there with the last. Neighbours of one kind are one. Raises ApiError where the
-    engine failed, Gone."""
+    engine failed, Gone; what came before is given first."""
+    if self.failure is not None: raise self.failure
     news = await self.handle.news()
     now = time.monotonic()
     if news.ids: self.first, self.last = self.first or now, now
@@ -142,12 +144,12 @@ class Reply:
     if news.times is not None: self.times = news.times
     self.cached = news.cached
     if not self.cut:
-      if news.end == "abort": raise Gone if self.gone else ApiError(503, "the server is ending: the answer is not whole", retry_after=1)
-      if news.end == "error": raise ApiError(500, news.why or "the engine failed")
       self._say(self.parser.flush(), events, last=True)
       self.chosen += self.pending
-    if self.gone: raise Gone
-    self.finish = "length" if news.end == "length" and not self.cut else "tool_calls" if self.calls else "stop"
+    if self.gone: self.failure = Gone()
+    elif news.end == "error" and not self.cut: self.failure = ApiError(500, news.why or "the engine failed")
+    elif news.end == "abort" and not self.cut: self.failure = ApiError(503, "the server is ending: the answer is not whole", retry_after=1)
+    else: self.finish = "length" if news.end == "length" and not self.cut else "tool_calls" if self.calls else "stop"
 
   @property
   def usage(self) -> Usage: return Usage(0 if self.again else len(self.ids), self.tokens, 0 if self.again else self.cached, self.thought)

@@ -27,7 +27,7 @@ def listening_socket(settings:Settings) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server(address, family=family, backlog=BACKLOG)
   except OSError as e:
-    why = "another program listens there" if e.errno == errno.EADDRINUSE else e.strerror
+    why = "another program listens there" if e.errno == errno.EADDRINUSE else e.strerror if isinstance(e, socket.gaierror) else os.strerror(e.errno)
     raise ServeError(f"{where}: {why}") from None
 
 def check_certificate(settings:Settings) -> None:
@@ -41,7 +41,7 @@ def allow_many_files() -> None:
   wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
   if soft != resource.RLIM_INFINITY and soft < wanted: resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
-def say(line:str) -> None: print(line, flush=True)
+def announce(line:str) -> None: print(line, flush=True)
 
 # ---- the process ----
 
@@ -60,7 +60,7 @@ class Server(uvicorn.Server):
     await super().startup(sockets)
     assert sockets
     host, port, *_ = sockets[0].getsockname()
-    say(f"listening on {self.settings.scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+    announce(f"listening on {self.settings.scheme}://{f'[{host}]' if ':' in host else host}:{port}")
 
 class Process:
   """The life of the process, on its event loop. Signals, the engine's state and uvicorn's meet here."""
@@ -95,7 +95,7 @@ class Process:
       return
     ready = self.link.ready
     assert ready is not None
-    say(f"ready: {ready.device}, {ready.max_rows} answers at once, contexts of {ready.capacity} tokens, a cache of {ready.rows}")
+    announce(f"ready: {ready.device}, {ready.max_rows} answers at once, contexts of {ready.capacity} tokens, a cache of {ready.rows}")
     await self.link.wait_end()
     if self.link.state == FAILED: print(f"error: {self.link.why}", file=sys.stderr, flush=True)
 
@@ -107,7 +107,7 @@ class Process:
 
   async def drain(self) -> None:
     seconds, left = self.settings.drain_seconds, len(self.link.handles)
-    if left: say(f"ending: {left} answer{'s' * (left > 1)} may go on for {seconds:g} s; a second signal ends all at once")
+    if left: announce(f"ending: {left} answer{'s' * (left > 1)} may go on for {seconds:g} s; a second signal ends all at once")
     await self.link.drain(seconds)
     if self.server is not None: self.server.should_exit = True
 

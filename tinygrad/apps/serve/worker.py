@@ -6,12 +6,14 @@ order ends its sequence with a line that says why; a fault of a step is the engi
 
 The process ends when it is told to leave, and at once when the other one is gone."""
 from __future__ import annotations
-import dataclasses, gc, os, select, signal, socket, sys, threading, traceback
+import dataclasses, gc, importlib.util, os, select, signal, socket, sys, threading, traceback
 import msgspec
+from tinygrad.apps.engine.constraint import Vocabulary, constraint_of
 from tinygrad.apps.engine.engine import MAX_STALL, ContextFull, Engine
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.engine.sequence import Request, Sequence, State
 from tinygrad.apps.gguf import GGUFError
+from tinygrad.apps.machine import device_name
 from tinygrad.apps.models import Model, UserError, load
 from tinygrad.apps.serve import wire
 from tinygrad.helpers import NUM_CPU_THREADS
@@ -37,9 +39,10 @@ class Served:
 
 class Worker:
   """See the head of the file. sock: a stream, of wire's messages both ways"""
-  def __init__(self, sock:socket.socket, engine:Engine, frames:wire.Frames):
-    """frames: what of the next orders has come"""
-    self.sock, self.engine, self.frames, self.orders = sock, engine, frames, msgspec.msgpack.Decoder(wire.Order)
+  def __init__(self, sock:socket.socket, engine:Engine, frames:wire.Frames, vocabulary:Vocabulary|None=None):
+    """frames: what of the next orders has come; vocabulary: for grammars"""
+    self.sock, self.engine, self.frames, self.vocabulary = sock, engine, frames, vocabulary
+    self.orders = msgspec.msgpack.Decoder(wire.Order)
     self.served: dict[int, Served] = {}        # by the request's id
     self.news: dict[int, wire.News] = {}       # that are not sent
     self.gauges = wire.Gauges()                # as they were sent last
@@ -89,22 +92,19 @@ class Worker:
       if served.told == len(s.ids) - s.prompt and not ended: continue
       if (news := self.news.get(number)) is None: news = self.news[number] = wire.News(number, [])
       news.ids += s.ids[s.prompt + served.told:]
-      served.told = len(s.ids) - s.prompt
+      news.logprobs += [wire.Logprob(*logprob) for logprob in s.logprobs[served.told:]]
+      news.cached, served.told = s.cached, len(s.ids) - s.prompt
       if ended:
-        news.end, news.why = s.reason, "" if s.error is None else one_line(s.error)
+        news.end, news.why, news.times = s.reason, "" if s.error is None else one_line(s.error), wire.Times(**vars(s.times))
         failed |= s.error is not None
         del self.served[number]
     return failed
-
-  def _stands(self) -> wire.Gauges:
-    waiting, pool = sum(s.state is State.WAITING for s in self.engine.scheduler.live), self.engine.pool
-    return wire.Gauges(len(self.engine.scheduler.live) - waiting, waiting, pool.pages - 1 - pool.available)
 
   def _send(self) -> None:
     """Sends what the socket takes at once: the rest of a message, and all news since in one"""
     while True:
       if not self.unsent:
-        gauges = self._stands()
+        gauges = wire.Gauges(*self.engine.gauges)
         if not self.news and gauges == self.gauges: return
         self.unsent = memoryview(wire.frame(wire.Step(list(self.news.values()), gauges)))
         self.news, self.gauges = {}, gauges
@@ -145,7 +145,11 @@ class Worker:
     vocab = self.engine.runner.vocab_size
     if (wrong := next((token for token in sampling.bias if token >= vocab), None)) is not None:
       raise ValueError(f"bias: token {wrong}: expected 0 to {vocab - 1}")
-    return Request(order.ids, sampling, frozenset(order.stop), order.limit)
+    constraint = None
+    if (grammar := order.grammar) is not None:
+      if self.vocabulary is None: raise ValueError("grammar: this engine has no vocabulary")
+      constraint = constraint_of(grammar.kind, grammar.source, grammar.after, self.vocabulary)
+    return Request(order.ids, sampling, frozenset(order.stop), order.limit, order.logprobs, constraint)
 
   def _refuse(self, number:int, e:Exception) -> None:
     """The end of a request that never became a sequence"""
@@ -158,8 +162,14 @@ def open_model(order:wire.Load) -> Model:
   if order.threads: NUM_CPU_THREADS.value = order.threads
   return load(order.path, order.max_context, sys.stderr.isatty(), order.cache_tokens, MAX_STALL if order.max_stall is None else order.max_stall)
 
+def vocabulary_of(model:Model) -> Vocabulary:
+  """What grammars need; ready to be used where llguidance is there: making it later would stop all answers for seconds"""
+  t = model.tokenizer
+  vocabulary = Vocabulary(t.table, t.special_tokens.values(), t.stop_ids, t.encode_bytes, model.engine.runner.vocab_size)
+  if importlib.util.find_spec("llguidance") is not None: vocabulary.tokenizer()
+  return vocabulary
+
 def ready(model:Model) -> wire.Ready:
-  from tinygrad.apps.machine import device_name
   engine = model.engine
   return wire.Ready(device_name(), engine.max_context, engine.capacity, engine.pool.rows, PAGE, engine.scheduler.max_rows)
 
@@ -186,9 +196,10 @@ def serve(sock:socket.socket) -> None:
   if order.warm:
     tell(wire.Loading("recording and compiling what any number of answers and any length of a prompt need"))
     model.engine.warm(dataclasses.replace(model.sampling, **order.sampling))
+  vocabulary = vocabulary_of(model)
   gc.freeze()   # what stays is not looked at again while answers run
   tell(ready(model))
-  worker = Worker(sock, model.engine, frames)
+  worker = Worker(sock, model.engine, frames, vocabulary)
   for message in rest: worker._take(message)
   try: worker.run()
   except Broken:
