@@ -63,6 +63,7 @@ class Reply:
     self.length, self.pending = 0, list[Chosen]()          # characters of the answer; tokens whose text waits
     self.chosen: list[Chosen] = []
     self.calls: list[Call] = []
+    self.calling = False                                   # whether the last of them has not ended
     self.cut = self.gone = False                           # ended by us; because nobody listens
     self.finish: str|None = None
     self.failure: ApiError|Gone|None = None                # what is raised once all that came was given
@@ -105,6 +106,7 @@ class Reply:
           piece = piece._replace(id=piece.id or f"call_{secrets.token_hex(12)}")
           self.calls.append(Call(piece.id or "", piece.name))
         elif isinstance(piece, CallArguments): self.calls[-1].arguments += piece.text
+        if isinstance(piece, (CallBegins, CallEnds)): self.calling = isinstance(piece, CallBegins)
         self._add(piece, events)
         if isinstance(piece, CallEnds) and not self.job.parallel: self._cut()
       if self.cut: return
@@ -144,7 +146,10 @@ class Reply:
     if news.times is not None: self.times = news.times
     self.cached = news.cached
     if not self.cut:
-      self._say(self.parser.flush(), events, last=True)
+      rest = self.parser.flush()
+      # a call that did not end by itself is not mended: nobody shall take it for whole, and run it
+      if self.calling and news.end != "stop": rest = [event for event in rest if isinstance(event, Piece)]
+      self._say(rest, events, last=True)
       self.chosen += self.pending
     if self.gone: self.failure = Gone()
     elif news.end == "error" and not self.cut: self.failure = ApiError(500, news.why or "the engine failed")

@@ -14,7 +14,7 @@ from tinygrad.apps.serve.openai import json_response
 from tinygrad.apps.serve.requests import (ApiError, ChatRequest, Function, FunctionCall, FunctionName, Job, JsonSchema, Message, Part, ResponseFormat,
                                           Thinking, Tool, ToolCall, ToolChoice, chat_job, conversation, naming, prompt_of, text_of, wrong)
 from tinygrad.apps.serve.service import Blocks, EventStream, Service, sse
-from tinygrad.apps.tool_calls import CallBegins, decode
+from tinygrad.apps.tool_calls import CallBegins, Json, decode
 
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", ".function.name": ".name"}
 # of a system block that Claude Code puts first and changes with each request: with it no prefix would ever be found in the cache
@@ -176,7 +176,9 @@ class MessageForm(Blocks):
       block["thinking"], block["signature"] = ("", packed(text)) if self.omitted else (text, SIGNATURE)
       signed = self.delta("signature_delta", signature=block["signature"])
     elif self.kind == ANSWER: block["text"] = text
-    else: block["input"] = decode(text)
+    else:
+      arguments = Json()   # a call that was cut off has no whole ones
+      block["input"] = decode(arguments.push(text) + arguments.close())
     return signed + self.event("content_block_stop", index=len(self.content) - 1)
 
   def events(self, reply:Reply, events:list[Any]) -> bytes:

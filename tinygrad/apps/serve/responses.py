@@ -150,8 +150,9 @@ def chat_of(r:ResponsesRequest) -> ChatRequest:
 # ---- an answer ----
 
 def usage_of(usage:Usage) -> dict[str, Any]:
-  return {"input_tokens": usage.prompt, "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0}, "output_tokens": usage.answer,
-          "output_tokens_details": {"reasoning_tokens": usage.reasoning}, "total_tokens": usage.prompt + usage.answer}
+  return {"input_tokens": usage.prompt, "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+          "output_tokens": usage.answer, "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+          "total_tokens": usage.prompt + usage.answer}
 
 class ItemForm(Blocks):
   alive = KEEP_ALIVE
@@ -205,6 +206,7 @@ class ItemForm(Blocks):
     item["status"] = "completed" if whole else "incomplete"
     if self.kind == CALL:
       item["arguments"] = text
+      if not whole: return b""   # clients run what is done
       done = self.of_item("function_call_arguments.done", name=item["name"], arguments=text)
     else:
       item["content"] = [self.part(text)]
@@ -222,6 +224,7 @@ class ItemForm(Blocks):
     status = ended(replies[0])
     return self.event(status, response=self.response(status, replies[0].usage))
   def error(self, e:ApiError) -> bytes:
+    if self.kind: self.output.pop()   # what is not whole
     return self.event("failed", response=self.response("failed", error={"code": "server_error", "message": e.message}))
 
   def whole(self, w:Whole) -> dict[str, Any]:
