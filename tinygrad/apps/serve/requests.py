@@ -55,11 +55,11 @@ def wrong(param:str, expected:str, found:object) -> NoReturn:
   raise ApiError(400, f"{param}: expected {expected}, found {shown(found)}", param)
 @contextmanager
 def naming(names:dict[str, str]) -> Iterator[None]:
-  """Errors name fields as the client has them. names: parts of our names, and the client's for them"""
+  """Errors name fields as the client has them. names: beginnings of our names, or parts that begin with a dot, and the client's for them"""
   try: yield
   except ApiError as e:
     ours = e.param or ""
-    part = next((part for part in names if part in ours), "")
+    part = next((part for part in names if ours.startswith(part) or part[0] == "." and part in ours), "")
     if part:
       e.param = ours.replace(part, names[part])
       if e.message.startswith(ours): e.message = e.param + e.message[len(ours):]
