@@ -39,7 +39,7 @@ class ScriptedLink(Link):
     super().__init__(wire.Load(""))
     self.voice, self.script, self.orders, self.tasks = voice, dict[str, Says](), list[Any](), dict[int, asyncio.Task]()
     self.ready = wire.Ready(**{"device": "none", "max_context": 4096, "capacity": 4096, "rows": 8192, "page": 64, "max_rows": 4, **ready})
-  async def start(self) -> None: self.state = READY
+  async def start(self) -> None: self.state, self.loop = READY, asyncio.get_running_loop()
   async def close(self, seconds: float = 0) -> None:
     for task in self.tasks.values(): task.cancel()
 
@@ -77,6 +77,7 @@ class Server:
     self.link, self.app = link, create_app(link, settings, voice)
     config = uvicorn.Config(self.app, log_config=None, access_log=False, http="httptools", lifespan="on", timeout_graceful_shutdown=1)
     self.server, sock = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)   # who does not read is soon noticed
     self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     self.thread = threading.Thread(target=self.server.run, args=([sock],), daemon=True)
     self.thread.start()
@@ -84,6 +85,8 @@ class Server:
   def stop(self) -> None:
     self.server.should_exit = True
     self.thread.join(20)
+
+  def in_loop(self, call: Any) -> None: self.link.loop.call_soon_threadsafe(call)
 
   def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any, Any]:
     """(status, the body, as JSON where it is that, headers). body: bytes, or what becomes JSON"""

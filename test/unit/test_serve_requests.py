@@ -104,7 +104,7 @@ def test_past_calls(arguments: Any, shown: str):
 @pytest.mark.parametrize("arguments", ["{", "5", "[1]", "null", "[" * 5000])
 def test_past_calls_that_are_none(arguments: str):
   e = fails(messages, {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]})
-  assert e.param == "messages[1].tool_calls[0].function.arguments"
+  assert e.param == "messages" and "message 1: tool call 0: arguments: expected a JSON object" in e.message
 
 @pytest.mark.parametrize("part,param", [({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "type"), ({"type": "text"}, "text"),
                                         ({"type": "refusal"}, "refusal"), ({"type": "input_audio"}, "type"), ({"type": "file"}, "type")])
@@ -250,3 +250,19 @@ def test_errors_have_two_forms():
   assert e.openai() == {"error": {"message": "later", "type": "rate_limit_error", "param": "n", "code": "queue_full", "n_ctx": 5}}
   assert e.anthropic() == {"type": "error", "error": {"type": "rate_limit_error", "message": "later"}}
   assert ApiError(400, "x").openai()["error"]["type"] == ApiError(400, "x").anthropic()["error"]["type"] == "invalid_request_error"
+
+STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+@pytest.mark.parametrize("fields,held", [({}, False), ({"tool_choice": "auto"}, False), ({"tool_choice": "none"}, False), ({"tool_choice": "required"}, True),
+                                         ({"tool_choice": named("add")}, True), ({"tools": [STRICT]}, True)])
+def test_calls_that_are_held_to_a_grammar(fields: dict[str, Any], held: bool):
+  for off, after in ((False, THINK), (True, None)):
+    grammar = chat(**{"tools": [TOOL, {**named("now")}], **fields}, **({"reasoning_effort": "none"} if off else {})).grammar
+    assert (grammar is not None) == held
+    if grammar is not None: assert (grammar.kind, grammar.after) == ("lark", after) and "add" in grammar.source
+    if fields.get("tool_choice") == named("add"): assert grammar is not None and "now" not in grammar.source
+
+def test_a_schema_that_no_call_can_be_held_to():
+  strange = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {"a": {"type": "string", "pattern": "x"}}}}}
+  assert fails(chat, tools=[strange]).param == "tools"
+  assert fails(chat, tools=[TOOL], response_format={"type": "json_object"}).param == "response_format"
+  chat(tools=[TOOL], tool_choice="none", response_format={"type": "json_object"})

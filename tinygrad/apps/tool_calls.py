@@ -7,10 +7,10 @@ In order: JSON that is mended as it comes, a value's type, what a family is, how
 from __future__ import annotations
 import json, re
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, Container, Iterator, NamedTuple
 import regex
 from tinygrad.apps.chat import MessageError
-from tinygrad.apps.reasoning import ANSWER, CLOSE, END, MARK, OPEN, REASONING, Piece, Reasoning, Steps, Watch
+from tinygrad.apps.reasoning import ANSWER, CLOSE, END, MARK, OPEN, Piece, Reasoning, Steps, Watch
 from tinygrad.apps.template import Template
 from tinygrad.apps.tokenizer import Tokenizer
 
@@ -53,7 +53,7 @@ WORD = re.compile(r"[^\s,:{}\[\]\"'<]+")
 PLAIN = {quote: re.compile(rf"[^{quote}\\\x00-\x1f]+") for quote in "\"'"}
 # a \u escape of half a surrogate pair is none
 ESCAPE = regex.compile(r'\\(?:["\\/bfnrt]|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})')
-HALF = re.compile(r"\\u[0-9a-fA-F]{4}")
+HALF = regex.compile(r"\\u[0-9a-fA-F]{4}")
 
 class Json:
   """The text of a JSON object, as a model writes it, to valid JSON. At any moment, what was sent and what `close` adds are one object. Commas and
@@ -146,20 +146,15 @@ class Json:
     if c != "\\":
       into.append(encode(c)[1:-1])
       return at + 1
-    if (escape := ESCAPE.match(text, at, partial=True)) is not None:
-      if escape.partial:
-        self.held = text[at:]
-        return len(text)
-      into.append(escape[0])
-      return escape.end()
-    if half := HALF.match(text, at):
-      into.append("\ufffd")
-      return half.end()
-    if text[at + 1] == "'":
-      into.append("'")
-      return at + 2
-    into.append("\\\\")
-    return at + 1
+    escape = ESCAPE.match(text, at, partial=True)
+    found = escape or HALF.match(text, at, partial=True)
+    if found is not None:
+      if found.partial: self.held = text[at:]
+      else: into.append(found[0] if escape else "\ufffd")
+      return found.end()
+    quoted = text[at + 1] == "'"
+    into.append("'" if quoted else "\\\\")
+    return at + 1 + quoted
 
   def _named(self, name:str, out:list[str]) -> None:
     self.name = None
@@ -175,20 +170,35 @@ ANY = frozenset({"string", "number", "integer", "boolean", "null", "object", "ar
 TYPES: dict[type, set[str]] = {str: {"string"}, bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, type(None): {"null"},
                                dict: {"object"}, list: {"array"}}
 
-def kinds(schema:Any, root:Any, depth:int=16) -> frozenset[str]:
+def pointed(ref:str, root:Any) -> Any:
+  """What a reference like #/$defs/name leads to; None where to nothing"""
+  for part in ref.removeprefix("#").split("/")[1:]: root = root.get(part) if isinstance(root, dict) else None
+  return root
+
+def resolved(schema:Any, root:Any) -> dict[str, Any]:
+  """A schema, or what it refers to"""
+  for _ in range(16):
+    if not isinstance(schema, dict) or not isinstance(ref := schema.get("$ref"), str): break
+    schema = pointed(ref, root)
+  return schema if isinstance(schema, dict) else {}
+
+def kinds(schema:Any, root:Any) -> frozenset[str]:
   """The JSON types that a schema allows, as far as it tells; root: the schema that its references lead into"""
+  return _kinds(schema, root, set(), 16) or ANY
+
+def _kinds(schema:Any, root:Any, seen:set[str], depth:int) -> frozenset[str]:
   if not isinstance(schema, dict) or depth == 0: return ANY
-  if isinstance(ref := schema.get("$ref"), str):
-    found = root
-    for part in ref.removeprefix("#").split("/")[1:]: found = found.get(part) if isinstance(found, dict) else None
-    return kinds(found, root, depth - 1)
+  if isinstance(ref := schema.get("$ref"), str):   # each once: they may go in circles
+    if ref in seen: return frozenset()
+    seen.add(ref)
+    return _kinds(pointed(ref, root), root, seen, depth - 1)
   if "const" in schema: return frozenset(TYPES.get(type(schema["const"]), ANY))
   if isinstance(values := schema.get("enum"), list): return frozenset(t for v in values for t in TYPES.get(type(v), ANY))
   if "type" in schema:
     names = t if isinstance(t := schema["type"], list) else [t]
-    return ANY.intersection(name for name in names if isinstance(name, str)) or ANY
+    return ANY.intersection(name for name in names if isinstance(name, str))
   for several in ("anyOf", "oneOf"):
-    if isinstance(schema.get(several), list): return frozenset(k for s in schema[several] for k in kinds(s, root, depth - 1))
+    if isinstance(schema.get(several), list): return frozenset(k for s in schema[several] for k in _kinds(s, root, seen, depth - 1))
   return ANY
 
 def typed(text:str, allowed:frozenset[str]) -> str:
@@ -206,20 +216,22 @@ def typed(text:str, allowed:frozenset[str]) -> str:
   elif isinstance(value, str) and allowed != ANY: return encode(text)   # a string's quotes are its own
   return encode(value)
 
-# ---- families ----
+# ---- what a family is ----
 
 @dataclass(frozen=True)
 class Form:
   """How a family writes calls. signs: what its template holds, all of them. call: the mark that begins one; section: the mark before the first, if
   there is one; ends: those that close either; inner: those inside a call. read(parser, said) reads a call, of which `said` has been read, and gives
-  None; or, where it is no call, all that was read and the mark that followed."""
+  None; or, where it is no call, all that was read and the mark that followed. write(grammar, tool, schema) is a rule of what follows `call`."""
   name: str
   signs: tuple[str, ...]
   read: Callable[[Parser, str], Steps]
+  write: Callable[[Lark, str, dict[str, Any]], str]
   call: str
   ends: tuple[str, ...]
   inner: tuple[str, ...] = ()
   section: str = ""
+  between: str = ""   # two calls
   words: int = 1   # before the arguments, the last of them the name
   named: Callable[[str], tuple[str, str|None]] = lambda word: (word, None)   # that word to a name and the call's id
 
@@ -230,14 +242,19 @@ class Family:
   ids: dict[str, int] = field(default_factory=dict)
   as_text: bool = False
 
+# ---- how each is read and written ----
+
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 
 def read_tagged(p:Parser, said:str) -> Steps:
   """name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>. An argument lacking a mark is read all the same; stray marks are dropped."""
   text, mark = yield from p.until(p.all, p.may_be_named)
+  while mark == p.form.call and not text.strip():   # begun twice
+    said += text + mark
+    text, mark = yield from p.until(p.all, p.may_be_named)
   name, key, sent = text.strip(), "", set[str]()
   if name not in p.tools and mark in (KEY_END, VALUE): name, key = p.glued(name)
-  if name not in p.tools or mark in (OPEN, CLOSE, END): return (said if text.strip() or mark != p.form.call else "") + text, mark
+  if name not in p.tools or mark in (OPEN, CLOSE, END): return said + text, mark
   yield p.begin(name)
   while True:
     text = ""
@@ -255,6 +272,20 @@ def read_tagged(p:Parser, said:str) -> Steps:
   yield p.send("}" if sent else "{}")
   yield p.end()
   yield from p.leave(text, mark)
+
+NO_KEY = r"/[^<\s]+/"   # of a schema that has none
+
+def write_tagged(g:Lark, tool:str, schema:dict[str, Any]) -> str:
+  properties, more, required = schema.get("properties"), schema.get("additionalProperties"), schema.get("required")
+  required = [k for k in required if isinstance(k, str)] if isinstance(required, list) else []
+  if tool in g.strict and (lacks := {"$ref", "anyOf", "oneOf", "allOf", "patternProperties"} & schema.keys()):
+    raise ValueError(f"tool {tool}: strict: {', '.join(sorted(lacks))}: expected properties alone, found these around them")
+  parts = []
+  for key in dict.fromkeys([*(known := properties if isinstance(properties, dict) else {}), *required]):
+    part = g.argument(tool, g.text(key), known.get(key, more), schema)
+    parts.append(part if key in required else f"({part})?")
+  if properties is None and more is not False: parts.append(f"({g.argument(tool, NO_KEY, more, schema)})*")
+  return " ".join([g.text(tool), *parts, g.mark("</tool_call>")])
 
 MAX_NAME = 256
 WHOLE_NAME = re.compile(r"\s*([^\s`{]+)[\s`{]")   # with what follows it
@@ -282,16 +313,25 @@ def read_json(p:Parser, said:str) -> Steps:
   yield p.end()
   yield from p.finish(mark)
 
+def write_r1(g:Lark, tool:str, schema:dict[str, Any]) -> str:
+  before, after = g.text(f"{tool}\n```json\n"), g.text("\n```")
+  return " ".join([g.text("function"), g.mark(*g.form.inner), before, g.arguments(tool, schema), after, g.mark(g.form.ends[0])])
+
+def write_v31(g:Lark, tool:str, schema:dict[str, Any]) -> str:
+  return " ".join([g.text(tool), g.mark(*g.form.inner), g.arguments(tool, schema), g.mark(g.form.ends[0])])
+
 def read_object(p:Parser, said:str) -> Steps:
   """{"name": …, "arguments": {…}}. Its text is set anew (Json), so that what it begins with is known; in another order it is read whole."""
-  call, arguments, text, name, at, mark = Json(), Json(), "", None, None, ""
+  text, mark = yield from p.until(p.all, str.isspace)
+  if not text.lstrip().startswith("{"): return said + text, mark
+  p.marked.text = text + p.marked.text
+  call, arguments, text, name, at = Json(), Json(), "", None, None
   while not (call.done or mark in p.outer):
-    more, raw, mark = yield from p.feed(call)
+    more, raw, mark = yield from p.feed(call, by_quotes=name is None)
     if call.done or mark in p.outer: more += call.close()
     text += more
     if name is None:
       said += raw
-      if not call.begun and raw.strip(): return said, mark
       if first := NAME_FIRST.match(text):
         if (name := decode(first[1])) not in p.tools: return said, mark
         yield p.begin(name)
@@ -311,23 +351,31 @@ def read_object(p:Parser, said:str) -> Steps:
     yield p.end()
   yield from p.finish(mark)
 
+def write_object(g:Lark, tool:str, schema:dict[str, Any]) -> str:
+  before = f'\n{{"name": {encode(tool)}, "arguments": '
+  return " ".join([g.text(before), g.arguments(tool, schema), g.text("}\n"), g.mark("</tool_call>")])
+
 def kimi_name(word:str) -> tuple[str, str|None]:
   parts = re.fullmatch(r"(functions\.)?(.+?)(:[0-9]+)?", word)
   return parts[2], word if parts[1] and parts[3] else None
 
+def write_kimi(g:Lark, tool:str, schema:dict[str, Any]) -> str:
+  return " ".join([g.text(f"functions.{tool}:"), "/[0-9]{1,4}/", g.mark(*g.form.inner), g.arguments(tool, schema), g.mark(g.form.ends[0])])
+
 DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"
 FORMS = (
-  Form("GLM", (KEY, VALUE), read_tagged, "<tool_call>", ("</tool_call>",), (KEY, KEY_END, VALUE, VALUE_END)),
-  Form("Kimi", ("<|tool_call_argument_begin|>",), read_json, "<|tool_call_begin|>", ("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+  Form("GLM", (KEY, VALUE), read_tagged, write_tagged, "<tool_call>", ("</tool_call>",), (KEY, KEY_END, VALUE, VALUE_END)),
+  Form("Kimi", ("<|tool_call_argument_begin|>",), read_json, write_kimi, "<|tool_call_begin|>", ("<|tool_call_end|>", "<|tool_calls_section_end|>"),
        ("<|tool_call_argument_begin|>",), "<|tool_calls_section_begin|>", named=kimi_name),
-  Form("DeepSeek-R1", (DEEPSEEK[0], "```json"), read_json, DEEPSEEK[1], DEEPSEEK[2:4], DEEPSEEK[4:], DEEPSEEK[0], words=2),
-  Form("DeepSeek-V3.1", DEEPSEEK[:1], read_json, DEEPSEEK[1], DEEPSEEK[2:4], DEEPSEEK[4:], DEEPSEEK[0]),
-  Form("hermes", ("<tool_call>", '"name"', '"arguments"'), read_object, "<tool_call>", ("</tool_call>",)),
+  Form("DeepSeek-R1", (DEEPSEEK[0], "```json"), read_json, write_r1, DEEPSEEK[1], DEEPSEEK[2:4], DEEPSEEK[4:], DEEPSEEK[0], "\n", words=2),
+  Form("DeepSeek-V3.1", DEEPSEEK[:1], read_json, write_v31, DEEPSEEK[1], DEEPSEEK[2:4], DEEPSEEK[4:], DEEPSEEK[0]),
+  Form("hermes", ("<tool_call>", '"name"', '"arguments"'), read_object, write_object, "<tool_call>", ("</tool_call>",)),
 )
 
 def family_of(template:str, tokenizer:Tokenizer) -> Family:
   """The family that a chat template writes calls for; one without a form where it knows none of ours"""
-  form = next((f for f in FORMS if all(sign in template for sign in f.signs)), None)
+  bare = template.replace("\\", "")   # a quote in quotes has one before it
+  form = next((f for f in FORMS if all(sign in bare for sign in f.signs)), None)
   if form is None: return Family(None)
   marks = (OPEN, CLOSE, form.call, *form.ends, *form.inner, *filter(None, [form.section]))
   return Family(form, {m: tokenizer.special_tokens[m] for m in marks if m in tokenizer.special_tokens}, _as_text(template))
@@ -344,9 +392,9 @@ def _as_text(template:str) -> bool:
 # ---- the parser ----
 
 class Parser:
-  """An answer's tokens to events, as they come: pieces of reasoning and answer, and calls. tools: name -> JSON schema of its parameters; without tools,
-  and for a family without a form, calls are text. prompt: the ids before the answer. calls: how many have begun. Blanks around reasoning and
-  calls are dropped, others are kept."""
+  """An answer's tokens to events, as they come: pieces of reasoning and answer, and calls. tools: name -> JSON schema of its parameters. Without tools,
+  or for a family without a form, calls are text. prompt: the ids before the answer. calls: how many have begun. Blanks around reasoning and calls
+  are dropped, others are kept."""
   def __init__(self, tokenizer:Tokenizer, family:Family, tools:dict[str, Any], prompt:list[int]):
     self.tools, self.calls, self.ids = tools, 0, set[str]()
     self.blanks, self.trim = "", False   # not sent yet; whether what comes next loses the blanks it begins with
@@ -361,7 +409,7 @@ class Parser:
       self.inside = marked.watch(*f.ends, *f.inner)                                           # in an argument's value
       self.by_id = marked.watch(*marked.ids)                                                  # in JSON
       self.control = marked.watch(*(m for m, i in marked.ids.items() if i in tokenizer.control))   # in a string of it
-    self.trim = self.reasoning.kind == REASONING
+    self.trim = tokenizer.decode(prompt[-len(CLOSE) - 8:]).rstrip().endswith((OPEN, CLOSE))
 
   def push(self, token:int) -> list[Event]: return list(self._trimmed(self.reasoning.push(token)))
 
@@ -416,8 +464,9 @@ class Parser:
       if not mark and not goes_on(said): break
     return said, mark
 
-  def feed(self, json:Json) -> Steps:
-    """Reads on in it: (what it gives, what was read, ""), or ("", "", mark). Marks in its strings are text, but for control tokens."""
+  def feed(self, json:Json, by_quotes:bool=False) -> Steps:
+    """Reads on in it, by_quotes: up to a quote. Gives (what it gives, what was read, ""), or ("", "", mark). Marks in its strings are text, but for
+    control tokens."""
     if json.rest:   # a mark, or but a "<", which is dropped
       json.rest = ""
       text, mark = yield from self.marked.take(self.all)
@@ -425,6 +474,9 @@ class Parser:
       return "", text[:1], mark
     text, mark = yield from self.marked.take(self.control if json.quote else self.by_id)
     if mark: return "", "", mark
+    if by_quotes and (quote := re.search("[\"']", text)):
+      self.marked.text = text[quote.end():] + self.marked.text
+      text = text[:quote.end()]
     sent = json.push(text)
     self.marked.text = json.rest + self.marked.text
     return sent, text.removesuffix(json.rest), ""
@@ -489,12 +541,80 @@ class Parser:
     if mark not in self.outer: text, mark = yield from self.until(self.all)
     yield from self.leave(text, mark)
 
+# ---- grammars ----
+
+class Lark:
+  """Rules in llguidance's Lark for a family's calls. strict: the tools whose schemas hold to the letter; what llguidance lacks of others' is left out."""
+  def __init__(self, family:Family, strict:Container[str]):
+    self.form, self.ids, self.strict, self.rules = family.form, family.ids, strict, list[str]()
+
+  def rule(self, body:str, attributes:str="") -> str:
+    name = f"r{len(self.rules)}"
+    self.rules.append(f"{name}{attributes}: {body}")
+    return name
+
+  def mark(self, mark:str) -> str: return f"<[{self.ids[mark]}]>" if mark in self.ids else self.text(mark)
+  def text(self, text:str) -> str: return json.dumps(text, ensure_ascii=False)
+  def regex(self, *marks:str) -> str: return "|".join(re.escape(m).replace("/", "\\/") for m in marks)
+
+  def until(self, regex:str, mark:str) -> str:
+    """Text of a regular expression, and the mark that ends it"""
+    if mark in self.ids: return f"{regex} {self.mark(mark)}"
+    others = self.regex(*(m for m in (*self.form.inner, *self.form.ends) if m not in (mark, VALUE)))
+    terminal = f"T{len(self.rules)}"
+    self.rules.append(f"{terminal}: {regex} & ~/(?s:.*)({others})(?s:.*)/")
+    return self.rule(terminal, f"[suffix={self.text(mark)}]")
+
+  def json(self, tool:str, schema:Any, root:Any) -> str:
+    """As templates write it: on one line, blanks behind commas and colons"""
+    own = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": tool not in self.strict}
+    shared = {k: root[k] for k in ("$defs", "definitions") if k in root}
+    return self.rule("%json " + json.dumps({**shared, **(schema if isinstance(schema, dict) else {}), "x-guidance": own}))
+
+  def arguments(self, tool:str, schema:dict[str, Any]) -> str: return self.json(tool, {"type": "object", **schema}, schema)
+
+  def argument(self, tool:str, key:str, schema:Any, root:dict[str, Any]) -> str:
+    return f"{self.mark(KEY)} {key} {self.mark(KEY_END)} {self.mark(VALUE)} {self.value(tool, schema, root)}"
+
+  def value(self, tool:str, schema:Any, root:dict[str, Any]) -> str:
+    """A value that is written without quotes where it may be a string"""
+    allowed, own = kinds(schema, root), resolved(schema, root)
+    if "string" not in allowed: return f"{self.json(tool, schema, root)} {self.mark(VALUE_END)}"
+    values = [own["const"]] if "const" in own else own.get("enum")
+    if isinstance(values, list):
+      texts = [v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values]
+      return f"({' | '.join(self.text(t) for t in texts if t)}){'' if all(texts) else '?'} {self.mark(VALUE_END)}"
+    if tool in self.strict and (lacks := {"pattern", "format"} & own.keys() or allowed != ANY and {"object", "array"} & allowed):
+      raise ValueError(f"tool {tool}: strict: {', '.join(sorted(lacks))}: this model's calls cannot be held to it where a string may stand")
+    least, most = own.get("minLength", 0), own.get("maxLength", "")
+    return self.until(f"/(?s:.){{{least},{most}}}/" if least or most != "" else "/(?s:.*)/", VALUE_END)
+
+def call_grammar(family:Family, tools:dict[str, Any], choice:str="required", parallel:bool=True, strict:Container[str]=(),
+                 thinks:bool=False) -> tuple[str, str]:
+  """The kind and source of a grammar that an answer is held to, from behind its reasoning on. tools: name -> JSON schema of its parameters. choice:
+  "required"; "=name", that tool; "auto", text and then calls if any. parallel: several calls may come. thinks: the model may open reasoning
+  itself first. Raises ValueError where a strict tool's schema cannot be held, and for a family without a form."""
+  if (form := family.form) is None: raise ValueError("the model's chat template has no form of calls that is known")
+  if choice.startswith("="): tools = {choice[1:]: tools[choice[1:]]}
+  g = Lark(family, strict)
+  written = [g.rule(form.write(g, name, schema if isinstance(schema, dict) else {})) for name, schema in tools.items()]
+  one = f"({' | '.join(written)})"
+  rest = one + (f" ({g.text(form.between) if form.between else ''} {g.mark(form.call)} {one})*" if parallel else "")
+  if form.section: rest = f"{g.mark(form.call)} {rest} {g.mark(form.ends[-1])}"
+  first = form.section or form.call
+  thought = ""
+  if thinks: thought = f"({g.mark(OPEN)} {g.until('/(?s:.*)/', CLOSE)})? "
+  if choice != "auto": start = f"{thought}GAP? {g.mark(first)} {rest}"
+  elif first in g.ids: start = f"{thought}TEXT ({g.mark(first)} {rest})?"
+  else: start = f"{thought}(TEXT | {g.rule(f'/(?s:.*){g.regex(first)}/', '[lazy]')} {rest})"
+  return "lark", "\n".join([f"start: {start}", *g.rules, "TEXT: /(?s:.*)/", r"GAP: /\n{1,2}/", ""])
+
 # ---- messages ----
 
 def tools_in_history(messages:list[Any], as_text:bool=False) -> list[Any]:
-  """Messages as templates read them: the arguments of calls are dicts, or JSON texts where the template wants those (Family.as_text); reasoning, which
-  some clients send for reasoning_content, has that name. Raises MessageError for arguments that are no JSON object. What else may be wrong with a
-  message, Chat.render tells."""
+  """Messages as templates read them. The arguments of calls are dicts, or JSON texts where the template wants those (Family.as_text). reasoning, which
+  some clients send, becomes reasoning_content. Raises MessageError for arguments that are no JSON object; what else may be wrong with a message,
+  Chat.render tells."""
   return [_read_message(m, f"message {n}", as_text) if isinstance(m, dict) and m.get("role") == "assistant" else m for n, m in enumerate(messages)]
 
 def _read_message(message:dict[str, Any], where:str, as_text:bool) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The application: its routes, and what holds for every request: a key, an id, limits, an error's form, a line in the log."""
 from __future__ import annotations
-import asyncio, contextlib, hmac, logging, re, secrets, time, traceback
+import asyncio, contextlib, hmac, logging, re, secrets, stat, time, traceback
 from pathlib import Path
 from typing import Any, AsyncIterator, Awaitable, Callable, NamedTuple
 import msgspec
@@ -136,7 +136,8 @@ class Page(StaticFiles):
     return response
   def has(self, path:str) -> bool:
     """Whether there is a file for this path of a URL"""
-    return self.lookup_path((path.lstrip("/") or "index.html"))[1] is not None
+    found = self.lookup_path(path.removeprefix("/") or "index.html")[1]
+    return found is not None and stat.S_ISREG(found.st_mode)
 
 class Front:
   """What stands before the routes. Every answer gets an id; errors get their route's form; the log gets a line."""

@@ -17,6 +17,7 @@ from tinygrad.apps.reasoning import CLOSE
 from tinygrad.apps.serve import wire
 from tinygrad.apps.serve.settings import Settings
 from tinygrad.apps.serve.text import Voice
+from tinygrad.apps.tool_calls import call_grammar, tools_in_history
 
 log = logging.getLogger("tinygrad.serve")
 Request = TypeVar("Request", bound=msgspec.Struct)
@@ -248,9 +249,9 @@ class DetokenizeRequest(msgspec.Struct):
 
 @dataclass
 class Conversation:
-  """What a chat template is given. messages: as templates read them. tools: those that may be called. choice: auto, required, or the name of the tool
-  to call after `=`. parallel: whether several may be called at once. variables: of the template. continued: whether the answer goes on with the
-  last message."""
+  """What a chat template is given. messages: as templates read them, but that the arguments of calls may be JSON texts. tools: those that may be
+  called. choice: auto, required, or the name of the tool to call after `=`. parallel: whether several may be called at once. variables: of the
+  template. continued: whether the answer goes on with the last message."""
   messages: list[dict[str, Any]]
   tools: list[Tool] = field(default_factory=list)
   choice: str = "auto"
@@ -273,21 +274,8 @@ def text_of(content:str|list[Part]|None, where:str) -> str:
     out.append(text)
   return "".join(out)
 
-def arguments_of(arguments:str|dict[str, Any]|None, where:str) -> dict[str, Any]:
-  """A call's arguments as templates read them. Raises ApiError for a text that is no JSON object."""
-  if isinstance(arguments, dict): return arguments
-  if not (arguments or "").strip(): return {}
-  try: value = msgspec.json.decode(arguments or "")
-  except (msgspec.DecodeError, RecursionError): wrong(where, "the JSON of an object", arguments)
-  if not isinstance(value, dict): wrong(where, "the JSON of an object", arguments)
-  return value
-
-def template_call(call:ToolCall, where:str) -> dict[str, Any]:
-  arguments = arguments_of(call.function.arguments, f"{where}.function.arguments")
-  return {"type": "function", **({"id": call.id} if call.id else {}), "function": {"name": call.function.name, "arguments": arguments}}
-
 def template_messages(messages:list[Message]) -> list[dict[str, Any]]:
-  """As templates read them. Raises ApiError."""
+  """As templates read them, but for the arguments of calls. Raises ApiError."""
   if not messages: raise ApiError(400, "messages: expected at least one, found none", "messages")
   out = []
   for n, m in enumerate(messages):
@@ -295,7 +283,9 @@ def template_messages(messages:list[Message]) -> list[dict[str, Any]]:
     message: dict[str, Any] = {"role": "system" if m.role == "developer" else m.role, "content": text_of(m.content, f"{where}.content")}
     if (thought := m.reasoning_content or m.reasoning) and m.role == "assistant": message["reasoning_content"] = thought
     if m.tool_calls and m.role == "assistant":
-      message["tool_calls"] = [template_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(m.tool_calls)]
+      message["tool_calls"] = [{"type": "function", "function": {"name": c.function.name, "arguments": c.function.arguments}} for c in m.tool_calls]
+      for call, c in zip(message["tool_calls"], m.tool_calls):
+        if c.id: call["id"] = c.id
     if m.tool_call_id is not None and m.role == "tool": message["tool_call_id"] = m.tool_call_id
     if m.name is not None: message["name"] = m.name
     out.append(message)
@@ -343,10 +333,11 @@ def prompt_of(c:Conversation, voice:Voice) -> list[int]:
   if voice.chat is None: raise ApiError(400, f"the model has no chat template: {voice.chat_error}", "messages")
   if c.tools and voice.family.form is None: raise ApiError(400, "tools: the model's chat template knows none", "tools", "unsupported_parameter")
   variables = c.variables | ({"tools": [msgspec.to_builtins(tool) for tool in c.tools]} if c.tools else {})
-  last = c.messages[-1]
   try:
-    if not c.continued: return voice.chat.render(c.messages, add_generation_prompt=c.generation_prompt, **variables)
-    return voice.go_on(voice.chat.render(c.messages[:-1], **variables), last["content"], last.get("reasoning_content", ""))
+    messages = tools_in_history(c.messages, voice.family.as_text)
+    if not c.continued: return voice.chat.render(messages, add_generation_prompt=c.generation_prompt, **variables)
+    last = messages.pop()
+    return voice.go_on(voice.chat.render(messages, **variables), last["content"], last.get("reasoning_content", ""))
   except (MessageError, GGUFError) as e:
     # GGUFError: the template fails on these messages, as one that knows no tools may
     raise ApiError(400, f"messages: {e}", "messages") from None
@@ -439,7 +430,7 @@ def job_of(r:Generation, prompts:list[list[int]], voice:Voice, settings:Settings
   for token in r.stop_token_ids or ():
     if not 0 <= token < voice.tokenizer.n_vocab: wrong("stop_token_ids", f"tokens from 0 to {voice.tokenizer.n_vocab - 1}", token)
   stop_ids = (frozenset() if r.ignore_eos else voice.tokenizer.stop_ids) | frozenset(r.stop_token_ids or ())
-  return Job(prompts, sampling_of(r, voice), n, stops_of(r), stop_ids, limit_of(r, settings), grammar=grammar_of(r, prompts, voice), **rest)
+  return Job(prompts, sampling_of(r, voice), n, stops_of(r), stop_ids, limit_of(r, settings), **rest)
 
 def chat_job(r:ChatRequest, voice:Voice, settings:Settings, capacity:int) -> Job:
   """Raises ApiError"""
@@ -455,8 +446,10 @@ def talk_job(r:Generation, c:Conversation, voice:Voice, settings:Settings, capac
   if least >= capacity: too_long(least, capacity, "messages", "at least ")
   ids = prompt_of(c, voice)
   check_context(ids, capacity, "messages")
+  grammar, calls = grammar_source(r), call_source(c, ids, voice)
+  if grammar and c.tools: raise ApiError(400, f"{grammar[0]}: not supported beside tools that may be called", grammar[0], "unsupported_parameter")
   tools = {tool.function.name: tool.function.parameters or {} for tool in c.tools}
-  return job_of(r, [ids], voice, settings, logprobs=logprobs, tools=tools, parallel=c.parallel)
+  return job_of(r, [ids], voice, settings, logprobs=logprobs, grammar=grammar_of(calls or grammar, [ids], voice), tools=tools, parallel=c.parallel)
 
 def completion_job(r:CompletionRequest, voice:Voice, settings:Settings, capacity:int) -> Job:
   """Raises ApiError"""
@@ -478,7 +471,8 @@ def completion_job(r:CompletionRequest, voice:Voice, settings:Settings, capacity
     prompts.append(ids)
   if not prompts: raise ApiError(400, "prompt: expected one at least, found none", "prompt")
   if r.echo and r.logprobs is not None: raise ApiError(400, "echo: not supported beside logprobs", "echo", "unsupported_parameter")
-  return job_of(r, prompts, voice, settings, logprobs=in_range("logprobs", r.logprobs, 0, MAX_TOP), chat=False)
+  grammar = grammar_of(grammar_source(r), prompts, voice)
+  return job_of(r, prompts, voice, settings, logprobs=in_range("logprobs", r.logprobs, 0, MAX_TOP), grammar=grammar, chat=False)
 
 # ---- grammars ----
 
@@ -499,9 +493,18 @@ def grammar_source(r:Generation) -> tuple[str, str, str]|None:
 
 def encoded_text(text:str) -> str: return str(msgspec.json.encode(text), "utf-8")
 
-def grammar_of(r:Generation, prompts:list[list[int]], voice:Voice) -> wire.Grammar|None:
-  """Checked, as far as it can be without a model. Raises ApiError."""
-  if (given := grammar_source(r)) is None: return None
+def call_source(c:Conversation, ids:list[int], voice:Voice) -> tuple[str, str, str]|None:
+  """As grammar_source, of an answer that has to be a call, or whose calls have to hold to the letter. Raises ApiError."""
+  strict = {tool.function.name for tool in c.tools if tool.function.strict}
+  if not c.tools or c.choice == "auto" and not strict: return None
+  name = "tools" if c.choice == "auto" else "tool_choice"
+  tools = {tool.function.name: tool.function.parameters or {} for tool in c.tools}
+  try: return (name, *call_grammar(voice.family, tools, c.choice, c.parallel, strict, voice.may_think(ids)))
+  except ValueError as e: raise ApiError(400, f"tools: {e}", "tools", "invalid_grammar") from None
+
+def grammar_of(given:tuple[str, str, str]|None, prompts:list[list[int]], voice:Voice) -> wire.Grammar|None:
+  """given: as grammar_source has it. Checked, as far as it can be without a model. Raises ApiError."""
+  if given is None: return None
   name, kind, source = given
   if len(source) > MAX_GRAMMAR: wrong(name, f"at most {MAX_GRAMMAR} characters", len(source))
   source = checked(name, kind, source)
@@ -515,7 +518,7 @@ def grammar_of(r:Generation, prompts:list[list[int]], voice:Voice) -> wire.Gramm
 def checked(name:str, kind:str, source:str) -> str:
   """The grammar's text, in llguidance's own form. Raises ApiError for one that does not compile, and where llguidance is missing."""
   try:
-    if kind == "lark": source = as_lark(source)
+    if name in ("grammar", "guided_grammar"): source = as_lark(source)
     check(kind, source)
   except GrammarError as e:
     code = "unsupported_parameter" if find_spec("llguidance") is None else "invalid_grammar"

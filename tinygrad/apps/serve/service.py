@@ -93,17 +93,16 @@ class Service:
     """(a request's struct, what is built of it in a thread). queued: whether it is for the engine. Raises ApiError, Gone."""
     if queued: self.check_room()
     body = await self.body(request)
-    self.reading += 1
+    def work() -> tuple[Struct, Built]:
+      struct = decode(body, kind)
+      return struct, build(struct)
     try:
       if queued: self.check_room()
       if self.settings.log_prompts: log.info(line_of({"id": request.scope.get("request_id"), "request": body.decode(errors="replace")}))
-      def work() -> tuple[Struct, Built]:
-        struct = decode(body, kind)
-        return struct, build(struct)
-      return await asyncio.get_running_loop().run_in_executor(self.big if len(body) > BIG else self.small, work)
-    finally:
-      self.reading -= 1
-      self.held -= len(body)
+      self.reading += 1
+      try: return await asyncio.get_running_loop().run_in_executor(self.big if len(body) > BIG else self.small, work)
+      finally: self.reading -= 1
+    finally: self.held -= len(body)
 
   def start(self, job:Job) -> list[Reply]:
     """Hands a job to the engine. Raises ApiError."""

@@ -35,6 +35,11 @@ class Voice:
     """Whether an answer to this prompt begins inside reasoning"""
     return Reasoning(self.tokenizer, ids).kind == REASONING
 
+  def may_think(self, ids:list[int]) -> bool:
+    """Whether the model may open reasoning itself, behind this prompt"""
+    tokenizer, known = self.tokenizer, OPEN in self.tokenizer.special_tokens or OPEN in self.template
+    return known and not self.thinks(ids) and not tokenizer.decode(ids[-len(CLOSE) - 8:]).rstrip().endswith(CLOSE)
+
   def go_on(self, prompt:list[int], content:str, thought:str="") -> list[int]:
     """The prompt, and behind it an answer that has begun. Markup in it stays markup, and names of control tokens are text, as in any answer."""
     inside = self.thinks(prompt)
