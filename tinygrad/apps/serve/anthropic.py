@@ -14,7 +14,7 @@ from tinygrad.apps.serve.openai import json_response
 from tinygrad.apps.serve.requests import (ApiError, ChatRequest, Function, FunctionCall, FunctionName, Job, JsonSchema, Message, Part, ResponseFormat,
                                           Thinking, Tool, ToolCall, ToolChoice, chat_job, conversation, naming, prompt_of, text_of, wrong)
 from tinygrad.apps.serve.service import Blocks, EventStream, Service, sse
-from tinygrad.apps.tool_calls import CallBegins, Json, decode
+from tinygrad.apps.tool_calls import CallBegins, decode
 
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", ".function.name": ".name"}
 # of a system block that Claude Code puts first and changes with each request: with it no prefix would ever be found in the cache
@@ -176,21 +176,18 @@ class MessageForm(Blocks):
       block["thinking"], block["signature"] = ("", packed(text)) if self.omitted else (text, SIGNATURE)
       signed = self.delta("signature_delta", signature=block["signature"])
     elif self.kind == ANSWER: block["text"] = text
-    else:
-      arguments = Json()   # a call that was cut off has no whole ones
-      block["input"] = decode(arguments.push(text) + arguments.close())
+    else: block["input"] = decode(text) if whole else {}
     return signed + self.event("content_block_stop", index=len(self.content) - 1)
 
   def events(self, reply:Reply, events:list[Any]) -> bytes:
     out = self.write(events)
     if reply.finish is None: return out
-    return out + self.close() + self.event("message_delta", delta=ending(reply), usage=usage_of(reply.usage))
+    return out + self.close(reply.finish != "length") + self.event("message_delta", delta=ending(reply), usage=usage_of(reply.usage))
   def end(self, replies:list[Reply]) -> bytes: return self.event("message_stop")
   def error(self, e:ApiError) -> bytes: return sse(e.anthropic(), "error")
 
   def whole(self, w:Whole) -> dict[str, Any]:
-    self.write(w.events)
-    self.close()
+    self.events(w.reply, w.events)
     return {**self.head, "content": self.content, **ending(w.reply), "usage": usage_of(w.reply.usage)}
 
 async def messages(request:Request) -> ASGIApp:

@@ -9,9 +9,9 @@ from tinygrad.apps.reasoning import REASONING
 from tinygrad.apps.serve.answer import Reply, Usage, Whole, kept, packed
 from tinygrad.apps.serve.openai import json_response
 from tinygrad.apps.serve.requests import (ApiError, ChatRequest, Function, FunctionCall, FunctionName, Job, JsonSchema, Message, Part, ResponseFormat,
-                                          Tool, ToolCall, ToolChoice, arguments_of, chat_job, naming, text_of, wrong)
+                                          Tool, ToolCall, ToolChoice, chat_job, naming, text_of, wrong)
 from tinygrad.apps.serve.service import CALL, KEEP_ALIVE, Blocks, EventStream, Service, sse
-from tinygrad.apps.tool_calls import CallBegins
+from tinygrad.apps.tool_calls import CallBegins, decode
 
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format.json_schema": "text.format", "response_format": "text.format",
          ".function.name": ".name"}
@@ -94,6 +94,12 @@ def thought_of(item:Item) -> str:
   """The text of a reasoning: ours in whichever form it comes back, or the summary of another's"""
   if isinstance(item.content, str): return item.content
   return "".join(part.text or "" for part in item.content or ()) or kept(item.encrypted_content) or "".join(p.text or "" for p in item.summary or ())
+
+def arguments_of(text:str|None, where:str) -> dict[str, Any]:
+  try: arguments = decode(text) if text and text.strip() else {}
+  except ValueError: arguments = None
+  if not isinstance(arguments, dict): wrong(where, "the JSON of an object", text)
+  return arguments
 
 def add_item(messages:list[Message], item:Item, where:str) -> None:
   """Reasoning, text and calls that follow each other are one message. Raises ApiError."""
@@ -219,7 +225,7 @@ class ItemForm(Blocks):
     return self.event("created", response=self.response("in_progress")) + self.event("in_progress", response=self.response("in_progress"))
   def events(self, reply:Reply, events:list[Any]) -> bytes:
     out = self.write(events)
-    return out if reply.finish is None else out + self.close(whole=reply.finish != "length")
+    return out if reply.finish is None else out + self.close(reply.finish != "length")
   def end(self, replies:list[Reply]) -> bytes:
     status = ended(replies[0])
     return self.event(status, response=self.response(status, replies[0].usage))
