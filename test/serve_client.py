@@ -57,7 +57,7 @@ class ScriptedLink(Link):
     says = next((says for text, says in self.script.items() if text in last), Says("hello"))
     while says.silent is not None and not says.silent.is_set(): await asyncio.sleep(.001)
     tokens = self.voice.tokenizer.encode(says.text, special=True)
-    left = order.limit if order.limit is not None else self.ready.capacity - len(order.ids)
+    left = min(self.ready.capacity - len(order.ids), order.limit or self.ready.capacity)
     if not says.endless and not says.error: tokens.append(END)
     sent = 0
     while True:

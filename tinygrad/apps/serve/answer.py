@@ -4,7 +4,7 @@ why it ended, what it cost and how long it took.
 A Reply is read by `events`, which gives what has come since the last time. Text comes in whole characters. What may be the beginning of a stop text
 waits for more."""
 from __future__ import annotations
-import secrets, time
+import base64, secrets, time
 from dataclasses import dataclass, field
 from typing import Iterable, NamedTuple
 from tinygrad.apps.models import Until
@@ -60,9 +60,10 @@ class Reply:
     self.parser = Parser(voice.tokenizer, voice.family, job.tools, ids) if job.chat else PlainText(voice.tokenizer)
     self.until = Until(job.stops)
     self.tokens, self.thought, self.unsaid = 0, 0, 0       # tokens; those of reasoning; those of which nothing was said yet
-    self.length, self.pending = 0, list[TokenLogprob]()          # characters of the answer; tokens whose text waits
+    self.length, self.pending = 0, list[TokenLogprob]()    # characters of the answer; tokens whose text waits
     self.chosen: list[TokenLogprob] = []
     self.calls: list[Call] = []
+    self.calling = False                                   # whether the last of them has not ended
     self.cut = self.gone = False                           # ended by us; because nobody listens
     self.finish: str|None = None
     self.failure: ApiError|Gone|None = None                # what is raised once all that came was given
@@ -105,6 +106,7 @@ class Reply:
           piece = piece._replace(id=piece.id or f"call_{secrets.token_hex(12)}")
           self.calls.append(Call(piece.id or "", piece.name))
         elif isinstance(piece, CallArguments): self.calls[-1].arguments += piece.text
+        if isinstance(piece, (CallBegins, CallEnds)): self.calling = isinstance(piece, CallBegins)
         self._add(piece, events)
         if isinstance(piece, CallEnds) and not self.job.parallel: self._cut()
       if self.cut: return
@@ -144,7 +146,10 @@ class Reply:
     if news.times is not None: self.times = news.times
     self.cached = news.cached
     if not self.cut:
-      self._say(self.parser.flush(), events, last=True)
+      rest = self.parser.flush()
+      # a call that did not end by itself is not mended: nobody shall take it for whole, and run it
+      if self.calling and news.end != "stop": rest = [event for event in rest if isinstance(event, Piece)]
+      self._say(rest, events, last=True)
       self.chosen += self.pending
     if self.gone: self.failure = Gone()
     elif news.end == "error" and not self.cut: self.failure = ApiError(500, news.why or "the engine failed")
@@ -173,11 +178,24 @@ class Whole:
   text: str = ""
   reasoning: str = ""
   chosen: list[TokenLogprob] = field(default_factory=list)
+  events: list[Event] = field(default_factory=list)
 
   def add(self, events:list[Event]) -> None:
     """What the reply gave last"""
+    self.events += events
     for event in events:
       if not isinstance(event, Piece): continue
       if event.kind == REASONING: self.reasoning += event.text
       else: self.text += event.text
     self.chosen += self.reply.chosen
+
+# ---- reasoning that a client keeps for us, and need not read ----
+
+PACKED = "reasoning."
+
+def packed(text:str) -> str: return PACKED + base64.b64encode(text.encode()).decode()
+def kept(text:str|None) -> str:
+  """The reasoning in what a client sends back; nothing where another server wrote it"""
+  if text is None or not text.startswith(PACKED): return ""
+  try: return base64.b64decode(text[len(PACKED):], validate=True).decode(errors="replace")
+  except ValueError: return ""

@@ -14,13 +14,15 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from tinygrad.apps.serve import openai
+from tinygrad.apps.serve import anthropic, openai, responses
 from tinygrad.apps.serve.answer import Gone
+from tinygrad.apps.serve.anthropic import CountRequest, MessagesRequest
 from tinygrad.apps.serve.link import Link
 from tinygrad.apps.serve.openai import json_response
 from tinygrad.apps.serve.openapi import document
 from tinygrad.apps.serve.requests import (ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, conversation, line_of, log,
                                            prompt_of, wrong)
+from tinygrad.apps.serve.responses import ResponsesRequest
 from tinygrad.apps.serve.service import Service
 from tinygrad.apps.serve.settings import Settings
 from tinygrad.apps.serve.text import Voice
@@ -107,6 +109,9 @@ async def openapi(request:Request) -> Response: return json_response(request.app
 ENDPOINTS = [
   Endpoint("POST", "/v1/chat/completions", openai.chat, "An answer to a conversation", ChatRequest),
   Endpoint("POST", "/v1/completions", openai.completions, "A text's continuation", CompletionRequest),
+  Endpoint("POST", "/v1/responses", responses.respond, "An answer to items, in items", ResponsesRequest),
+  Endpoint("POST", "/v1/messages", anthropic.messages, "An answer to a conversation, in Anthropic's form", MessagesRequest),
+  Endpoint("POST", "/v1/messages/count_tokens", anthropic.count_tokens, "The tokens of such a conversation", CountRequest),
   Endpoint("GET", "/v1/models", openai.models, "The model, as a list"),
   Endpoint("GET", "/v1/models/{model:path}", openai.model, "The model"),
   Endpoint("POST", "/tokenize", tokenize, "A text's tokens, or a conversation's", TokenizeRequest),
@@ -149,7 +154,7 @@ class Front:
       nonlocal status
       if message["type"] == "http.response.start":
         status = message["status"]
-        message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
+        message["headers"] = [*message["headers"], (b"x-request-id", number.encode()), (b"request-id", number.encode())]
       await send(message)
     try:
       try:

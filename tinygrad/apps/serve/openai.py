@@ -7,7 +7,7 @@ from starlette.responses import Response
 from tinygrad.apps.reasoning import REASONING, Piece
 from tinygrad.apps.serve.answer import Reply, TokenLogprob, Usage, Whole
 from tinygrad.apps.serve.requests import ApiError, ChatRequest, CompletionRequest, chat_job, completion_job, text_of
-from tinygrad.apps.serve.service import EventStream, Service, encode, sse
+from tinygrad.apps.serve.service import KEEP_ALIVE, EventStream, Service, encode, sse
 from tinygrad.apps.serve.text import Voice
 from tinygrad.apps.tool_calls import CallArguments, CallBegins, Event
 
@@ -42,7 +42,7 @@ def text_logprobs(voice:Voice, chosen:list[TokenLogprob], top:bool) -> dict[str,
 
 class Form:
   """A kind of answer, whole or as a stream (service.Form). what: its `object`; prefix: of its id"""
-  what, prefix = "", ""
+  what, prefix, alive = "", "", KEEP_ALIVE
   def __init__(self, service:Service, r:ChatRequest|CompletionRequest):
     self.voice, self.include_usage = service.voice, bool(r.stream_options and r.stream_options.include_usage)
     self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "object": self.what, "created": int(time.time()), "model": service.voice.name}

@@ -4,9 +4,10 @@ null is as good as a missing field. A field that asks for what there is not, or 
 are ignored, and said once each. Strings become tokens here, so all of this runs in a thread (service.py)."""
 from __future__ import annotations
 import dataclasses, functools, logging, re, secrets
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Iterator, Literal, NoReturn, TypeVar
 import msgspec
 from tinygrad.apps.chat import MessageError
 from tinygrad.apps.engine.constraint import GrammarError, check
@@ -53,6 +54,17 @@ class ApiError(Exception):
 def wrong(param:str, expected:str, found:object) -> NoReturn:
   """Raises the error of a field's value"""
   raise ApiError(400, f"{param}: expected {expected}, found {shown(found)}", param)
+@contextmanager
+def naming(names:dict[str, str]) -> Iterator[None]:
+  """Errors name fields as the client has them. names: beginnings of our names, or parts that begin with a dot, and the client's for them"""
+  try: yield
+  except ApiError as e:
+    ours = e.param or ""
+    part = next((part for part in names if ours.startswith(part) or part[0] == "." and part in ours), "")
+    if part:
+      e.param = ours.replace(part, names[part])
+      if e.message.startswith(ours): e.message = e.param + e.message[len(ours):]
+    raise
 def shown(value:object) -> str:
   """A value, as an error shows it"""
   text = value if isinstance(value, str) and value.isidentifier() else repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
@@ -60,7 +72,7 @@ def shown(value:object) -> str:
 
 # ---- reading ----
 
-# fields that ask for what there is not, and the values by which they ask for nothing
+# fields that ask for what there is not, and the values by which they ask for nothing; a struct may have more of them
 LACKING: dict[str, tuple[Any, ...]] = {
   "best_of": (1,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"), "audio": (), "modalities": (["text"],),
   "web_search_options": (), "chat_template": (), "prompt_logprobs": (0,), "use_beam_search": (False,), "length_penalty": (1,), "bad_words": ([],),
@@ -70,7 +82,8 @@ LACKING: dict[str, tuple[Any, ...]] = {
   "return_tokens": (False,), "logits_processors": ([],)}
 # fields that a server may do without
 HINTS = frozenset("user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention cache_prompt id_slot prediction "
-                  "verbosity request_id priority skip_special_tokens spaces_between_special_tokens".split())
+                  "verbosity request_id priority skip_special_tokens spaces_between_special_tokens "
+                  "client_metadata max_tool_calls prompt_cache_options cache_control context_management diagnostics inference_geo speed".split())
 _warned: set[str] = set()
 decoder = functools.cache(msgspec.json.Decoder)
 _AT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.S)
@@ -105,11 +118,12 @@ def decode(body:bytes, kind:type[Request]) -> Request:
 
 def check_unknown(raw:dict[str, msgspec.Raw], kind:type[msgspec.Struct]) -> None:
   """Raises ApiError for a field of LACKING; says once what else is not known"""
+  lacking = LACKING | getattr(kind, "LACKING", {})
   for name in raw.keys() - kind.__struct_encode_fields__:
-    if name in LACKING:
+    if name in lacking:
       value = msgspec.json.decode(raw[name])
-      if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in LACKING[name]): continue
-      allowed = " or ".join(str(msgspec.json.encode(v), "utf-8") for v in LACKING[name])
+      if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in lacking[name]): continue
+      allowed = " or ".join(str(msgspec.json.encode(v), "utf-8") for v in lacking[name])
       raise ApiError(400, f"{name}: not supported{f' but as {allowed}' if allowed else ''}", name, "unsupported_parameter")
     if name not in HINTS and name not in _warned and len(_warned) < 1000:
       _warned.add(name)

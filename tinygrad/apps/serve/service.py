@@ -7,17 +7,20 @@ from typing import Any, Callable, Protocol, TypeVar
 import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
+from tinygrad.apps.reasoning import Piece
 from tinygrad.apps.serve.answer import Gone, Reply, Usage, Whole
 from tinygrad.apps.serve.link import Link, Unavailable
 from tinygrad.apps.serve.metrics import Metrics
 from tinygrad.apps.serve.requests import ApiError, Job, decode, line_of, log
 from tinygrad.apps.serve.settings import Settings
 from tinygrad.apps.serve.text import Voice
-from tinygrad.apps.tool_calls import Event
+from tinygrad.apps.tool_calls import CallArguments, CallBegins, CallEnds, Event
 
 BIG = 1 << 18            # bytes of a body that is read in a thread of its own kind, so that small ones need not wait for it
 READ_SECONDS = 30.0      # that a client may take from piece to piece of its body
 QUEUE_TOKENS = 4         # of the caches' sizes: the tokens that may wait where the settings do not say
+KEEP_ALIVE = b": keep-alive\n\n"   # a comment, which clients drop
+CALL = "call"            # a block's kind, beside those of pieces
 BODIES = 8               # bodies of the largest size that are held at once, as bytes
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
@@ -161,12 +164,44 @@ async def all_of(work:list[Any]) -> list[Any]:
   return [task.result() for task in tasks]
 
 class Form(Protocol):
-  """How a kind of endpoint writes a stream: bytes of server-sent events, which may be none"""
+  """How a kind of endpoint writes a stream: bytes of server-sent events, which may be none. alive: those that only say that the server is there"""
+  alive: bytes
   def begin(self, replies:list[Reply]) -> bytes: ...
   def events(self, reply:Reply, events:list[Event]) -> bytes:
     """What came, and with reply.finish that it ended"""
   def end(self, replies:list[Reply]) -> bytes: ...
   def error(self, e:ApiError) -> bytes: ...
+
+class Blocks:
+  """An answer as blocks, one after another, each of reasoning, of text, or a call: what the forms of such answers share. kind: of the block that is
+  open, if one is; texts: its pieces."""
+  def __init__(self) -> None: self.kind, self.texts = "", list[str]()
+
+  def opened(self, kind:str, call:CallBegins|None) -> bytes: raise NotImplementedError
+  def added(self, text:str) -> bytes: raise NotImplementedError
+  def closed(self, text:str, whole:bool) -> bytes:
+    """text: all of it; whole: whether nothing is missing at its end"""
+    raise NotImplementedError
+
+  def write(self, events:list[Event]) -> bytes:
+    out = []
+    for event in events:
+      call = event if isinstance(event, CallBegins) else None
+      if call or isinstance(event, Piece) and event.kind != self.kind:
+        out.append(self.close())
+        self.kind = CALL if call else event.kind
+        out.append(self.opened(self.kind, call))
+      if isinstance(event, (Piece, CallArguments)):
+        self.texts.append(event.text)
+        out.append(self.added(event.text))
+      elif isinstance(event, CallEnds): out.append(self.close())
+    return b"".join(out)
+
+  def close(self, whole:bool=True) -> bytes:
+    if not self.kind: return b""
+    out = self.closed("".join(self.texts), whole)
+    self.kind, self.texts = "", []
+    return out
 
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
@@ -211,7 +246,7 @@ class EventStream:
         async with asyncio.timeout(max(self.sent + seconds - time.monotonic(), .01) if self.sent else seconds): message = await receive()
       except TimeoutError:
         if self.sending: self.sent = time.monotonic()
-        elif time.monotonic() - self.sent >= seconds: await self._write(b": keep-alive\n\n")
+        elif time.monotonic() - self.sent >= seconds: await self._write(self.form.alive)
       else:
         if message["type"] != "http.disconnect": continue
         for reply in self.replies: reply.abort()
