@@ -144,7 +144,7 @@ async function answer(chat, parent) {
 }
 
 function failed(chat, node, error) {
-  node.error = error.message + (error.retryAfter ? ` (free in about ${error.retryAfter} s)` : "");
+  node.error = error.message + (error.retryAfter ? ` (the server says: again in ${error.retryAfter} s)` : "");
   if (error.status === 0) watch();
   if (error.status === 401) keyRefused(error).then(given => { if (given && current === chat) answer(chat, node.parent); });
 }

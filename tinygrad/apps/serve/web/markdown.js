@@ -62,7 +62,7 @@ const escaped = text => text.replace(/[&<>"]/g, c => ({"&": "&amp;", "<": "&lt;"
 // no image is loaded: what it would load is shown as a link
 const linkToImage = ({href, text}) => `<a href="${escaped(href)}">${escaped(text || "image")}</a>`;
 
-const checkbox = ({checked}) => (checked ? "☑ " : "☐ ");
+const checkbox = ({checked}) => `<span class="task">${checked ? "☑" : "☐"}</span>`;
 
 const SAFE = {
   USE_PROFILES: {html: true},
@@ -78,7 +78,7 @@ function tame(element) {
     element.setAttribute("rel", "noopener noreferrer");
   }
   if (!element.className || element.tagName === "SPAN" && /^hljs-/.test(element.className)) return;
-  element.className = [...element.classList].filter(name => /^(language-[\w+#.-]+|math|display)$/.test(name)).join(" ");
+  element.className = [...element.classList].filter(name => /^(language-[\w+#.-]+|math|display|task)$/.test(name)).join(" ");
 }
 
 function drawCode(pre, colour) {

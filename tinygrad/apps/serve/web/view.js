@@ -48,7 +48,7 @@ export class Message {
     this.reasoning.hidden = !node.reasoning;
     const thinking = running && !answering;
     this.reasoning.classList.toggle("thinking", thinking);
-    this.reasoningTitle.textContent = thinking ? "Thinking" : `Thought for ${seconds(node.thought ?? 0)}`;
+    this.reasoningTitle.textContent = thinking ? "Thinking" : node.thought >= 1 ? `Thought for ${seconds(node.thought)}` : "Thought for a moment";
     if (!this.touched) this.reasoning.open = thinking;   // it folds when the answer begins, unless the reader chose
     if (node.reasoning) this.proses[0].update(node.reasoning, !thinking);
     this.proses[1].update(node.content, !running);
@@ -91,8 +91,7 @@ export class Message {
       iconButton("right", "Next version", to(1), {disabled: at === versions.length - 1})) : null;
     if (node.role === "tool") return [branches ?? ""];
     return [branches ?? "",
-      copyButton(() => node.content),
-      iconButton("pencil", "Edit", () => this.#edit()),
+      ...(node.content ? [copyButton(() => node.content), iconButton("pencil", "Edit", () => this.#edit())] : []),
       node.role === "assistant" ? iconButton("again", "Another answer", () => this.actions.regenerate(node)) : "",
       node.stats ? h("span", {class: "stats", title: this.#details()}, this.#stats()) : ""];
   }
@@ -109,7 +108,7 @@ export class Message {
   }
 
   #edit() {
-    const {node} = this, area = h("textarea", {value: node.content, "aria-label": "Edited text"});
+    const {node} = this, area = h("textarea", {value: node.content, rows: 1, "aria-label": "Edited text"});
     const leave = () => {
       this.editing = false;
       form.replaceWith(this.body);
