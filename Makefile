@@ -1,7 +1,7 @@
 # make run     a prompt's answer and a decode benchmark on the built-in model
 # make test    the tests
 # make setup   only what both need: .venv with the pins of pyproject.toml, a C compiler; quick when nothing is to be done
-# make clean   removes .venv and caches
+# make clean   removes .venv, caches and what the web chat fetched
 # PYTHON=… names the Python that .venv is made from; ARGS=… goes to pytest
 
 unexport CC  # tinygrad's CPU device takes its compiler from CC, and only clang will do
@@ -21,5 +21,5 @@ setup:
 	@sh extra/setup.sh
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache
+	rm -rf .venv .pytest_cache .ruff_cache tinygrad/apps/serve/web/vendor
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -25,7 +25,8 @@ def calls(index: int, name: str = "", arguments: str = "") -> dict:
 
 @dataclass
 class Script:
-  """What the server does next. answers: one a request: a list of texts, deltas, CUT, WAIT, seconds to wait, or a response with its status."""
+  """What the server does next. answers: one a request: a list of texts, deltas, errors, CUT, WAIT and
+  seconds to wait, or a response with its status."""
   answers: list[list | Response] = field(default_factory=list)
   key: str = ""
   health: int = 200
@@ -50,16 +51,18 @@ async def stream(script: Script, answer: list) -> AsyncIterator[str]:
   def chunk(**more: Any) -> str: return "data: " + json.dumps({"object": "chat.completion.chunk", **more}) + "\n\n"
   yield chunk(choices=[{"index": 0, "delta": {"role": "assistant"}}])
   yield ": a comment that keeps the connection alive\n\n"
+  left = script.left   # a later test has another
   try:
     for piece in answer:
       if piece is CUT: raise ConnectionError("scripted")
       if piece is WAIT: await asyncio.sleep(60)
       elif isinstance(piece, float): await asyncio.sleep(piece)
+      elif isinstance(piece, Exception): yield chunk(error={"message": str(piece), "type": "server_error"})
       else:
         yield chunk(choices=[{"index": 0, "delta": {"content": piece} if isinstance(piece, str) else piece}])
         await asyncio.sleep(0)
   except asyncio.CancelledError:
-    script.left.set()
+    left.set()
     raise
   yield chunk(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
   yield chunk(choices=[], usage={"prompt_tokens": 1200, "completion_tokens": 250, "total_tokens": 1450, "prompt_tokens_details": {"cached_tokens": 1024}},

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 from scripted_server import CUT, WAIT, WEB, Script, calls, reasons, refusal, serving
 
-CHROMIUM = shutil.which("chromium")
+CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 if CHROMIUM is None or not (WEB / "vendor/node_modules").is_dir():
   missing = "chromium; type: sudo apt-get install chromium" if CHROMIUM is None else "libraries for the page; type: make setup"
   warnings.warn(f"the web chat is not tested: no {missing}")
@@ -24,12 +24,18 @@ def browser() -> Iterator[Browser]:
     yield browser
     browser.close()
 
-@pytest.fixture
-def script() -> Script: return Script()
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[Script, str]]:
+  script = Script()
+  with serving(script) as port: yield script, f"http://127.0.0.1:{port}/"
 
 @pytest.fixture
-def url(script: Script) -> Iterator[str]:
-  with serving(script) as port: yield f"http://127.0.0.1:{port}/"
+def url(served: tuple[Script, str]) -> str: return served[1]
+
+@pytest.fixture
+def script(served: tuple[Script, str]) -> Script:
+  vars(served[0]).update(vars(Script()))
+  return served[0]
 
 class Watched:
   """A page whose requests and console are kept"""
@@ -193,11 +199,13 @@ def test_tools(page: Page, script: Script):
 
 # ---- what a model may write ----
 
-ATTACKS = """<script>alert(1)</script><img src=x onerror=alert(2)><img src="https://evil.test/a.png"> ![b](https://evil.test/b.png)
-<svg onload=alert(3)><a href="javascript:alert(4)">one</a> [two](javascript:alert(5)) [three](https://evil.test/c) <iframe src="https://evil.test/d"></iframe>
+ATTACKS = """<script>alert(1)</script><img src=x onerror=alert(2)><img src="https://evil.test/a.png"> 
+<svg onload=alert(3)><iframe src="https://evil.test/d"></iframe>
 <style>@import "https://evil.test/e.css"; body { display: none }</style><div style="position:fixed;inset:0">over</div><form action="https://evil.test"><input name=x></form>
 <math><mtext><table><mglyph><style><!--</style><img title="--&gt;&lt;img src=x onerror=alert(6)&gt;"><p id="prompt" class="banner" name="body">clobbered</p>
 <link rel=stylesheet href="https://evil.test/f.css"><base href="https://evil.test/"><video poster="https://evil.test/g.png"></video>
+
+<a href="javascript:alert(4)">one</a> [two](javascript:alert(5)) [three](https://evil.test/c) ![b](https://evil.test/b.png)
 
 $\\href{javascript:alert(7)}{x} \\includegraphics{https://evil.test/h.png} \\htmlStyle{position:fixed}{y}$
 
@@ -206,22 +214,20 @@ $\\href{javascript:alert(7)}{x} \\includegraphics{https://evil.test/h.png} \\htm
 ```
 """
 
-@pytest.mark.parametrize("where", ["answer", "reasoning", "name", "arguments", "error", "title"])
-def test_attacks_do_nothing(page: Page, script: Script, where: str):
+def test_attacks_do_nothing(page: Page, script: Script):
   """The fixture sees to it that no alert was shown, no other host asked and nothing left for the policy to refuse"""
   told = {"answer": [ATTACKS, " end"], "reasoning": [reasons(ATTACKS), "end"], "name": [calls(0, ATTACKS), "end"], "arguments": [calls(0, "f", ATTACKS), "end"],
-          "error": refusal(400, ATTACKS + " end"), "title": ["end"]}
-  script.answers = [told[where]]
-  ask(page, ATTACKS if where == "title" else "Attack")
-  expect(answer(page)).to_contain_text("end")
-  if where == "reasoning": answer(page).locator("summary").click()
-  thread = page.locator("#thread")
-  expect(thread.locator("script, img, iframe, style, form:not(.edit), link, base, video, .prose input, .prose [id], .prose .banner")).to_have_count(0)
-  if where == "answer":
-    expect(thread.locator("div.prose [style*=position]")).to_have_count(0)
-    for link in thread.locator(".prose a[href]").all():
-      assert link.get_attribute("href").startswith("https://evil.test/") and link.get_attribute("rel") == "noopener noreferrer"
-    expect(page.get_by_role("link", name="three")).to_have_attribute("target", "_blank")
+          "error": refusal(400, ATTACKS + " end"), "question": ["end"]}
+  for where, says in told.items():
+    script.answers = [says]
+    ask(page, ATTACKS if where == "question" else "Attack")
+    expect(answer(page)).to_contain_text("end")
+    if where == "reasoning": answer(page).locator("summary").click()
+    expect(page.locator("#thread").locator("script, img, iframe, style, form, link, base, video, .prose input, .prose [id], .prose .banner")).to_have_count(0)
+    if where in ("answer", "reasoning"):
+      links = answer(page).locator(".prose a[href]").evaluate_all("all => all.map(a => [a.href, a.rel, a.target])")
+      assert links == [[f"https://evil.test/{name}", "noopener noreferrer", "_blank"] for name in ("c", "b.png")]
+      assert not answer(page).locator(".prose").last.evaluate("e => [...e.querySelectorAll('[style]')].some(e => e.style.position === 'fixed')")
 
 # ---- edits and branches ----
 
@@ -356,12 +362,12 @@ def test_asks_for_the_key(browser: Browser, url: str, script: Script):
   script.key = "secret"
   with opened(browser, url) as page:
     expect(page.get_by_role("dialog")).to_contain_text("this server asks for an API key")
-    page.get_by_label("API key", exact=True).fill("wrong")
+    page.get_by_role("textbox", name="API key").fill("wrong")
     page.keyboard.press("Enter")
     expect(page.locator("#server")).to_have_text("The server wants an API key.")
     ask(page, "Hello?", wait=False)
     expect(page.get_by_role("dialog")).to_be_visible()
-    page.get_by_label("API key", exact=True).fill("secret")
+    page.get_by_role("textbox", name="API key").fill("secret")
     page.keyboard.press("Enter")
     expect(answer(page)).to_contain_text("An answer.")   # what was asked is asked again
     expect(page.locator("#server")).to_be_hidden()
@@ -389,7 +395,7 @@ def test_says_that_the_server_is_gone_or_loads(browser: Browser, script: Script)
     expect(answer(page)).to_contain_text("An answer.")
 
 def test_errors_in_the_servers_words(page: Page, script: Script):
-  script.answers = [refusal(429, "the queue is full: 64 wait", **{"Retry-After": "3"}), ["Half an ans", CUT], ["Begun", {"error": {"message": "the step raised"}}],
+  script.answers = [refusal(429, "the queue is full: 64 wait", **{"Retry-After": "3"}), ["Half an ans", 0.1, CUT], ["Begun", RuntimeError("the step raised")],
                     refusal(400, "max_tokens: expected at least 1")]
   ask(page, "One")
   expect(answer(page).get_by_role("alert")).to_contain_text("the queue is full: 64 wait (the server says: again in 3 s)")
@@ -435,9 +441,8 @@ def test_looks(browser: Browser, url: str, script: Script, name: str, options: d
     for opener in [None, "Settings"]:
       if opener: button(page, opener).click()
       assert page.evaluate("document.documentElement.scrollWidth <= innerWidth && document.querySelector('#scroll').scrollWidth <= innerWidth"), "scrolls sideways"
-      for part in page.locator("main button:visible, main textarea:visible").all():
-        box = part.bounding_box()
-        assert box is None or (box["x"] >= 0 and box["x"] + box["width"] <= options.get("viewport", {}).get("width", 1280)), part
+      assert page.evaluate("""() => [...document.querySelectorAll("main button, main textarea")].map(e => e.getBoundingClientRect()).filter(
+        box => box.left < 0 || box.right > innerWidth).length""") == 0, "stands outside"
     colours = page.evaluate("""() => [document.body, document.querySelector('.stats'), document.querySelector('.prose')].map(e => getComputedStyle(e).color)""")
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert all(page.evaluate(CONTRAST, [colour, ground]) >= 4.5 for colour in colours)

@@ -192,7 +192,7 @@ async function watch() {
   }
   $("#server").hidden = !line;
   if ($("#server").textContent !== line) $("#server").textContent = line;
-  watching = setTimeout(watch, server.ready ? 15000 : 2000);
+  watching = setTimeout(watch, server.ready ? 15000 : 1000);
 }
 
 // What the server runs and what it samples by

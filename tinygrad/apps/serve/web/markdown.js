@@ -18,7 +18,7 @@ export async function loadLibraries() {
     ]);
     [purify, hljs, katex] = [p.default, hl.default, k.default];
     purify.addHook("afterSanitizeAttributes", tame);
-    marked = new m.Marked({gfm: true, breaks: true, renderer: {image: linkToImage, checkbox}, extensions: [blockMath, inlineMath]});
+    marked = new m.Marked({gfm: true, breaks: true, renderer: {html, image: linkToImage, checkbox}, extensions: [blockMath, inlineMath]});
     document.head.append(h("link", {rel: "stylesheet", href: `${VENDOR}/katex/dist/katex.min.css`}));
     return true;
   } catch (error) {
@@ -58,6 +58,13 @@ function drawMath(element) {
 // ---- markup ----
 
 const escaped = text => text.replace(/[&<>"]/g, c => ({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"})[c]);
+
+// Tags that a model may write, without attributes. Others are shown as the text that they are: what looks like HTML is most often meant to be read.
+const TAGS = /<(?!\/?(?:br|sub|sup|kbd|mark|u|b|i|em|strong)\s*\/?>)/gi;
+const html = ({text, block}) => {
+  const shown = text.replace(/&/g, "&amp;").replace(TAGS, "&lt;");
+  return block ? `<p>${shown.trim().replaceAll("\n", "<br>")}</p>` : shown;
+};
 
 // no image is loaded: what it would load is shown as a link
 const linkToImage = ({href, text}) => `<a href="${escaped(href)}">${escaped(text || "image")}</a>`;

@@ -98,6 +98,7 @@ export function setUpPanel({onSystem, onKey}) {
   $("#tools").value = settings.tools;
   $("#tools").oninput = event => { settings.tools = event.target.value; keepSettings(); checkTools(); };
   $("#change-key").onclick = async () => { if (await askKey("For a server that was started with --api-key.")) { toast("The key is kept."); onKey(); } };
+  $("#cancel-key").onclick = () => $("#key-dialog").close();
   $("#theme").onclick = nextTheme;
   $("#shortcuts dl").append(...SHORTCUTS.flatMap(([keys, what]) => [h("dt", {}, ...keys.split("+").map(key => h("kbd", {}, key))), h("dd", {}, what)]));
   $("#show-shortcuts").onclick = () => $("#shortcuts").showModal();
