@@ -65,8 +65,8 @@ async def stream(script: Script, answer: list) -> AsyncIterator[str]:
     left.set()
     raise
   yield chunk(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
-  yield chunk(choices=[], usage={"prompt_tokens": 1200, "completion_tokens": 250, "total_tokens": 1450, "prompt_tokens_details": {"cached_tokens": 1024}},
-              timings={"predicted_n": 250, "predicted_per_second": 123.45})
+  usage = {"prompt_tokens": 1200, "completion_tokens": 250, "total_tokens": 1450, "prompt_tokens_details": {"cached_tokens": 1024}}
+  yield chunk(choices=[], usage=usage, timings={"predicted_n": 250, "predicted_per_second": 123.45})
   yield "data: [DONE]\n\n"
 
 def app_of(script: Script) -> Starlette:
@@ -78,8 +78,8 @@ def app_of(script: Script) -> Starlette:
   async def health(request: Request) -> Response: return JSONResponse({}) if script.health == 200 else refusal(script.health, script.words)
   async def models(request: Request) -> Response: return JSONResponse({"data": [{"id": "glm-4.7-flash"}]})
   async def props(request: Request) -> Response:
-    return JSONResponse({"chat_template": script.template, "default_generation_settings":
-                         {"n_ctx": 8192, "params": {"temperature": 1.0, "top_p": 0.95, "top_k": -1, "min_p": 0.01, "repeat_penalty": 1.0, "seed": -1}}})
+    params = {"temperature": 1.0, "top_p": 0.95, "top_k": 0, "min_p": 0.01, "repeat_penalty": 1.0, "n_predict": -1}
+    return JSONResponse({"chat_template": script.template, "default_generation_settings": {"n_ctx": 8192, "params": params}})
   async def chat(request: Request) -> Response:
     script.requests.append(await request.json())
     answer = script.answers.pop(0) if script.answers else ["An answer."]

@@ -1,11 +1,11 @@
 """The web chat in Debian's chromium, before a server that says what is scripted (test/scripted_server.py). Whatever a test does, no other host may be
 asked, and the console must stay clean: both are checked when its page is closed."""
-import json, re, shutil, threading, warnings
+import json, re, shutil, warnings
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Iterator
 import pytest
-from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 from scripted_server import CUT, WAIT, WEB, Script, calls, reasons, refusal, serving
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
@@ -14,7 +14,7 @@ if CHROMIUM is None or not (WEB / "vendor/node_modules").is_dir():
   warnings.warn(f"the web chat is not tested: no {missing}")
   pytest.skip(f"no {missing}", allow_module_level=True)
 
-PIXEL_5 = dict(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+PHONE = dict(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
 expect.set_options(timeout=5000)
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,8 @@ def test_numbers(page: Page, script: Script):
   expect(answer(page).locator(".stats")).to_have_text(re.compile(r"^123\.5 tok/s · [\d.]+ s to first token · 250 tokens$"))
   expect(page.locator("#context")).to_have_text("1,450 of 8,192 tokens")
 
-MARKDOWN = ["# Title\n\nA *word*, $e^{i\\pi}", " = -1$, not $5 or $6.\n\n", "\\[\\frac{a}{b}\\]\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n```pyth", "on\ndef f(x):\n  retu"]
+MARKDOWN = ["# Title\n\nA *word*, $e^{i\\pi}", " = -1$, not $5 or $6.\n\n",
+            "\\[\\frac{a}{b}\\]\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n```pyth", "on\ndef f(x):\n  retu"]
 
 def test_markdown(page: Page, script: Script):
   script.answers = [[*MARKDOWN, WAIT]]
@@ -199,10 +200,12 @@ def test_tools(page: Page, script: Script):
 
 # ---- what a model may write ----
 
-ATTACKS = """<script>alert(1)</script><img src=x onerror=alert(2)><img src="https://evil.test/a.png"> 
+ATTACKS = """<script>alert(1)</script><img src=x onerror=alert(2)><img src="https://evil.test/a.png">
 <svg onload=alert(3)><iframe src="https://evil.test/d"></iframe>
-<style>@import "https://evil.test/e.css"; body { display: none }</style><div style="position:fixed;inset:0">over</div><form action="https://evil.test"><input name=x></form>
-<math><mtext><table><mglyph><style><!--</style><img title="--&gt;&lt;img src=x onerror=alert(6)&gt;"><p id="prompt" class="banner" name="body">clobbered</p>
+<style>@import "https://evil.test/e.css"; body { display: none }</style><div style="position:fixed;inset:0">over</div>
+<form action="https://evil.test"><input name=x></form>
+<math><mtext><table><mglyph><style><!--</style><img title="--&gt;&lt;img src=x onerror=alert(6)&gt;">
+<p id="prompt" class="banner" name="body">clobbered</p>
 <link rel=stylesheet href="https://evil.test/f.css"><base href="https://evil.test/"><video poster="https://evil.test/g.png"></video>
 
 <a href="javascript:alert(4)">one</a> [two](javascript:alert(5)) [three](https://evil.test/c) ![b](https://evil.test/b.png)
@@ -216,14 +219,15 @@ $\\href{javascript:alert(7)}{x} \\includegraphics{https://evil.test/h.png} \\htm
 
 def test_attacks_do_nothing(page: Page, script: Script):
   """The fixture sees to it that no alert was shown, no other host asked and nothing left for the policy to refuse"""
-  told = {"answer": [ATTACKS, " end"], "reasoning": [reasons(ATTACKS), "end"], "name": [calls(0, ATTACKS), "end"], "arguments": [calls(0, "f", ATTACKS), "end"],
-          "error": refusal(400, ATTACKS + " end"), "question": ["end"]}
+  told = {"answer": [ATTACKS, " end"], "reasoning": [reasons(ATTACKS), "end"], "name": [calls(0, ATTACKS), "end"],
+          "arguments": [calls(0, "f", ATTACKS), "end"], "error": refusal(400, ATTACKS + " end"), "question": ["end"]}
   for where, says in told.items():
     script.answers = [says]
     ask(page, ATTACKS if where == "question" else "Attack")
     expect(answer(page)).to_contain_text("end")
     if where == "reasoning": answer(page).locator("summary").click()
-    expect(page.locator("#thread").locator("script, img, iframe, style, form, link, base, video, .prose input, .prose [id], .prose .banner")).to_have_count(0)
+    evil = "script, img, iframe, style, form, link, base, video, .prose input, .prose [id], .prose .banner"
+    expect(page.locator("#thread").locator(evil)).to_have_count(0)
     if where in ("answer", "reasoning"):
       links = answer(page).locator(".prose a[href]").evaluate_all("all => all.map(a => [a.href, a.rel, a.target])")
       assert links == [[f"https://evil.test/{name}", "noopener noreferrer", "_blank"] for name in ("c", "b.png")]
@@ -261,6 +265,20 @@ def test_edit_regenerate_branches(page: Page, script: Script):
   page.locator(".message.user").first.hover()
   button(page.locator(".message.user").first, "Next version").click()
   expect(answer(page)).to_contain_text("C1")
+
+def test_an_edit_while_an_answer_comes_stops_it(page: Page, script: Script):
+  script.answers = [["Long", WAIT], ["Short"]]
+  ask(page, "first", wait=False)
+  expect(answer(page)).to_contain_text("Long")
+  page.keyboard.press("ArrowUp")
+  page.get_by_label("Edited text").fill("second")
+  page.keyboard.press("Enter")
+  expect(answer(page)).to_contain_text("Short")
+  assert script.left.wait(5)
+  user(page).hover()
+  button(user(page), "Version before").click()
+  expect(answer(page)).to_contain_text("Long")
+  expect(answer(page)).to_contain_text("Stopped.")
 
 # ---- conversations ----
 
@@ -324,12 +342,26 @@ def test_export_and_import(page: Page, script: Script, tmp_path: Path):
   expect(answer(page)).to_contain_text("One. x")
   whole = json.loads(file.read_text())
   node = next(iter(whole["chats"][0]["nodes"].values()))
-  for text, words in [("{", "not JSON"), ("{}", "no conversations"), (json.dumps({**whole, "chats": [{"nodes": {"a": {**node, "id": "b"}}, "chosen": {}}]}), "message a"),
-                      (json.dumps({**whole, "chats": [{"nodes": {node["id"]: {**node, "content": 1}}, "chosen": {}}]}), "the text of")]:
+  def with_nodes(**nodes: dict) -> str: return json.dumps({**whole, "chats": [{"nodes": nodes, "chosen": {}}]})
+  for text, words in [("{", "not JSON"), ("{}", "no conversations"), (json.dumps({**whole, "chats": [{}]}), "no messages"), (with_nodes(a=node), "message a"),
+                      (with_nodes(**{node["id"]: {**node, "parent": "toString"}}), "the message before")]:
     file.write_text(text)
     page.locator("#file").set_input_files(file)
     expect(page.locator("#toast")).to_contain_text(words)
   expect(listed(page)).to_have_count(1)
+
+def test_an_odd_import_does_no_harm(page: Page, tmp_path: Path):
+  """Fields of wrong types are left out, and so is a circle of messages"""
+  a, b, c = (letter * 24 for letter in "abc")
+  nodes = {a: {"parent": "root", "role": "user", "content": 7},
+           b: {"parent": a, "role": "assistant", "content": [], "reasoning": {}, "calls": [1, {}], "stats": {"speed": "x"}},
+           c: {"parent": c, "role": "tool", "results": [{"content": "<img src=x onerror=alert(1)>"}]}}
+  chat = {"title": ["x"], "system": 3, "nodes": {key: {"id": key, **node} for key, node in nodes.items()}, "chosen": {"root": a, a: b, b: c, c: c}}
+  file = tmp_path / "odd.json"
+  file.write_text(json.dumps({"format": "web-chat/1", "chats": [chat]}))
+  page.locator("#file").set_input_files(file)
+  listed(page).click()
+  expect(page.locator(".message")).to_have_count(2)
 
 # ---- settings ----
 
@@ -350,7 +382,7 @@ def test_settings(page: Page, script: Script):
   ask(page, "Again?")
   for request in script.requests:
     assert request["messages"][0] == {"role": "system", "content": "Be brief."}
-    assert {name: request.get(name) for name in ("temperature", "seed", "top_p", "top_k")} == {"temperature": 0.5, "seed": 7, "top_p": None, "top_k": None}
+    assert [request.get(name) for name in ("temperature", "seed", "top_p", "top_k")] == [0.5, 7, None, None]
   button(page, "Settings").click()
   button(page, "Back to the model's own").click()
   ask(page, "And now?")
@@ -395,8 +427,8 @@ def test_says_that_the_server_is_gone_or_loads(browser: Browser, script: Script)
     expect(answer(page)).to_contain_text("An answer.")
 
 def test_errors_in_the_servers_words(page: Page, script: Script):
-  script.answers = [refusal(429, "the queue is full: 64 wait", **{"Retry-After": "3"}), ["Half an ans", 0.1, CUT], ["Begun", RuntimeError("the step raised")],
-                    refusal(400, "max_tokens: expected at least 1")]
+  script.answers = [refusal(429, "the queue is full: 64 wait", **{"Retry-After": "3"}), ["Half an ans", 0.1, CUT],
+                    ["Begun", RuntimeError("the step raised")], refusal(400, "max_tokens: expected at least 1")]
   ask(page, "One")
   expect(answer(page).get_by_role("alert")).to_contain_text("the queue is full: 64 wait (the server says: again in 3 s)")
   button(page, "Try again").click()
@@ -420,33 +452,34 @@ def test_plain_text_without_libraries(browser: Browser, url: str, script: Script
 
 # ---- how it looks and feels ----
 
-CONTRAST = """([text, page]) => {
-  const light = name => { const c = document.createElement("canvas").getContext("2d"); c.fillStyle = name; c.fillRect(0, 0, 1, 1);
-    return c.getImageData(0, 0, 1, 1).data.slice(0, 3).reduce((sum, v, i) => sum + [.2126, .7152, .0722][i] * (v / 255 <= .04 ? v / 255 / 12.92 : ((v / 255 + .055) / 1.055) ** 2.4), 0); };
-  const [a, b] = [text, page].map(light);
-  return (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
-}"""
+def contrast(one: str, other: str) -> float:
+  """WCAG's, of two colours as rgb(…)"""
+  def luminance(colour: str) -> float:
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    return sum(w * (v / 12.92 if v <= .04 else ((v + .055) / 1.055) ** 2.4) for w, v in zip((.2126, .7152, .0722), parts))
+  dark, light = sorted(map(luminance, (one, other)))
+  return (light + .05) / (dark + .05)
 
-WIDE = "# " + "Wide" * 30 + "\n\n| " + " | ".join(f"column {i}" for i in range(20)) + " |\n" + "|---" * 20 + "|\n\n```\n" + "x" * 300 + "\n```\n\n$$" + " + ".join(
-  f"x_{{{i}}}" for i in range(60)) + "$$\n\n" + "w" * 300 + "\n\n" + "w" * 200 + "$" + "+".join(f"a_{i}" for i in range(9)) + "$"
+SUM = " + ".join(f"x_{{{i}}}" for i in range(60))
+WIDE = f"# {'Wide' * 30}\n\n|{' column |' * 20}\n|{'---|' * 20}\n\n```\n{'x' * 300}\n```\n\n$${SUM}$$\n\n{'w' * 300} ${SUM}$"
 
-@pytest.mark.parametrize("name,options", [("light", {"color_scheme": "light"}), ("dark", {"color_scheme": "dark"}), ("phone", PIXEL_5)])
+@pytest.mark.parametrize("name,options", [("light", {"color_scheme": "light"}), ("dark", {"color_scheme": "dark"}), ("phone", PHONE)])
 def test_looks(browser: Browser, url: str, script: Script, name: str, options: dict):
   with opened(browser, url, **options) as page:
-    script.answers = [[reasons(WIDE), WIDE, calls(0, "n" * 99, '{"a": "' + "b" * 300 + '"}')]]
+    script.answers = [[reasons(WIDE), WIDE, " [link](https://example.org)", calls(0, "n" * 99, '{"a": "' + "b" * 300 + '"}')]]
     page.get_by_label("Message", exact=True).fill("u" * 300)
     button(page, "Send").click()
     expect(button(page, "Send the result")).to_be_visible()
     answer(page).locator("summary").click()
     for opener in [None, "Settings"]:
       if opener: button(page, opener).click()
-      assert page.evaluate("document.documentElement.scrollWidth <= innerWidth && document.querySelector('#scroll').scrollWidth <= innerWidth"), "scrolls sideways"
+      assert page.evaluate("[document.body, document.querySelector('#scroll')].every(e => e.scrollWidth <= innerWidth)"), "scrolls sideways"
       assert page.evaluate("""() => [...document.querySelectorAll("main button, main textarea")].map(e => e.getBoundingClientRect()).filter(
         box => box.left < 0 || box.right > innerWidth).length""") == 0, "stands outside"
-    colours = page.evaluate("""() => [document.body, document.querySelector('.stats'), document.querySelector('.prose')].map(e => getComputedStyle(e).color)""")
+    colours = page.evaluate("['body', '.stats', '.reasoning', '.prose a'].map(s => document.querySelector(s)).map(e => getComputedStyle(e).color)")
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert all(page.evaluate(CONTRAST, [colour, ground]) >= 4.5 for colour in colours)
-    assert (page.evaluate(CONTRAST, [ground, "white"]) > 10) == (name == "dark")
+    assert all(contrast(colour, ground) >= 4.5 for colour in colours)
+    assert (contrast(ground, "rgb(255, 255, 255)") > 10) == (name == "dark")
 
 def test_theme_switch(page: Page):
   ground = "getComputedStyle(document.body).backgroundColor"

@@ -7,21 +7,31 @@ import {askKey, drawSampling, setUpPanel, showSettings, tools} from "./panel.js"
 import {drawChats, exportChats, importChats} from "./sidebar.js";
 import {keepSettings, settings} from "./store.js";
 import * as store from "./store.js";
-import {add, choose, messagesUpTo, newChat, path, ROOT, siblings, titleOf} from "./tree.js";
+import {add, choose, dropIfEmpty, messagesUpTo, newChat, path, ROOT, siblings, titleOf} from "./tree.js";
 import {Message} from "./view.js";
 
 const chats = new Map();      // id -> conversation, all that the browser keeps
-const running = new Map();    // id of a conversation -> {node, controller} of its answer that is coming
+const running = new Map();    // id of a conversation -> {node, controller, done} of its answer that is coming
 const messages = new WeakMap();   // node -> its Message, so that nothing is drawn twice
 const server = {props: {}, ready: false};
 let current = newChat(settings.system);
 
 // ---- what is shown ----
 
+// What is changed while an answer comes stops it first
 const actions = {
-  regenerate: node => answer(current, node.parent),
-  choose: node => { choose(current, node); keep(current); draw(); },
-  edit(node, content) {
+  async regenerate(node) {
+    await stop(current);
+    dropIfEmpty(current, node);
+    answer(current, node.parent);
+  },
+  choose(node) {
+    choose(current, node);
+    keep(current);
+    draw();
+  },
+  async edit(node, content) {
+    await stop(current);
     const edited = add(current, node.parent, {...node, content, stats: undefined, error: undefined});
     if (node.role === "user") return answer(current, edited.id);
     keep(current);
@@ -117,13 +127,14 @@ function requestFor(chat, parent) {
 async function answer(chat, parent) {
   if (running.has(chat.id)) return;
   const request = requestFor(chat, parent), node = add(chat, parent, emptyAnswer(request.model));
-  const run = {node, controller: new AbortController()}, absorber = new Absorber(node);
+  const {promise: done, resolve: end} = Promise.withResolvers();
+  const run = {node, controller: new AbortController(), done}, absorber = new Absorber(node);
   running.set(chat.id, run);
   following = true;
   keep(chat);
   draw();
   drawList();
-  const saving = setInterval(() => keep(chat), 1000);
+  const saving = setInterval(() => { if (chats.has(chat.id)) keep(chat); }, 1000);
   try {
     for await (const chunk of api.chat(request, run.controller.signal)) {
       absorber.take(chunk);
@@ -137,16 +148,17 @@ async function answer(chat, parent) {
   clearInterval(saving);
   absorber.end();
   running.delete(chat.id);
-  if (!run.dropped) keep(chat);
+  if (chats.has(chat.id)) keep(chat);   // it may have been deleted meanwhile
   if (chat === current) draw();
   drawList();
   announce(node.error ?? `The answer is complete. ${node.content}`);
+  end();
 }
 
 function failed(chat, node, error) {
   node.error = error.message + (error.retryAfter ? ` (the server says: again in ${error.retryAfter} s)` : "");
   if (error.status === 0) watch();
-  if (error.status === 401) keyRefused(error).then(given => { if (given && current === chat) answer(chat, node.parent); });
+  if (error.status === 401) keyRefused(error).then(given => { if (given && current === chat) actions.regenerate(node); });
 }
 
 async function keyRefused(error) {
@@ -156,7 +168,9 @@ async function keyRefused(error) {
 }
 
 function stop(chat) {
-  running.get(chat.id)?.controller.abort();
+  const run = running.get(chat.id);
+  run?.controller.abort();
+  return run?.done;
 }
 
 function send(text) {
@@ -192,6 +206,7 @@ async function watch() {
   }
   $("#server").hidden = !line;
   if ($("#server").textContent !== line) $("#server").textContent = line;
+  clearTimeout(watching);
   watching = setTimeout(watch, server.ready ? 15000 : 1000);
 }
 
@@ -297,7 +312,10 @@ function setUp() {
     if (running.has(id)) return;
     const chat = await store.one(id);
     if (chat) chats.set(id, chat); else chats.delete(id);
-    if (id === current.id && chat) show(chat);
+    if (id === current.id && chat) {
+      current = chat;
+      draw();
+    }
     drawList();
   });
 }

@@ -1,5 +1,5 @@
-// Markdown while it streams. Blocks that another block follows are settled and never touched again; the last one is made anew at each update. All that a
-// model writes goes through DOMPurify. Formulas are built by KaTeX as elements, not as markup, so that no inline style needs the policy's leave.
+// Markdown while it streams. Blocks that another block follows are settled and never touched again; the last one is made anew at each update. All
+// that a model writes goes through DOMPurify. Formulas are built by KaTeX as elements, not as markup: no inline style needs the policy's leave.
 import {copyButton, h} from "./dom.js";
 
 const VENDOR = "./vendor/node_modules";

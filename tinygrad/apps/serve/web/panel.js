@@ -1,14 +1,14 @@
 // The settings: the system prompt, sampling, tools, the key, the theme.
-import {$, h, icon, toast} from "./dom.js";
+import {$, h, icon} from "./dom.js";
 import {getKey, keepSettings, setKey, settings} from "./store.js";
 
 // name in the API, label, step, least, most, what it does
 const SAMPLING = [
   ["temperature", "Temperature", 0.05, 0, 5, "0 takes the likeliest token always"],
-  ["top_p", "Top p", 0.01, 0, 1, "of the likeliest tokens, those that make up this share"],
+  ["top_p", "Top p", 0.01, 0.01, 1, "of the likeliest tokens, those that make up this share"],
   ["top_k", "Top k", 1, 0, 1000, "of the likeliest tokens, so many; 0: all"],
   ["min_p", "Min p", 0.01, 0, 1, "tokens at least this likely, beside the likeliest"],
-  ["repeat_penalty", "Repeat penalty", 0.01, 0, 5, "above 1, what was said becomes less likely"],
+  ["repeat_penalty", "Repeat penalty", 0.01, 0.01, 5, "above 1, what was said becomes less likely"],
   ["max_tokens", "Max tokens", 1, 1, 1000000, "the longest answer"],
   ["seed", "Seed", 1, 0, 4294967295, "the same seed gives the same answer"],
 ];
@@ -19,7 +19,12 @@ export function drawSampling(defaults) {
     const field = h("input", {type: "number", id: `sampling-${name}`, name, step, min, max, inputmode: "decimal", value: String(value),
                               placeholder: unset === undefined || unset < 0 ? "auto" : String(+unset.toFixed(3)), oninput: () => keepField(field)});
     return h("label", {title: what}, h("span", {}, label), field);
-  }), h("button", {type: "button", class: "link", onclick: () => { settings.sampling = {}; keepSettings(); drawSampling(defaults); }}, "Back to the model's own"));
+  }), h("button", {type: "button", class: "link", onclick: forget}, "Back to the model's own"));
+  function forget() {
+    settings.sampling = {};
+    keepSettings();
+    drawSampling(defaults);
+  }
 }
 
 function keepField(field) {
@@ -87,8 +92,9 @@ function nextTheme() {
   drawTheme();
 }
 
-const SHORTCUTS = [["Enter", "send"], ["Shift+Enter", "a new line"], ["Esc", "stop the answer, or close what is open"], ["↑", "edit the last message, in an empty field"],
-                   ["Ctrl+Shift+O", "a new chat"], ["Ctrl+Shift+S", "show or hide the conversations"], ["Ctrl+,", "settings"], ["Ctrl+/", "this list"]];
+const SHORTCUTS = [["Enter", "send"], ["Shift+Enter", "a new line"], ["Esc", "stop the answer, or close what is open"],
+                   ["↑", "edit the last message, in an empty field"], ["Ctrl+Shift+O", "a new chat"],
+                   ["Ctrl+Shift+S", "show or hide the conversations"], ["Ctrl+,", "settings"], ["Ctrl+/", "this list"]];
 
 // onSystem(text): the conversation's system prompt has changed; onKey(): the key has
 export function setUpPanel({onSystem, onKey}) {
@@ -97,10 +103,11 @@ export function setUpPanel({onSystem, onKey}) {
   $("#system").oninput = event => onSystem(event.target.value);
   $("#tools").value = settings.tools;
   $("#tools").oninput = event => { settings.tools = event.target.value; keepSettings(); checkTools(); };
-  $("#change-key").onclick = async () => { if (await askKey("For a server that was started with --api-key.")) { toast("The key is kept."); onKey(); } };
+  $("#change-key").onclick = async () => { if (await askKey("For a server that was started with --api-key.")) onKey(); };
   $("#cancel-key").onclick = () => $("#key-dialog").close();
   $("#theme").onclick = nextTheme;
-  $("#shortcuts dl").append(...SHORTCUTS.flatMap(([keys, what]) => [h("dt", {}, ...keys.split("+").map(key => h("kbd", {}, key))), h("dd", {}, what)]));
+  $("#shortcuts dl").append(...SHORTCUTS.flatMap(([keys, what]) =>
+    [h("dt", {}, ...keys.split("+").map(key => h("kbd", {}, key))), h("dd", {}, what)]));
   $("#show-shortcuts").onclick = () => $("#shortcuts").showModal();
   checkTools();
   drawTheme();

@@ -10,7 +10,8 @@ function ageOf(chat) {
   return days <= 1 ? "Yesterday" : days <= 7 ? "This week" : days <= 30 ? "This month" : "Older";
 }
 
-const mentions = (chat, words) => [chat.title, ...Object.values(chat.nodes).map(node => node.content ?? "")].some(text => text.toLowerCase().includes(words));
+const textsOf = chat => [chat.title, ...Object.values(chat.nodes).map(node => node.content ?? "")];
+const mentions = (chat, words) => textsOf(chat).some(text => text.toLowerCase().includes(words));
 
 // actions: rename(chat, title), remove(chat)
 export function drawChats(chats, current, running, actions) {

@@ -1,6 +1,6 @@
-// A conversation is a tree of messages: an edit or another answer is a sibling, and nothing that was said is lost. `chosen` maps a message to the child
-// that is shown after it. A message: {id, parent, role: user | assistant | tool, content}, of an answer also reasoning, thought (seconds), calls, finish,
-// error, stats; of tool messages `results`, one a call.
+// A conversation is a tree of messages: an edit or another answer is a sibling, and nothing that was said is lost. `chosen` maps a message to the
+// child that is shown after it. A message: {id, parent, role: user | assistant | tool, content}; of an answer also reasoning, thought (seconds),
+// calls, finish, error, stats; of tool messages `results`, one a call.
 
 export const ROOT = "root";
 
@@ -53,16 +53,37 @@ function messagesOf(node) {
   return [message];
 }
 
-// What is imported is somebody's file: a chat whose form is right, with an id of its own, or an error that says what is wrong
+// An answer that failed before it said anything is no version to come back to
+export function dropIfEmpty(chat, node) {
+  if (node.role === "assistant" && !node.content && !node.reasoning && !node.calls.length) delete chat.nodes[node.id];
+}
+
+const text = value => (typeof value === "string" ? value : "");
+const list = value => (Array.isArray(value) ? value.filter(item => item && typeof item === "object") : []);
+const numbers = value => Object.fromEntries(Object.entries(value ?? {}).filter(([, number]) => typeof number === "number"));
+
+// What is imported is somebody's file: of a message the fields that are known, each of its type
+function cleaned(node) {
+  const {id, parent, role} = node;
+  const plain = {id, parent, role, created: Number(node.created) || 0};
+  if (role === "tool") return {...plain, results: list(node.results).map(result => ({id: text(result.id), content: text(result.content)}))};
+  if (role === "user") return {...plain, content: text(node.content)};
+  const calls = list(node.calls).map(call => ({id: text(call.id), name: text(call.name), arguments: text(call.arguments)}));
+  return {...plain, content: text(node.content), reasoning: text(node.reasoning), calls, model: text(node.model), thought: Number(node.thought) || 0,
+          finish: text(node.finish) || "stop", error: text(node.error) || undefined, stats: node.stats && numbers(node.stats)};
+}
+
+// A conversation of a file, with an id of its own, or an error that says what is wrong. A chosen child that is no child of its message is left out:
+// whoever follows the others comes to an end.
 export function checked(chat) {
   const fail = what => { throw new Error(`not a conversation of this page: ${what}`); };
-  if (!chat || typeof chat !== "object" || typeof chat.nodes !== "object" || typeof chat.chosen !== "object") fail("no messages");
+  if (!chat?.nodes || typeof chat.nodes !== "object" || typeof chat.chosen !== "object") fail("it has no messages");
   for (const [id, node] of Object.entries(chat.nodes)) {
-    if (node.id !== id || !["user", "assistant", "tool"].includes(node.role)) fail(`message ${id}`);
+    if (!/^[0-9a-f]{24}$/.test(id) || node?.id !== id || !["user", "assistant", "tool"].includes(node.role)) fail(`message ${id}`);
     if (node.parent !== ROOT && !Object.hasOwn(chat.nodes, node.parent)) fail(`the message before ${id}`);
-    if (node.role === "tool" ? !Array.isArray(node.results) : typeof node.content !== "string") fail(`the text of ${id}`);
-    if (node.calls && !Array.isArray(node.calls)) fail(`the calls of ${id}`);
   }
-  return {...newChat(String(chat.system ?? "")), title: String(chat.title ?? ""), created: Number(chat.created) || Date.now(),
-          nodes: chat.nodes, chosen: chat.chosen};
+  const nodes = Object.fromEntries(Object.entries(chat.nodes).map(([id, node]) => [id, cleaned(node)]));
+  const isChild = ([parent, id]) => Object.hasOwn(nodes, id) && nodes[id].parent === parent;
+  const chosen = Object.fromEntries(Object.entries(chat.chosen ?? {}).filter(isChild));
+  return {...newChat(text(chat.system)), title: text(chat.title), created: Number(chat.created) || Date.now(), nodes, chosen};
 }

@@ -53,7 +53,9 @@ export class Message {
     if (node.reasoning) this.proses[0].update(node.reasoning, !thinking);
     this.proses[1].update(node.content, !running);
     this.#tools(running, last);
-    this.notes.replaceChildren(...(running ? [] : this.#ends()));
+    const end = JSON.stringify([running, node.error, node.finish]);   // an alert that is made anew is read out anew
+    if (end !== this.endState) this.notes.replaceChildren(...(running ? [] : this.#ends()));
+    this.endState = end;
   }
 
   // A card a call. Those of the last answer take their results from the reader.
@@ -67,7 +69,8 @@ export class Message {
     const send = () => this.actions.results(this.node, calls.map((call, i) => ({id: call.id, content: fields[i].value})));
     this.calls.replaceChildren(
       ...calls.map((call, i) => h("div", {class: "card", role: "group", "aria-label": `Call of ${call.name}`},
-        h("div", {class: "title"}, icon("wrench"), h("code", {}, call.name || "…")), labelled("Arguments", pretty(call.arguments)), open ? fields[i] : null)),
+        h("div", {class: "title"}, icon("wrench"), h("code", {}, call.name || "…")),
+        labelled("Arguments", pretty(call.arguments)), open ? fields[i] : null)),
       ...(open ? [h("button", {type: "button", class: "outlined", onclick: send}, calls.length > 1 ? "Send the results" : "Send the result")] : []));
   }
 
@@ -98,13 +101,15 @@ export class Message {
 
   #stats() {
     const {speed, first, tokens} = this.node.stats;
-    return [speed && `${number.format(speed)} tok/s`, first !== undefined && `${seconds(first)} to first token`, tokens && `${number.format(tokens)} tokens`]
-      .filter(Boolean).join(" · ");
+    const parts = [speed && `${number.format(speed)} tok/s`, first !== undefined && `${seconds(first)} to first token`,
+                   tokens && `${number.format(tokens)} tokens`];
+    return parts.filter(Boolean).join(" · ");
   }
 
   #details() {
     const {prompt, cached} = this.node.stats;
-    return [this.node.model, prompt && `prompt of ${number.format(prompt)} tokens`, cached && `${number.format(cached)} of them cached`].filter(Boolean).join(", ");
+    const parts = [this.node.model, prompt && `prompt of ${number.format(prompt)} tokens`, cached && `${number.format(cached)} of them cached`];
+    return parts.filter(Boolean).join(", ");
   }
 
   #edit() {
