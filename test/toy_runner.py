@@ -1,35 +1,63 @@
 """A runner without a device, for the engine's tests: its next token is a hash of every row of the sequence, as it finds them by the table."""
 from __future__ import annotations
+import time
 from collections import deque
 from typing import Any
 import numpy as np
 from tinygrad.apps.engine import cache
 from tinygrad.apps.engine.cache import Pool
-from tinygrad.apps.engine.sampling import Sampling
-from tinygrad.apps.engine.sequence import BatchRow
+from tinygrad.apps.engine.constraint import Constraint
+from tinygrad.apps.engine.sampling import Sampling, mask_words
+from tinygrad.apps.engine.sequence import BatchRow, Logprob
 
 VOCAB = 97
 WEIGHTS = np.random.default_rng(0).integers(1, 1 << 62, 1 << 13, np.uint64) | np.uint64(1)
 MASK = (1 << 64) - 1
+ALL, EVERY = np.full(mask_words(VOCAB), 0xffffffff, np.uint32), {*range(VOCAB)}
 
 def row_value(before: np.ndarray, token: int) -> int:
   """The row of a token after the rows `before`: it depends on all of them, as a model's does"""
   h = (int((before * WEIGHTS[:len(before)]).sum()) + (token + 1) * 0x9e3779b97f4a7c15 + len(before) * 0xc2b2ae3d27d4eb4f) & MASK
   return ((h ^ h >> 29) * 0xbf58476d1ce4e5b9) & MASK
-def chosen(row: int, sampling: Sampling, ids: list[int]) -> int:
-  """The token after a row; a penalty forbids what the context has, while that leaves any"""
-  token = (row ^ row >> 33 ^ sampling.seed * 0x9e3779b9) % VOCAB
-  if sampling.repeat_penalty != 1:
-    while token in ids and len({*ids}) < VOCAB: token = (token + 1) % VOCAB
+def bits_of(tokens: set[int]) -> np.ndarray:
+  """A mask that allows these"""
+  bits = np.packbits(np.isin(np.arange(len(ALL) * 32), [*tokens]), bitorder="little")
+  return bits.view(np.uint32)
+def allowed_by(mask: np.ndarray) -> set[int]: return {token for token in range(VOCAB) if mask[token // 32] >> token % 32 & 1}
+def chosen(row: int, sampling: Sampling, ids: list[int], mask: np.ndarray = ALL) -> int:
+  """The token after a row, of those that the mask allows; a penalty forbids what the context has, while that leaves any"""
+  token, allowed = (row ^ row >> 33 ^ sampling.seed * 0x9e3779b9) % VOCAB, EVERY if mask is ALL else allowed_by(mask)
+  forbidden = {*ids} if sampling.repeat_penalty != 1 and not allowed <= {*ids} else set()
+  while token not in allowed or token in forbidden: token = (token + 1) % VOCAB
   return token
+def logprob_of(row: int, token: int, count: int) -> Logprob:
+  """What the row says of the token that came after it, and of the likeliest"""
+  values = [-float((row >> 7 ^ i * 0x9e3779b97f4a7c15) % 1009) for i in range(VOCAB)]
+  return Logprob(values[token], sorted(enumerate(values), key=lambda pair: (-pair[1], pair[0]))[:count])
 
-def alone(ids: list[int], count: int, sampling: Sampling = Sampling(), stop: frozenset[int] = frozenset()) -> list[int]:
-  """What the toy model says where there are no pages at all"""
+class Rule:
+  """A constraint: which tokens may come next follows from those that came. ends: after how many it raises; slow: seconds a mask takes, now and then"""
+  def __init__(self, seed: int, ends: int | None = None, slow: float = 0.0):
+    self.seed, self.ends, self.slow, self.seen = seed, ends, slow, []
+  def again(self) -> Rule: return Rule(self.seed)
+  def mask(self) -> np.ndarray:
+    if len(self.seen) == self.ends: raise ValueError("planted: no more")
+    at = len(self.seen) * 31 + sum(self.seen) + self.seed
+    if at % 3 == 0: time.sleep(self.slow)
+    return bits_of({token for token in range(VOCAB) if (token + at) % 5 < 2})
+  def accept(self, token: int) -> None: self.seen.append(token)
+
+def alone(ids: list[int], count: int, sampling: Sampling = Sampling(), stop: frozenset[int] = frozenset(), constraint: Constraint | None = None,
+          odds: list[Logprob] | None = None) -> list[int]:
+  """What the toy model says where there are no pages at all; `odds` takes the probabilities, with all tokens in `top`"""
   ids, rows, out = list(ids), np.zeros(len(ids) + count, np.uint64), []
   for i, token in enumerate(ids[:-1]): rows[i] = row_value(rows[:i], token)
   while len(out) < count and not (out and out[-1] in stop):
     rows[len(ids) - 1] = row_value(rows[:len(ids) - 1], ids[-1])
-    out.append(chosen(int(rows[len(ids) - 1]), sampling, ids))
+    row = int(rows[len(ids) - 1])
+    out.append(chosen(row, sampling, ids, ALL if constraint is None else constraint.mask()))
+    if constraint is not None: constraint.accept(out[-1])
+    if odds is not None: odds.append(logprob_of(row, out[-1], VOCAB))
     ids.append(out[-1])
   return out
 
@@ -40,7 +68,9 @@ class ToyRunner:
     self.rows = np.random.default_rng(1).integers(0, 1 << 62, pages * self.page, np.uint64)  # nothing is zero that was never written
     self.pool: Pool|None = None                # with one, what is written is watched
     self.batch: list[list[Any]] = []
-    self.unread: deque[np.ndarray] = deque()
+    self.unread: deque[list[tuple[int, int]]] = deque()   # of each step, and row: the token, and the row that chose it
+    self.masks: list[np.ndarray]|None = None               # of the batch's rows
+    self.undrawn: list[int]|None = None                    # the rows of a step that is launched, and has no tokens yet
     self.forgotten = self.launches = self.prefilled = 0
     self.under_way: tuple[Any, int]|None = None   # the newest chunk, and its next slice
     self.warmed: list[tuple[int, Any]] = []
@@ -74,23 +104,40 @@ class ToyRunner:
     self.forgotten += len(self.unread)
     self.unread.clear()
     self.batch = [[row.token, row.position, row.table, row.sampling, list(row.ids)] for row in rows]
+    self.asked, self.undrawn = any(row.logprobs for row in rows), None
+    self.masks = [ALL] * len(rows) if any(row.masked for row in rows) else None
   def set_table(self, row: int, table: list[int]) -> None:
     assert len(table) > len(self.batch[row][2])
     self.batch[row][2] = table
   def launch(self) -> None:
-    assert self.batch and len(self.unread) < self.in_flight
+    assert self.batch and len(self.unread) + (self.undrawn is not None) < self.in_flight and self.undrawn is None
     now = [table[position // self.page] for _, position, table, _, _ in self.batch]  # IndexError: a row without a page
     assert 0 not in now and len({*now}) == len(now), "two rows write one page"
-    for row in self.batch:
-      token, position, table, sampling, ids = row
+    values = []
+    for token, position, table, _, _ in self.batch:
       assert position < self.max_context
-      value = row_value(self.held(table, position), token)
-      self.write(table, position, value)
-      row[0], row[1] = chosen(value, sampling, ids), position + 1
-      ids.append(row[0])
+      values.append(row_value(self.held(table, position), token))
+      self.write(table, position, values[-1])
     self.launches += 1
-    self.unread.append(np.array([row[0] for row in self.batch], np.int32))
-  def read(self) -> np.ndarray: return self.unread.popleft()
+    if self.masks is None: self.choose(values, [ALL] * len(values))
+    else: self.undrawn = values
+  def draw(self, masks: dict[int, np.ndarray]) -> None:
+    assert self.masks is not None and self.undrawn is not None and not self.unread
+    for row, mask in masks.items(): self.masks[row] = mask
+    self.choose(self.undrawn, self.masks)
+    self.undrawn = None
+  def choose(self, values: list[int], masks: list[np.ndarray]) -> None:
+    for row, value, mask in zip(self.batch, values, masks, strict=True):
+      row[0], row[1] = chosen(value, row[3], row[4], mask), row[1] + 1
+      row[4].append(row[0])
+    self.unread.append([(row[0], value) for row, value in zip(self.batch, values)])
+  def read(self) -> np.ndarray:
+    self.last = self.unread.popleft()
+    return np.array([token for token, _ in self.last], np.int32)
+  def logprobs(self, row: int, count: int) -> Logprob:
+    assert self.asked
+    token, value = self.last[row]
+    return logprob_of(value, token, count)
   def wait(self) -> None: pass
   def warm(self, rows: int, features: Any) -> None:
     self.batch.clear()   # as a runner that runs a step of each size has it

@@ -5,11 +5,11 @@ from collections import deque
 from typing import Any, Callable
 import numpy as np, pytest
 from helpers import in_child
-from tinygrad.apps.engine import cache, engine, scheduler, sequence
+from tinygrad.apps.engine import cache, constraint, engine, scheduler, sequence
 from tinygrad.apps.engine.engine import ContextFull, Engine
 from tinygrad.apps.engine.sampling import Sampling
-from tinygrad.apps.engine.sequence import Request, Sequence, State
-from toy_runner import VOCAB, ToyRunner, alone
+from tinygrad.apps.engine.sequence import Logprob, Request, Sequence, State
+from toy_runner import VOCAB, Rule, ToyRunner, alone, bits_of
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB, 400).tolist()
 
@@ -96,6 +96,8 @@ def test_what_can_never_fit():
 @pytest.mark.parametrize("request_,message", [
   (Request([]), "no tokens: give at least one"), (Request([1, VOCAB]), f"token {VOCAB}: expected 0 to {VOCAB - 1}"),
   (Request([1.5]), "token: expected a whole number"),
+  (Request([1], logprobs=21), "logprobs: expected 0 to 20, found 21"), (Request([1], logprobs=-1), "logprobs: expected 0 to 20, found -1"),
+  (Request([1], logprobs=True), "logprobs: expected a whole number, found True"),
   (Request([1], limit=-1), "count: expected 0 or more, found -1"), (Request([1], limit=True), "count: expected a whole number, found True"),
   (Request("ab"), "tokens: expected a list of numbers, found str")], ids=str)
 def test_what_is_no_request(request_: Request, message: str):
@@ -183,7 +185,14 @@ def random_request(rng: random.Random, prompts: list[list[int]], most: int) -> R
   ids = (ids or [rng.randrange(VOCAB)])[:most]
   sampling = rng.choice((Sampling(), Sampling(1.0, seed=rng.randrange(9)), Sampling(repeat_penalty=2.0)))
   stop = frozenset(rng.sample(range(VOCAB), rng.choice((0, 0, 1, 3))))
-  return Request(ids, sampling, stop, rng.choice((None, None, 0, 1, 2, 10, 40, 100)))
+  rule = Rule(rng.randrange(9), slow=rng.choice((0, 1e-4))) if rng.random() < .2 else None
+  return Request(ids, sampling, stop, rng.choice((None, None, 0, 1, 2, 10, 40, 100)), rng.choice((None, None, None, 0, 3)), rule)
+
+def said(request: Request, count: int) -> tuple[list[int], list[Logprob]]:
+  """What a request's sequence says alone, and its probabilities"""
+  odds: list[Logprob] = []
+  tokens = alone(request.ids, count, request.sampling, request.stop, request.constraint and request.constraint.again(), odds)
+  return tokens, [] if request.logprobs is None else [Logprob(value, top[:request.logprobs]) for value, top in odds]
 
 @pytest.mark.parametrize("seed", range(300))
 def test_random_schedules(seed: int, monkeypatch):
@@ -213,8 +222,12 @@ def test_random_schedules(seed: int, monkeypatch):
     if ended and rng.random() < .1: prompts[rng.randrange(len(prompts))] = ended[-1][1].ids[:e.capacity - 1]
   for request, s in added:
     room = e.capacity - len(request.ids)
-    want = alone(request.ids, room if request.limit is None else min(room, request.limit), request.sampling, request.stop)
+    want, odds = said(request, room if request.limit is None else min(room, request.limit))
     assert s.produced == (want[:len(s.produced)] if s.reason == "abort" else want), (request, s.reason)
+    assert s.logprobs == odds[:len(s.produced)]
+    if request.constraint is None: continue
+    seen = list(request.constraint.seen)                                   # by worker threads, which may be at work for one that was aborted
+    assert seen == s.produced[:len(seen)] and (s.reason == "abort" or len(seen) == max(len(s.produced) - 1, 0))
     if s.reason != "abort": assert s.reason == ("stop" if want and want[-1] in request.stop else "length")
   assert not e.runner.forgotten
   finish(e)
@@ -318,6 +331,139 @@ def test_a_child_process():
     go_on.set()
     thread.join(60)
   assert said == alone(PROMPT[:20], 30)
+
+# ---- what is told beside the tokens ----
+
+def test_logprobs_are_parallel_to_the_tokens(page: int):
+  """Of the rows that ask, as many as each asks for; at any time as many as there are tokens"""
+  e, requests = toy(100), [Request(PROMPT[9 * i:9 * i + 20], limit=30, logprobs=n) for i, n in enumerate((None, 0, 5, None, 20))]
+  each = [e.add(r) for r in requests]
+  while e.step():
+    for s in each: assert len(s.logprobs) == (0 if s.told is None else len(s.produced))
+  for r, s in zip(requests, each): assert (s.produced, s.logprobs) == said(r, 30)
+  assert [len(each[i].logprobs[0].top) for i in (1, 2, 4)] == [0, 5, 20] and not each[0].logprobs
+  finish(e)
+
+def test_what_was_cached_and_when(monkeypatch):
+  monkeypatch.setattr(cache, "PAGE", 8)
+  now = itertools.count(100)
+  for module in (scheduler, sequence): monkeypatch.setattr(module.time, "monotonic", lambda: float(next(now)))
+  e = toy(100)
+  first = e.add(Request(PROMPT[:41], limit=4))
+  second = e.add(Request(PROMPT[:30], limit=0))
+  assert e.gauges == (0, 2, 0, 0, 0, 0, 0) and first.times == sequence.Times(100) and second.times == sequence.Times(101)
+  e.step()
+  assert e.gauges[:3] == (1, 1, 6) and first.times.begun == 102
+  while e.step(): pass
+  assert (first.cached, second.cached) == (0, 24) and e.gauges == (0, 0, 0, 71, 24, 0, 4)
+  assert 102 < first.times.first < first.times.last and second.times.begun and not second.times.first and not second.times.last
+  again = e.add(Request(PROMPT[:41], limit=1))
+  while e.step(): pass
+  assert again.cached == 40 and again.times.first == again.times.last
+  few = toy(9)
+  each = [few.add(Request(PROMPT[:20 + i], limit=30)) for i in range(2)]
+  while few.step(): pass
+  assert few.gauges.preemptions and few.gauges.queries == 41 and each[1].cached == few.gauges.hits == 16
+
+# ---- constraints ----
+
+class Held(Rule):
+  """Its masks wait for `go_on`, and `at_work` tells of one"""
+  def __init__(self, seed: int, free: int = 0):
+    super().__init__(seed)
+    self.free, self.at_work, self.go_on = free, threading.Event(), threading.Event()
+  def mask(self) -> np.ndarray:
+    if len(self.seen) >= self.free:
+      self.at_work.set()
+      assert self.go_on.wait(60)
+    return super().mask()
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_constraints(page: int, in_flight: int):
+  e = toy(100, in_flight=in_flight)
+  requests = [Request(PROMPT[9 * i:9 * i + 20], Sampling(1.0, seed=i), limit=30, constraint=Rule(i) if i % 2 else None) for i in range(5)]
+  each = [e.add(r) for r in requests]
+  finish(e)
+  for r, s in zip(requests, each): assert (s.produced, s.reason) == (said(r, 30)[0], "length")
+
+def test_the_model_runs_while_a_mask_is_made():
+  """A step of a batch with a constraint is launched before the token before it is read, but for the draw"""
+  e, rule = toy(), Held(1, free=3)
+  e.scheduler.max_stall = float("inf")
+  s = e.add(Request(PROMPT[:5], limit=10, constraint=rule))
+  while len(s.produced) < 3: e.step()
+  assert rule.at_work.wait(60) and e.runner.launches == 4 and not e.drawn and not e.runner.unread
+  other = e.add(Request(PROMPT[50:60], limit=5))
+  threading.Timer(.05, rule.go_on.set).start()
+  e.step()                                                                 # the prompt's chunk goes before the mask is there
+  assert e.runner.prefilled > 4 and len(s.produced) == 4
+  finish(e)
+  assert s.produced == alone(PROMPT[:5], 10, constraint=Rule(1)) and other.produced == alone(PROMPT[50:60], 5)
+
+def test_nobody_waits_for_a_first_mask():
+  """A grammar is compiled with it, which may take its time: others go on, and come in before"""
+  e, rule = toy(), Held(1)
+  others = [e.add(Request(PROMPT[:5], limit=40))]
+  s = e.add(Request(PROMPT[9:20], limit=10, constraint=rule))
+  others.append(e.add(Request(PROMPT[20:30], limit=20)))
+  while not all(o.state is State.ENDED for o in others): assert e.step()
+  assert s.state is State.WAITING and e.step() and e.step()                # it is still to be waited for
+  rule.go_on.set()
+  assert list(e.stream(s)) == alone(PROMPT[9:20], 10, constraint=Rule(1))
+  assert [o.produced for o in others] == [alone(PROMPT[:5], 40), alone(PROMPT[20:30], 20)]
+  finish(e)
+
+class Broken(Rule):
+  def __init__(self, what: str, at: int):
+    super().__init__(1)
+    self.what, self.at = what, at
+  def mask(self) -> np.ndarray:
+    if len(self.seen) < self.at: return super().mask()
+    if self.what == "nothing": return bits_of(set())
+    if self.what == "behind the vocabulary": return bits_of({VOCAB, VOCAB + 1})
+    if self.what == "short": return super().mask()[1:]
+    if self.what == "mask": raise RuntimeError("planted")
+    return super().mask()
+  def accept(self, token: int) -> None:
+    super().accept(token)
+    if self.what == "accept" and len(self.seen) == self.at: raise RuntimeError("planted")
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+@pytest.mark.parametrize("what,error", [("nothing", "no token is allowed"), ("behind the vocabulary", "no token is allowed"),
+                                        ("short", "expected a mask of 4 uint32, found uint32 of shape \\(3,\\)"), ("mask", "planted"),
+                                        ("accept", "planted")])
+def test_a_constraint_that_fails(what: str, error: str, at: int, page: int):
+  """Its own sequence alone ends"""
+  e, at = toy(100), max(at, what == "accept")
+  s = e.add(Request(PROMPT[:20], limit=30, constraint=Broken(what, at)))
+  others = [e.add(Request(PROMPT[9 * i:9 * i + 20], limit=25, constraint=rule)) for i, rule in ((1, Rule(5)), (2, None))]
+  finish(e)
+  assert s.reason == "error" and s.produced == alone(PROMPT[:20], at, constraint=Rule(1))
+  with pytest.raises((ValueError, RuntimeError), match=error): list(e.stream(s))
+  assert [o.produced for o in others] == [alone(PROMPT[9:29], 25, constraint=Rule(5)), alone(PROMPT[18:38], 25)]
+
+def test_an_abort_while_a_mask_is_made():
+  e, rule = toy(), Held(1, free=2)
+  s, other = e.add(Request(PROMPT[:5], constraint=rule)), e.add(Request(PROMPT[9:20], limit=30))
+  while len(s.produced) < 2: e.step()
+  assert rule.at_work.wait(60)
+  e.abort(s)
+  assert s.reason == "abort" and list(e.stream(other)) == alone(PROMPT[9:20], 30)
+  rule.go_on.set()
+  waiting = e.add(Request(PROMPT[:5], constraint=(rule := Held(1))))
+  assert rule.at_work.wait(60)
+  e.abort(waiting)
+  assert waiting.reason == "abort" and not e.step()
+  rule.go_on.set()
+  finish(e)
+
+def test_preemption_feeds_a_constraint_no_token_twice(monkeypatch):
+  monkeypatch.setattr(cache, "PAGE", 4)
+  e, requests = toy(16), [Request(PROMPT[5 * i:5 * i + 9], limit=30, logprobs=2, constraint=Rule(i)) for i in range(4)]
+  each = [e.add(r) for r in requests]
+  finish(e)
+  assert e.gauges.preemptions
+  for r, s in zip(requests, each): assert (s.produced, s.logprobs) == said(r, 30) and r.constraint.seen == s.produced[:-1]
 
 # ---- while a prompt arrives ----
 
@@ -431,7 +577,10 @@ def planted(name: str) -> Callable[..., Any]:
     if fails: raise self.error()
     return result
   return call
-CALLS = "prefill", "set_batch", "set_table", "launch", "read", "wait"
+def of_all_kinds() -> list[Request]:
+  """Six, some held to a rule, some with probabilities"""
+  return [Request(PROMPT[20 * i:20 * i + 30], limit=12 + i, logprobs=(None, 2)[i % 2], constraint=Rule(i) if i % 3 == 2 else None) for i in range(6)]
+CALLS = "prefill", "set_batch", "set_table", "launch", "draw", "read", "logprobs", "wait"
 for _name in CALLS: setattr(Failing, _name, planted(_name))
 
 @pytest.mark.parametrize("after", [False, True])
@@ -443,16 +592,16 @@ def test_a_device_that_fails(name: str, after: bool, monkeypatch):
     count = itertools.count(1)
     class Once(Failing): fails = staticmethod(lambda called: called == name and next(count) == nth)
     Once.after = after
-    e = toy(100, runner=Once, sizes=(4, 8))
-    each = [e.add(Request(PROMPT[20 * i:20 * i + 30], limit=12 + i)) for i in range(6)]
+    e, requests = toy(100, runner=Once, sizes=(4, 8)), of_all_kinds()
+    each = [e.add(r) for r in requests]
     while e.step(): check(e)
     Once.fails = staticmethod(lambda called: False)
     failed = [s for s in each if s.reason == "error"]
     assert len(failed) <= (1 if name in ("prefill", "wait") else 6)
     assert failed or next(count) <= nth + 1                                # fewer calls than that
-    for i, s in enumerate(each):
-      want = alone(PROMPT[20 * i:20 * i + 30], 12 + i)
-      assert s.produced == (want if s not in failed else want[:len(s.produced)])
+    for r, s in zip(requests, each):
+      want, odds = said(r, r.limit)
+      assert s.produced == (want if s not in failed else want[:len(s.produced)]) and s.logprobs[:len(s.produced)] == odds[:len(s.produced)]
       if s in failed:
         with pytest.raises(RuntimeError, match="planted"): list(e.stream(s))
     for n in (30, 45): assert list(e.generate(PROMPT[:n], 20)) == alone(PROMPT[:n], 20)
@@ -468,14 +617,14 @@ def test_an_interrupt_at_work(name: str, after: bool, monkeypatch):
     error = KeyboardInterrupt
     fails = staticmethod(lambda called: called == name and next(count) % 3 == 0)
   Often.after = after
-  e = toy(30, runner=Often, sizes=(4, 8))
-  each = [e.add(Request(PROMPT[20 * i:20 * i + 30], limit=12 + i)) for i in range(6)]
+  e, requests = toy(30, runner=Often, sizes=(4, 8)), of_all_kinds()
+  each = [e.add(r) for r in requests]
   interrupts, busy = 0, True
   while busy:
     try: busy = e.step()
     except KeyboardInterrupt: interrupts += 1
   assert interrupts
-  for i, s in enumerate(each): assert s.produced == alone(PROMPT[20 * i:20 * i + 30], 12 + i)
+  for r, s in zip(requests, each): assert (s.produced, s.logprobs) == said(r, r.limit)
   finish(e)
 
 @pytest.mark.parametrize("seed", range(40))
@@ -484,7 +633,7 @@ def test_an_interrupt_at_any_line(seed: int, monkeypatch):
   monkeypatch.setattr(cache, "PAGE", 4)
   rng = random.Random(seed)
   e = toy(rng.choice((20, 24, 60)), 70, sizes=(4, 8))
-  files, left = {m.__file__ for m in (cache, engine, scheduler, sequence)}, 0
+  files, left = {m.__file__ for m in (cache, constraint, engine, scheduler, sequence)}, 0
   def trace(frame, event, arg):
     nonlocal left
     if frame.f_code.co_filename not in files: return None
@@ -492,7 +641,8 @@ def test_an_interrupt_at_any_line(seed: int, monkeypatch):
       left -= 1
       if left == 0: raise KeyboardInterrupt
     return trace
-  requests = [Request(PROMPT[10 * i:10 * i + rng.randint(1, 45)], limit=rng.randint(1, 25)) for i in range(6)]
+  requests = [Request(PROMPT[10 * i:10 * i + rng.randint(1, 45)], limit=rng.randint(1, 25), logprobs=rng.choice((None, 1)),
+                      constraint=rng.choice((None, None, Rule(i)))) for i in range(6)]
   each, interrupts, busy = [e.add(r) for r in requests], 0, True
   while busy:
     left = rng.randint(1, 1500)
@@ -501,7 +651,7 @@ def test_an_interrupt_at_any_line(seed: int, monkeypatch):
     except KeyboardInterrupt: interrupts += 1
     finally: sys.settrace(None)
   assert interrupts
-  for r, s in zip(requests, each): assert s.produced == alone(r.ids, r.limit) and s.reason == "length"
+  for r, s in zip(requests, each): assert (s.produced, s.logprobs) == said(r, r.limit) and s.reason == "length"
   finish(e)
 
 def test_an_interrupted_iterator_leaves_the_others():

@@ -1,10 +1,11 @@
 """The command line: its flags, whether they fit together, and what they start. Flags are declared here alone.
 
-A prompt and a conversation are terminal.py's, figures measure.py's, files and names models.py's, whose `load` is public here too. The model itself
-begins at mla.py. The wheel's own `tinygrad.llm` is another program, which the fork does not use.
+A prompt and a conversation are terminal.py's, figures measure.py's, the server serve/server.py's, files and names models.py's, whose `load` is public
+here too. The model itself begins at mla.py. The wheel's own `tinygrad.llm` is another program, which the fork does not use.
 
   python tinygrad/apps/llm.py --model glm-4.7:flash --prompt "What is a list?"
   python tinygrad/apps/llm.py --model models/tiny-glm-Q4_0.gguf --benchmark 20
+  python tinygrad/apps/llm.py --model glm-4.7:flash --serve
   from tinygrad.apps.llm import load
 """
 from __future__ import annotations
@@ -24,15 +25,17 @@ if __name__ == "__main__":
   if not hasattr(tinygrad, "OVERLAY"):
     sys.exit(f"this is the fork's command line, but `import tinygrad` found {tinygrad.__file__}: expected {ROOT / 'tinygrad'}")
 
-import argparse, dataclasses, json, math, time
+import argparse, dataclasses, json, math, re, time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable
 from tinygrad import Device
 from tinygrad.apps.engine.engine import MAX_STALL, ContextFull
 from tinygrad.apps.gguf import GGUFError
-from tinygrad.apps.models import ALIASES, BUILT_IN, DEFAULT_CONTEXT, MODELS, Answer, Model, UserError, load, local_file
+from tinygrad.apps.models import ALIASES, BUILT_IN, DEFAULT_CONTEXT, MODELS, Answer, Model, UserError, find_model, load, local_file
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.screen import doing, lossy, note, safe_line
+from tinygrad.apps.serve import wire
+from tinygrad.apps.serve.settings import HOST, PORT, Settings
 from tinygrad.apps.terminal import Options, chat_loop, chosen_seed, print_stream, read_text
 from tinygrad.helpers import NUM_CPU_THREADS
 if TYPE_CHECKING: from tinygrad.apps.measure import Sweep, Together
@@ -63,6 +66,13 @@ def milliseconds(text:str) -> float:
   except ValueError: pass
   raise argparse.ArgumentTypeError(f"expected milliseconds, more than 0, found {text[:40]!r}")
 
+def address(text:str) -> tuple[str, int]:
+  """The argparse type of HOST:PORT, of which either may be left out; a host that has colons stands in brackets"""
+  if found := re.fullmatch(r"(\d+)|(?:\[([^][]+)\]|([^][:]*))(?::(\d+))?", text):
+    port = int(found[1] or found[4] or PORT)
+    if port < 1 << 16: return found[2] or found[3] or HOST, port
+  raise argparse.ArgumentTypeError(f"expected HOST:PORT, as {HOST}:{PORT}, found {text[:40]!r}")
+
 # flags that --benchmark alone takes; any of them makes it a table, except --depth with one number, and -o json beside --benchmark N
 TABLE = ("parallel", "arriving", "n_prompt", "n_gen", "depth", "repetitions", "output", "plot")
 
@@ -83,6 +93,35 @@ def benchmark_flags(p:Parser, bench:bool) -> None:
   add("repetitions", "-r", type=int_at_least(1), metavar="R", help="runs of each row of a table, and one to warm up (default 5; with --parallel 3)")
   p.add_argument("-o", "--output", choices=("md", "csv", "json"), help="a table's form (default md); json ends --benchmark N with a JSON line")
   add("plot", metavar="FILE", help="draw a table's tok/s over depth, or over sequences, with the ceiling, as .png or .svg (needs matplotlib)")
+
+# flags that --serve alone takes, and those that it has no use for
+SERVING = ("api_key", "api_key_file", "alias", "cors_origin", "max_queued", "max_queued_tokens", "max_tokens", "max_tokens_cap", "max_body",
+           "drain_seconds", "ssl_certfile", "ssl_keyfile", "log_prompts")
+NOT_SERVING = ("prompt", "file", "raw_prompt", "special", "system", "no_think", "hide_think", "count", "seed", "stop", "stats", "benchmark", *TABLE,
+               "json", "perplexity")
+API_KEY = "LLM_API_KEY"  # an environment variable
+
+def serve_flags(p:Parser) -> None:
+  """Adds --serve and the flags that it takes. What is not given is None or False: Settings has the defaults."""
+  def add(name:str, **kw) -> None: p.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **kw)
+  default = Settings(BUILT_IN, "")
+  add("serve", nargs="?", type=address, const=(HOST, PORT), metavar="HOST:PORT",
+      help=f"answer HTTP clients (default {HOST}:{PORT}) until Ctrl-C: OpenAI's and Anthropic's ways of asking, and a web page to chat. Sampling "
+           "flags are then what requests that say nothing get")
+  add("api_key", action="append", default=[], metavar="KEY", help=f"clients have to give KEY, or one of several; the variable {API_KEY} has another")
+  add("api_key_file", metavar="FILE", help="… or one of FILE's, which has one a line")
+  add("alias", metavar="NAME", help="what clients call the model (default: the name that its file has)")
+  add("cors_origin", action="append", default=[], metavar="ORIGIN", help="pages of ORIGIN, as https://example.org, may ask; * is all")
+  add("max_queued", type=int_at_least(1), metavar="N", help=f"requests that may wait for their first token (default {default.max_queued})")
+  add("max_queued_tokens", type=int_at_least(1), metavar="N", help="… and tokens of their prompts (default: four times what the cache holds)")
+  add("max_tokens", type=int_at_least(1), metavar="N", help="tokens of an answer whose request does not say (default: the room in the context)")
+  add("max_tokens_cap", type=int_at_least(1), metavar="N", help="tokens of an answer, whatever its request says")
+  add("max_body", type=int_at_least(1), metavar="MB", help=f"of a request (default {default.max_body >> 20})")
+  add("drain_seconds", type=int_at_least(0), metavar="S",
+      help=f"that answers have to end in after Ctrl-C or SIGTERM (default {default.drain_seconds}); a second one ends them at once")
+  add("ssl_certfile", metavar="FILE", help="a certificate, PEM: HTTPS in place of HTTP")
+  add("ssl_keyfile", metavar="FILE", help="… and its key")
+  add("log_prompts", action="store_true", help="the log shows what is asked")
 
 def parser(bench:bool=False) -> Parser:
   """The flags. bench: whether --benchmark is among the arguments: -p, -n, -d and -r are then its lists, as llama-bench has them; else they are what
@@ -119,6 +158,7 @@ def parser(bench:bool=False) -> Parser:
   add("warm", action="store_true", help="record and compile at the start what any number of answers and any length of a prompt will need, instead of "
       "when it is first needed, while all wait")
   benchmark_flags(p, bench)
+  serve_flags(p)
   add("threads", "-t", type=int_at_least(1), metavar="N", help="threads of the CPU (default: its cores)")
   add("json", nargs="?", const="-", metavar="FILE", help="end with a JSON line of a benchmark's or a perplexity's figures, and keep it in FILE")
   add("perplexity", metavar="FILE", help="the perplexity of a text file")
@@ -158,11 +198,21 @@ class Work:
   @property
   def chat(self) -> bool: return self.prompt is None and not self.benched and self.text is None
 
-def work_of(args:argparse.Namespace) -> Work:
-  """Checks the flags together, before a model is loaded. Raises UserError, ValueError."""
+def given(args:argparse.Namespace, names:tuple[str, ...]) -> list[str]:
+  """Which of these flags have another value than none at all would have given them"""
+  defaults = parser().parse_args([])
+  return [name for name in names if getattr(args, name) != getattr(defaults, name)]
+
+def sampling_of(args:argparse.Namespace) -> dict[str, Any]:
+  """Sampling's fields that flags set, but for the seed. Raises ValueError."""
   sampling = {f.name: v for f in dataclasses.fields(Sampling) if f.name != "seed" and (v := getattr(args, f.name, None)) is not None}
   Sampling(**sampling)
-  sampling["seed"] = chosen_seed(args.seed)
+  return sampling
+
+def work_of(args:argparse.Namespace) -> Work:
+  """Checks the flags together, before a model is loaded. Raises UserError, ValueError."""
+  sampling = sampling_of(args) | {"seed": chosen_seed(args.seed)}
+  if of_server := given(args, SERVING): raise UserError(f"--{of_server[0]}: expected --serve beside it")
   if "" in args.stop: raise UserError("--stop: expected a text, found none")
   benched, of_table, sweep = args.benchmark is not None, [name for name in TABLE if getattr(args, name) is not None], None
   if benched and args.perplexity is not None: raise UserError("expected --benchmark or --perplexity, found both")
@@ -179,6 +229,43 @@ def work_of(args:argparse.Namespace) -> Work:
   work = Work(sampling, benched, sweep, text, *prompt_of(args), json_file)
   if work.chat and sys.stdin is None: raise UserError("stdin is closed: expected a conversation on it, or --prompt or --file")
   return work
+
+def api_keys(args:argparse.Namespace) -> frozenset[str]:
+  """Those of --api-key, --api-key-file and the environment. Raises UserError."""
+  keys = [("--api_key", key) for key in args.api_key]
+  if API_KEY in os.environ: keys.append((API_KEY, os.environ[API_KEY]))
+  if args.api_key_file is not None:
+    lines = [line for line in read_text("--api_key_file", args.api_key_file).split("\n") if line.strip()]
+    if not lines: raise UserError(f"--api_key_file {args.api_key_file}: expected a key, found none")
+    keys += [(f"--api_key_file {args.api_key_file}", line) for line in lines]
+  for where, key in keys:
+    if not re.fullmatch("[!-~]+", key.strip()): raise UserError(f"{where}: expected a key of ASCII letters, digits and signs")
+  return frozenset(key.strip() for _, key in keys)
+
+def settings_of(args:argparse.Namespace) -> tuple[Settings, wire.Load]:
+  """Checks --serve's flags together, before anything is started. Raises UserError, ValueError."""
+  if wrong := given(args, NOT_SERVING): raise UserError(f"--{wrong[0]}: expected no --serve beside it")
+  if (args.ssl_certfile is None) != (args.ssl_keyfile is None): raise UserError("expected --ssl_certfile and --ssl_keyfile, found one of them")
+  if args.max_tokens_cap and (args.max_tokens or 0) > args.max_tokens_cap:
+    raise UserError(f"--max_tokens {args.max_tokens} is more than --max_tokens_cap {args.max_tokens_cap}")
+  for origin in args.cors_origin:
+    if not re.fullmatch(r"\*|https?://[^/\s]+", origin): raise UserError(f"--cors_origin {origin}: expected * or an origin, as https://example.org")
+  sampling = sampling_of(args)
+  host, port = args.serve
+  own = {name: getattr(args, name) for name in ("alias", "max_queued", "max_queued_tokens", "max_tokens_cap", "drain_seconds", "log_prompts")}
+  own |= dict(default_max_tokens=args.max_tokens, max_body=args.max_body and args.max_body << 20,
+              ssl_certfile=args.ssl_certfile and Path(args.ssl_certfile), ssl_keyfile=args.ssl_keyfile and Path(args.ssl_keyfile))
+  settings = Settings(find_model(args.model), args.model, host=host, port=port, api_keys=api_keys(args), cors_origins=tuple(args.cors_origin),
+                      sampling=sampling, **{name: value for name, value in own.items() if value is not None})
+  context = sys.maxsize if args.max_context == 0 else args.max_context
+  return settings, wire.Load(str(settings.model), context, args.cache_tokens, args.max_stall_ms, args.warm, sampling, args.threads)
+
+def serve(args:argparse.Namespace) -> int:
+  """The server, until it ends. Returns the exit code. Raises UserError, GGUFError, ValueError."""
+  settings, load_order = settings_of(args)
+  from tinygrad.apps.serve import server
+  try: return server.serve(settings, load_order)
+  except server.ServeError as e: raise UserError(str(e)) from None
 
 def answer_prompt(model:Model, args:argparse.Namespace, prompt:str, raw:bool, options:Options) -> bool:
   """Prints the answer to one prompt. Returns whether the person stopped it. Raises ContextFull, GGUFError, ValueError."""
@@ -217,6 +304,7 @@ def main(argv:list[str]|None=None) -> int|None:
   argv = sys.argv[1:] if argv is None else argv
   args = parser(any(a.split("=")[0] == "--benchmark" for a in argv)).parse_args(argv)
   if args.list_models: return list_models()
+  if args.serve is not None: return serve(args)
   work = work_of(args)
   if args.threads: NUM_CPU_THREADS.value = args.threads
   room = work.sweep.room if work.sweep else int(args.depth or 0) + (args.benchmark or TOKENS) + 2

@@ -1,12 +1,15 @@
 """Tokens in, tokens out. Knows no text, no block format and no target."""
 from __future__ import annotations
 import operator, os, sys, threading, time, weakref
-from typing import Any, Callable, Iterable, Iterator, Protocol
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Protocol
 import numpy as np
 from tinygrad.apps.engine.cache import Pool, Table, pages_for
+from tinygrad.apps.engine.constraint import Guide
 from tinygrad.apps.engine.sampling import Features, Sampling
 from tinygrad.apps.engine.scheduler import DECODE, Chunk, Scheduler
-from tinygrad.apps.engine.sequence import BatchRow, Request, Sequence, State
+from tinygrad.apps.engine.sequence import TOP, BatchRow, Logprob, Request, Sequence, State
 
 _one_at_a_time = threading.RLock()  # not an engine's own: what is recorded, and the CPU's threads, are the process's
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -57,9 +60,15 @@ class Steps(Protocol):
   def set_table(self, row:int, table:list[int]) -> None:
     """A row of the batch has got a page"""
   def launch(self) -> None:
-    """A decode step: writes each row's token at its position; the token that it chooses is the next, and the position one more"""
+    """A decode step: writes each row's token at its position; the token that it chooses is the next, and the position one more. Of a batch with masks
+    only what comes before it chooses: `draw` has the rest"""
+  def draw(self, masks:dict[int, np.ndarray]) -> None:
+    """The rest of the newest launch, of a batch with masks, when all launches before it were read. masks: as constraint.Constraint has them, by row,
+    from here on; a row without one has all tokens"""
   def read(self) -> np.ndarray:
     """int32 (rows,): what the oldest launch that was not read chose, when it is done"""
+  def logprobs(self, row:int, count:int) -> Logprob:
+    """Of what was read last, in a batch where a row asks for them: a row's token, and the `count` likeliest"""
   def warm(self, rows:int, features:Features) -> None:
     """What prefill of each size needs, and launch of each size of a batch up to so many rows, is there from here on, and need not be compiled"""
   def wait(self) -> None:
@@ -71,6 +80,18 @@ MAX_STALL = .05  # seconds
 PLANNED = .8     # of what answers may wait: the rest is for slices that take longer than the last did, and for the host's work between
 LONG = 1.0       # seconds that answers wait for what is recorded before it is said
 AHEAD = 4  # chunks of a prompt that the device is given before it is waited for, where no answer runs
+PAUSE = .01  # seconds of a piece of work that waits for masks alone
+
+class Gauges(NamedTuple):
+  """How an engine stands. running: sequences that hold pages; waiting: that do not yet, or had to give them back; pages: that running ones hold;
+  queries, hits: tokens of prompts that were looked up in the cache, and those whose rows it had; preemptions; steps: of decoding"""
+  running: int
+  waiting: int
+  pages: int
+  queries: int
+  hits: int
+  preemptions: int
+  steps: int
 
 class Engine:
   """Sequences decode together, each as if it were alone.
@@ -81,6 +102,9 @@ class Engine:
   A step is launched before the one before it is read, so a sequence's end is seen one step late. The row that was written too much lies past those
   that count, in a page whose next holder writes it before reading it, as the device works in order. Before the batch changes (a sequence joins, ends
   or gives way), what is in flight is read.
+
+  Where a row has a constraint, what is launched ahead ends before the draw: the mask is made from the token before it, by worker threads, while the
+  device runs the model on that token.
 
   Whoever waits for a token drives: it does pieces of work, for all sequences, until its own token is there. One thread drives at a time, the others
   wait for news. The driver alone touches the device, the scheduler and the pool; `add` and `abort` leave it word."""
@@ -93,6 +117,7 @@ class Engine:
     self.newest: Sequence|None = None                        # that was added
     self.recorded: set[int] = set()                          # sizes of chunks that ran before: a first run tells no time
     self.told = False                                        # whether it was said that answers waited for a compiler
+    self.steps = 0                                           # of decoding, so far
     self.news = threading.Condition()                        # guards `driver`
     self.driver: int|None = None                             # the thread that drives
     self.dirty = True                                        # set during work; where that was left half done, _recover goes first
@@ -102,11 +127,15 @@ class Engine:
     self.batch: list[Sequence] = []      # what is set on the device
     self.sent: list[int] = []            # how many pages of each it knows
     self.flying = 0                      # launches not read
+    self.drawn = True                    # whether the newest of them is whole
+    self.masks: dict[int, np.ndarray] = {}   # what each row has on the device, where it is not all tokens
     self.concerned: list[Sequence] = []  # those whom an error of the device is about
     self.chunks: list[Chunk] = []        # those that were not waited for
     self.depth, self.since = 0, 0.0      # of the first of them; when the last was given to the device
     self.due = False                     # whether they are waited for before anything else
     self.chunk_seconds, self.decode_seconds, self.timed = 0.0, 0.0, False
+    for s in self.scheduler.live:
+      if s.guide is not None: s.guide.future = None   # in a child, nobody computes what was asked for
     self.scheduler.recover()
 
   # ---- use ----
@@ -115,11 +144,15 @@ class Engine:
     answer."""
     ids = self._tokens(request.ids)
     if request.limit is not None and _whole("count", request.limit) < 0: raise ValueError(f"count: expected 0 or more, found {request.limit}")
+    if request.logprobs is not None and not 0 <= _whole("logprobs", request.logprobs) <= TOP:
+      raise ValueError(f"logprobs: expected 0 to {TOP}, found {request.logprobs}")
     if len(ids) >= self.capacity:
       limit = f"max_context is {self.capacity}" if self.capacity == self.max_context else f"the cache holds {self.capacity}"
       raise ContextFull(f"the prompt has {len(ids)} tokens, {limit}: nothing is left for an answer")
-    self.newest = s = Sequence(Request(ids, request.sampling, request.stop, request.limit), self.capacity - len(ids))
+    guide = None if request.constraint is None else Guide(request.constraint, self.runner.vocab_size)
+    self.newest = s = Sequence(replace(request, ids=ids), self.capacity - len(ids), guide)
     self.scheduler.live.append(s)
+    if guide is not None: guide.ask(s.ids, s.prompt)
     return s
 
   def step(self) -> bool:
@@ -176,6 +209,12 @@ class Engine:
     self._drive(lambda: self._warm(sampling.features))
 
   @property
+  def gauges(self) -> Gauges:
+    scheduler, states = self.scheduler, [s.state for s in self.scheduler.live]
+    running = sum(state in (State.PREFILLING, State.RUNNING) for state in states)
+    return Gauges(running, states.count(State.WAITING), self.pool.pages - 1 - self.pool.available, scheduler.queries, scheduler.hits,
+                  scheduler.preemptions, self.steps)
+  @property
   def max_context(self) -> int: return self.runner.max_context
   @property
   def kernels_a_token(self) -> int: return self.runner.kernels_a_token
@@ -217,9 +256,12 @@ class Engine:
   def _work(self) -> bool:
     if self.due: self._chunks_done()
     self._aborts()
+    self._constraint_errors()
+    if not self.drawn and all(future.done() for future in self._asked(self.batch)): self._draw()   # a prompt's chunk is not to come before
     if (chunk := self.scheduler.next_chunk()) is not None: self._chunk(chunk)
     elif self.scheduler.running: self._decode()
     elif self.flying: self._read()
+    elif self.scheduler.live: wait(self._asked(self.scheduler.live), PAUSE, FIRST_COMPLETED)
     else: return False
     return True
 
@@ -262,6 +304,7 @@ class Engine:
 
   def _decode(self) -> None:
     """Launches a step of all that run, and reads the one before it; or only reads what is in flight, as the batch is about to change"""
+    if not self.drawn: self._draw()
     running = self.scheduler.running
     if self.flying and (self.batch != running or any(s.left <= self.flying for s in running)): return self._read()
     while not self.scheduler.provide(self.flying):
@@ -271,14 +314,14 @@ class Engine:
     self.concerned, self.chunks, self.chunk_seconds = running, [], 0.0
     if self.batch != running:
       self.runner.set_batch([s.batch_row for s in running])
-      self.batch, self.sent, self.timed = running, [len(s.table.pages) for s in running], False
+      self.batch, self.sent, self.timed, self.masks = running, [len(s.table.pages) for s in running], False, {}
     for row, s in enumerate(running):
       if len(s.table.pages) != self.sent[row]:
         self.runner.set_table(row, list(s.table.pages))
         self.sent[row] = len(s.table.pages)
     start = time.perf_counter()
     self.runner.launch()
-    self.flying += 1
+    self.flying, self.steps, self.drawn = self.flying + 1, self.steps + 1, all(s.guide is None for s in running)
     self.decode_seconds += time.perf_counter() - start
     if not self.timed and len(running) > 1: self._tell(self.decode_seconds, f"steps of {len(running)} answers")
     self.scheduler.spent = 0.0
@@ -286,14 +329,38 @@ class Engine:
 
   def _read(self) -> None:
     """The tokens of the oldest launch in flight. A row that has ended meanwhile made one too much."""
+    if not self.drawn and self.flying == 1: self._draw()
     self.concerned = self.batch
     start = time.perf_counter()
     tokens = self.runner.read()
     self.flying -= 1
     if self.timed: self.scheduler.took(DECODE, self.decode_seconds + time.perf_counter() - start)
     self.decode_seconds, self.timed = 0.0, True  # a batch's first step may record one
-    for s, token in zip(self.batch, tokens, strict=True):
-      if s.state is State.RUNNING: self.scheduler.accept(s, int(token))
+    for row, (s, token) in enumerate(zip(self.batch, tokens, strict=True)):
+      if s.state is not State.RUNNING: continue
+      self.scheduler.accept(s, int(token), None if s.told is None else self.runner.logprobs(row, s.told))
+      if s.guide is not None and s.state is State.RUNNING: s.guide.ask(s.ids, s.prompt)
+
+  # ---- constraints ----
+  def _asked(self, sequences:list[Sequence]) -> list[Future]:
+    """The masks for the next tokens of those that have a constraint and have not ended"""
+    return [s.guide.future or s.guide.ask(s.ids, s.prompt) for s in sequences if s.guide is not None and s.state is not State.ENDED]
+
+  def _draw(self) -> None:
+    """The rest of the newest launch, with the masks for it"""
+    wait(self._asked(self.batch))
+    self._constraint_errors()
+    self.concerned = self.batch
+    now = {row: s.guide.future.result() for row, s in enumerate(self.batch) if s.guide is not None and s.state is State.RUNNING}
+    self.runner.draw({row: mask for row, mask in now.items() if mask is not self.masks.get(row)})
+    self.masks |= now
+    self.drawn = True
+
+  def _constraint_errors(self) -> None:
+    """Ends those whose constraint failed"""
+    for s in list(self.scheduler.live):
+      if s.guide is not None and s.guide.future is not None and s.guide.future.done() and (e := s.guide.future.exception()) is not None:
+        self.scheduler.end(s, "error", e)
 
   def _warm(self, features:Features) -> None:
     while self.flying: self._read()

@@ -2,7 +2,8 @@
 
 A decode step reads and writes the device's buffers alone (Batch): the tokens, where they stand, their tables of pages, how they are drawn. Its tokens
 are the next step's, so that one may be launched before the ids of the one before it are read. The host learns a step's ids from the log, in memory
-that it sees while the device goes on."""
+that it sees while the device goes on; so it does probabilities, where they are asked for. A step with masks is launched in two pieces: the model,
+which needs none, and the draw."""
 from __future__ import annotations
 import functools, sys, time
 from collections import deque
@@ -11,17 +12,19 @@ from typing import Sequence
 import numpy as np
 from tinygrad import Device, Tensor, UOp
 from tinygrad.apps.capture import Replay, compile_parts, enqueue, read, seen_by_host, to_device, write, write_row
-from tinygrad.apps.engine.sampling import VALUES, Features, Sampling, counted, sample, token_counts
-from tinygrad.apps.engine.sequence import BatchRow
+from tinygrad.apps.engine.sampling import VALUES, Features, Sampling, counted, log_total, mask_words, sample, token_counts
+from tinygrad.apps.engine.sequence import TOP, BatchRow, Logprob
 from tinygrad.apps.mla import Transformer
 from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.embedding import advance
 from tinygrad.nn.intrinsics import target_of
+from tinygrad.nn.likeliest import likeliest, tell
 from tinygrad.nn.step import Step
 
 ROWS = 1, 2, 4, 8, 16, 32, 64   # of recorded decode steps; a batch takes the least that holds it
 SLICE = 2                       # blocks of the model that a slice of a chunk runs
-LOG = 4                         # steps whose ids a log holds
+LOG = 4                         # steps that a log holds
+NOTHING = -1                    # in a log, what no step has written yet: no token, and no probability
 WRITES = 64                      # after which the device is waited for: what it is to copy is kept until then
 UNSEEN = 3                      # such waits in a row after which the log is read when all is done
 PATIENCE = 1.0                  # seconds without an id after which the device is waited for
@@ -31,18 +34,23 @@ def _say_once(line:str) -> None: print(line, file=sys.stderr)
 
 @dataclass(frozen=True)
 class Draw:
-  """How a batch's tokens are drawn: by `features`, and by rows as sampling.sample takes them"""
+  """How a batch's tokens are drawn: by `features`, and by rows as sampling.sample takes them. odds: where their probabilities are logged"""
   features: Features
   values: Tensor
   key: Tensor
   counts: Tensor|None
   bias: Tensor|None
+  mask: Tensor|None
+  odds: Tensor|None
 
 def next_tokens(step:Step, logits:Tensor, draw:Draw, token:Tensor, log:Tensor) -> tuple[Tensor, ...]:
   """The end of a decode step: logits, float32 (S, vocab), become the next tokens, which are logged, and the positions move on"""
   counts = None if draw.counts is None else draw.counts.assign(counted(draw.counts, token))
-  chosen = token.assign(sample(logits, draw.features, draw.values, draw.key, step.start, counts, draw.bias))
-  return chosen, *advance(step.start, chosen, step.tables, log)
+  chosen = token.assign(sample(logits, draw.features, draw.values, draw.key, step.start, counts, draw.bias, draw.mask))
+  moved, logged = advance(step.start, chosen, step.tables, log)
+  if draw.odds is None: return chosen, moved, logged
+  # behind `advance`, whose own result orders the two: it moves `start` on unseen
+  return chosen, moved, logged, tell(logits, log_total(logits), chosen, likeliest(logits, draw.odds.shape[2] - 1), moved, draw.odds)
 
 class Batch:
   """What decode steps of `size` rows read and write on the device. A row that is not there has a table of zeros: it stands still, and writes what is
@@ -52,17 +60,27 @@ class Batch:
     def zeros(*shape:int, dtype:type=np.int32) -> Tensor: return to_device(np.zeros(shape, dtype), model.device)
     self.token, self.start, self.tables = zeros(size), zeros(size), zeros(size, model.pages)
     self.values, self.key = zeros(size, VALUES, dtype=np.float32), zeros(size, 2, dtype=np.uint32)
-    self.log, self.logged = seen_by_host(np.full((size, LOG), -1, np.int32), model.device)
+    self.log, self.logged = seen_by_host(np.full((size, LOG), NOTHING, np.int32), model.device)
     self.positions = np.zeros(0, np.int64)    # of the rows that are there, before the next step
     self.unseen = 0                           # steps in a row whose ids were not seen before all was done
     self.features = Features()
     self.replays: dict[Features, Replay] = {}
+    self.pieces: dict[Features, list[UOp]] = {}   # of those with masks: the model, and the draw
 
   # what few batches need, and is large
   @functools.cached_property
   def counts(self) -> Tensor: return to_device(np.zeros((self.size, self.model.config.vocab_size), np.int32), self.model.device)
   @functools.cached_property
   def bias(self) -> Tensor: return to_device(np.zeros((self.size, self.model.config.vocab_size), np.float32), self.model.device)
+
+  @functools.cached_property
+  def mask(self) -> tuple[Tensor, np.ndarray|None]:
+    return seen_by_host(np.zeros((self.size, mask_words(self.model.config.vocab_size)), np.uint32), self.model.device)
+  @functools.cached_property
+  def odds(self) -> tuple[Tensor, np.ndarray|None]:
+    """int32 (size, LOG, 1 + likeliest, 2): of each row, the token and the likeliest, each with a float's bits"""
+    shape = self.size, LOG, 1 + min(TOP, self.model.config.vocab_size), 2
+    return seen_by_host(np.full(shape, NOTHING, np.int32), self.model.device)
 
   @property
   def step(self) -> Step: return Step.decode(self.start, self.tables)
@@ -77,22 +95,49 @@ class Batch:
     write(self.tables, tables)
     write(self.values, np.float32([own.sampling.values() for own in rows] + [Sampling().values()] * absent))
     write(self.key, np.uint32([(own.sampling.seed, 0) for own in rows] + [(0, 0)] * absent))
-    self.features = functools.reduce(Features.__or__, (own.sampling.features for own in rows), Features())
+    self.features = functools.reduce(Features.__or__, (own.features for own in rows), Features())
     for i, own in enumerate(rows):
       if self.features.penalty: write_row(self.counts, i, token_counts(vocab, own.ids[:own.prompt], own.ids[own.prompt:]))
       if self.features.bias: write_row(self.bias, i, own.sampling.bias_row(vocab))
+    if self.features.mask: self.set_masks({i: np.full(mask_words(vocab), 0xffffffff, np.uint32) for i in range(self.size)})
     self.positions = np.array([own.position for own in rows], np.int64)
+
+  def set_masks(self, masks:dict[int, np.ndarray]) -> None:
+    """Of some rows. No step that reads them is under way: where the host can, it writes them itself"""
+    mask, seen = self.mask
+    for i, bits in masks.items():
+      if seen is None: write_row(mask, i, bits)
+      else: seen[i] = bits
+
+  # ---- what steps say ----
+  def expect(self) -> None:
+    """Before a launch: nothing of it is there"""
+    rows, columns = np.arange(len(self.positions)), self.positions % LOG
+    if self.logged is not None: self.logged[rows, columns] = NOTHING
+    if self.features.logprobs and (seen := self.odds[1]) is not None: seen[rows, columns] = NOTHING
+  def said(self, rows:np.ndarray, columns:np.ndarray) -> bool:
+    """Whether what a step says is there, as the host sees it"""
+    assert self.logged is not None
+    if self.logged[rows, columns].min() == NOTHING: return False
+    return not self.features.logprobs or bool((self.odds[1][rows, columns] != NOTHING).all())
 
   def record(self, compiled:bool=True) -> Replay:
     """A step by these features: it reads the tokens and their positions, and writes the next of both"""
     features, replay = self.features, Replay(compiled)
     logits = self.model.logits(self.step, self.token, replay.run)
-    draw = Draw(features, self.values, self.key, self.counts if features.penalty else None, self.bias if features.bias else None)
+    draw = Draw(features, self.values, self.key, self.counts if features.penalty else None, self.bias if features.bias else None,
+                self.mask[0] if features.mask else None, self.odds[0] if features.logprobs else None)
     replay.run(next_tokens, self.step, logits, draw, self.token, self.log)
     return replay
   def replay(self) -> Replay:
     if self.features not in self.replays: self.replays[self.features] = self.record()
     return self.replays[self.features]
+  def piece(self, number:int) -> UOp:
+    """Of a step with masks: 0, the model; 1, the draw"""
+    if self.features not in self.pieces:
+      replay = self.replay()
+      self.pieces[self.features] = replay.cut([len(replay.recorded) - 1, len(replay.recorded)])
+    return self.pieces[self.features][number]
 
 class Runner:
   """See the head of the file. sizes: tokens of a prompt's chunks, the least first. batch: whose steps are launched."""
@@ -107,6 +152,7 @@ class Runner:
     self.ids = {size: to_device(np.zeros(size, np.int32), model.device) for size in self.sizes}
     self.chunks: dict[int, list[UOp]] = {}   # the slices of each size
     self.writes = 0
+    self.odds: tuple[np.ndarray, np.ndarray]|None = None     # of what was read last: int32 and float32 (rows, 1 + likeliest)
     if plain := model.plain_parts(self.batch.step):
       kernels = target_of(model.device) is not None or is_cpu(model.device)
       why = f"a dimension of this model is not one that the kernels take ({', '.join(plain)})" if kernels else "no kernels for this device"
@@ -135,12 +181,18 @@ class Runner:
     if self.writes % WRITES == 0: self.wait()
 
   def launch(self) -> None:
-    """Enqueues a decode step"""
-    batch, replay = self.batch, self.batch.replay()
-    if batch.logged is not None: batch.logged[np.arange(len(batch.positions)), batch.positions % LOG] = -1
-    replay()
+    """Enqueues a decode step, of one with masks all but the draw"""
+    batch = self.batch
+    batch.expect()
+    if batch.features.mask: enqueue(batch.piece(0))
+    else: batch.replay()()
     self.launched.append((batch, batch.positions))
     batch.positions = batch.positions + 1
+
+  def draw(self, masks:dict[int, np.ndarray]) -> None:
+    """Enqueues the rest of the newest step, when those before it were read"""
+    self.batch.set_masks(masks)
+    enqueue(self.batch.piece(1))
 
   @property
   def in_flight(self) -> int:
@@ -150,22 +202,33 @@ class Runner:
   def read(self) -> np.ndarray:
     """int32 (rows,): the tokens of the oldest step in flight, when it is done. Raises what the device does where it failed."""
     batch, positions = self.launched.popleft()
-    rows, columns = np.arange(len(positions)), positions % LOG
-    if batch.logged is None: return read(batch.log)[rows, columns]
+    place = np.arange(len(positions)), positions % LOG
+    if batch.logged is None:
+      if batch.features.logprobs: self._told(read(batch.odds[0])[place])
+      return read(batch.log)[place]
     patience = time.monotonic() + PATIENCE
-    while (tokens := batch.logged[rows, columns]).min() < 0:
+    while not batch.said(*place):
       if time.monotonic() < patience:
         time.sleep(0)   # other threads have their turn
         continue
       self.wait()
-      if (tokens := batch.logged[rows, columns]).min() < 0: raise RuntimeError(f"{self.model.device}: a step ended without a token")
+      if not batch.said(*place): raise RuntimeError(f"{self.model.device}: a step ended without a token")
       batch.unseen += 1
-      if batch.unseen == UNSEEN:
-        batch.logged = None
-        _say_once(f"{self.model.device}: tokens are seen only when all is done: no step is launched ahead of them")
-      return tokens
-    batch.unseen = 0
+      break
+    else: batch.unseen = 0
+    tokens = batch.logged[place]
+    if batch.features.logprobs: self._told(batch.odds[1][place])
+    if batch.unseen == UNSEEN:
+      batch.logged = None
+      _say_once(f"{self.model.device}: tokens are seen only when all is done: no step is launched ahead of them")
     return tokens
+
+  def _told(self, odds:np.ndarray) -> None: self.odds = odds[:, :, 0], np.ascontiguousarray(odds[:, :, 1]).view(np.float32)
+  def logprobs(self, row:int, count:int) -> Logprob:
+    """Of a row of what was read last, in a batch where one asks for them: its token, and the `count` likeliest"""
+    assert self.odds is not None
+    tokens, values = (numbers[row, :1 + count].tolist() for numbers in self.odds)
+    return Logprob(values[0], list(zip(tokens[1:], values[1:])))
 
   def wait(self) -> None:
     """Until the device has done all that it was given"""

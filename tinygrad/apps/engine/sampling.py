@@ -1,5 +1,5 @@
-"""From logits to tokens, in the graph, a row for each sequence of a batch. Greedy is temperature 0; else the order is: bias, penalties, temperature,
-top-k, top-p, min-p, draw.
+"""From logits to tokens, in the graph, a row for each sequence of a batch. Greedy is temperature 0; else the order is: mask, bias, penalties,
+temperature, top-k, top-p, min-p, draw.
 
 A row's token depends on its own logits, values, seed and position alone, bit for bit: all sums over the vocabulary are of whole numbers, which come
 out the same in whatever order a kernel adds them, and the noise of a row is made from its seed and position."""
@@ -74,6 +74,8 @@ class Features:
   min_p: bool = False
   penalty: bool = False   # any of the three
   bias: bool = False
+  mask: bool = False      # of the tokens that may be drawn; a row without one has all
+  logprobs: bool = False  # of the chosen token and the likeliest
 
   def __or__(self, other:Features) -> Features:
     return Features(*(mine or theirs for mine, theirs in zip(vars(self).values(), vars(other).values())))
@@ -93,6 +95,24 @@ def counted(counts:Tensor, token:Tensor) -> Tensor:
   fed = Tensor.arange(counts.shape[1], dtype=dtypes.int32).to(counts.device).eq(token.unsqueeze(1))
   return fed.where((counts | 1) + 2, counts)
 
+# ---- masks ----
+# uint32 (ceil(V / 32),) a row: bit i % 32 of word i // 32 says whether token i may be drawn
+
+def mask_words(vocab:int) -> int: return -(-vocab // 32)
+
+def allowed(mask:Tensor, vocab:int) -> Tensor:
+  """uint32 (S, words) -> bool (S, vocab)"""
+  bits = (mask.unsqueeze(2) >> Tensor.arange(32, dtype=dtypes.uint32).to(mask.device)) & 1
+  return bits.reshape(mask.shape[0], -1)[:, :vocab].eq(1)
+
+# ---- probabilities ----
+
+def log_total(logits:Tensor) -> Tensor:
+  """float32 (S, V) -> float32 (S,), the logarithm of Σ exp(logits)"""
+  largest = logits.max(axis=1)
+  shares = ((logits - largest.unsqueeze(1)).exp() * 2.0 ** 40).cast(dtypes.uint64)
+  return largest + (shares.sum(1).cast(dtypes.float) * 2.0 ** -40).log()
+
 # ---- the draw ----
 
 def random_bits(key:Tensor, counter:Tensor, count:int) -> Tensor:
@@ -111,10 +131,14 @@ def gumbel(bits:Tensor) -> Tensor:
   uniform = (bits >> 9).cast(dtypes.float) * 2.0 ** -23 + 2.0 ** -24
   return -(-uniform.log()).maximum(2.0 ** -24).log()
 
-def scores(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor, counts:Tensor|None=None, bias:Tensor|None=None) -> Tensor:
+def scores(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor, counts:Tensor|None=None, bias:Tensor|None=None,
+           mask:Tensor|None=None) -> Tensor:
   """As sample -> float32 (S, V), whose largest is the token"""
   vocab = logits.shape[1]
   temperature, top_k, top_p, min_p, repeat, presence, frequency = (values[:, i:i+1] for i in range(VALUES))
+  if features.mask:
+    assert mask is not None
+    logits = allowed(mask, vocab).where(logits, float("-inf"))
   if features.bias:
     assert bias is not None
     logits = logits + bias
@@ -140,8 +164,10 @@ def scores(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:
   # Gumbel's trick: the largest x + noise is a draw from softmax(x)
   return greedy.where(logits, keep.where(x + gumbel(random_bits(key, counter, vocab)), float("-inf")))
 
-def sample(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor, counts:Tensor|None=None, bias:Tensor|None=None) -> Tensor:
+def sample(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor, counts:Tensor|None=None, bias:Tensor|None=None,
+           mask:Tensor|None=None) -> Tensor:
   """A token of each of S sequences. logits: float32 (S, V); values: float32 (S, VALUES), rows of Sampling.values(); key: uint32 (S, 2), a seed and 0;
   counter: int32 (S,), the draw's number, which is the position; counts: int32 (S, V), of the context, needed for a penalty; bias: float32 (S, V),
-  needed for a bias -> int32 (S,). Tokens that tie at a cut are kept; an argmax tie goes to the lower id."""
-  return argmax(scores(logits, features, values, key, counter, counts, bias))
+  needed for a bias; mask: uint32 (S, words), needed for a mask -> int32 (S,). Tokens that tie at a cut are kept; an argmax tie goes to the lower
+  id."""
+  return argmax(scores(logits, features, values, key, counter, counts, bias, mask))

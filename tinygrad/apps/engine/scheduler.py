@@ -7,10 +7,10 @@ One prompt is read at a time, in chunks, and a chunk is run in slices, some of t
 target leaves between two decode steps: a chunk may be as large as without them, and a target holds at any depth. Smaller chunks are for devices on
 which even a slice takes longer."""
 from __future__ import annotations
-import math
+import math, time
 from typing import NamedTuple
 from tinygrad.apps.engine.cache import Pool, Table, pages_for
-from tinygrad.apps.engine.sequence import Sequence, State
+from tinygrad.apps.engine.sequence import Logprob, Sequence, State
 
 DECODE = 0  # a decode step, among the sizes of chunks
 
@@ -30,6 +30,8 @@ class Scheduler:
     self.seconds: dict[int, tuple[float, int]] = {}      # of a decode step, and of a slice of a chunk of each size: of late, and at which depth
     self.spent = 0.0                                     # on slices since the last decode step
     self.refused: tuple[Sequence, int]|None = None       # who was not let in last, and how many pages there were
+    self.queries = self.hits = 0                         # tokens of prompts that were looked up in the cache, and those whose rows it had
+    self.preemptions = 0
 
   @property
   def running(self) -> list[Sequence]: return [s for s in self.live if s.state is State.RUNNING]
@@ -49,8 +51,8 @@ class Scheduler:
     return None
 
   def _admit(self) -> Sequence|None:
-    """The first that waits, if there are pages for it and one for each answer that runs"""
-    s, running = next((s for s in self.live if s.state is State.WAITING), None), len(self.running)
+    """The first that waits for pages alone, if there are enough for it and one for each answer that runs"""
+    s, running = next((s for s in self.live if s.state is State.WAITING and s.ready), None), len(self.running)
     if s is None or running >= self.max_rows or (running and self.refused == (s, self.pool.available)): return None
     table, rows = self.pool.match(s.ids[:-1])  # at least the last token is run
     need = pages_for(len(s.ids)) - len(table.pages)
@@ -59,6 +61,9 @@ class Scheduler:
       self.refused = s, self.pool.available
       return None
     s.table, s.rows, s.state, self.refused = table, rows, State.PREFILLING, None
+    if not s.times.begun:
+      s.cached, s.times.begun = rows, time.monotonic()
+      self.queries, self.hits = self.queries + s.prompt, self.hits + rows
     return s
 
   def _size(self, left:int) -> int:
@@ -104,7 +109,7 @@ class Scheduler:
     """The last to come that holds pages gives them back, and waits"""
     s = next(s for s in reversed(self.live) if s.state in (State.PREFILLING, State.RUNNING))
     self._leaves(s)
-    s.state = State.WAITING
+    s.state, self.preemptions = State.WAITING, self.preemptions + 1
     self.pool.release(s.table, s.ids, s.rows)
     s.rows = 0
 
@@ -112,9 +117,9 @@ class Scheduler:
     """Of the one whose prompt is read, a chunk under way is given up"""
     if s.state is State.PREFILLING: self.begun = None
 
-  def accept(self, s:Sequence, token:int) -> None:
+  def accept(self, s:Sequence, token:int, logprob:Logprob|None=None) -> None:
     """A running sequence's next token, whose step wrote the row of the one before"""
-    s.ids.append(token)
+    s.take(token, logprob)
     s.rows = len(s.ids) - 1
     self.pool.insert(s.table, s.ids, s.rows)
     self.settle(s)

@@ -1,6 +1,7 @@
 """What the server's two processes say to each other, as msgpack. One has the device and the engine (worker.py); the other has HTTP and text (link.py
 and all that stands above it). Requests go one way as tokens, tokens come the other, all news of a piece of the engine's work in one message."""
 from __future__ import annotations
+import struct
 from typing import Any
 import msgspec
 
@@ -27,9 +28,20 @@ class Times(msgspec.Struct, array_like=True):
 
 # ---- to the engine ----
 
+class Load(msgspec.Struct, tag="load"):
+  """The first order: which model, as models.load has it. warm: whether all that answers drawn as by `sampling` need is recorded at the start.
+  sampling: fields of Sampling, over what the model's makers advise. threads: of the CPU"""
+  path: str
+  max_context: int|None = None
+  cache_tokens: int|None = None
+  max_stall: float|None = None
+  warm: bool = False
+  sampling: dict[str, Any] = {}
+  threads: int|None = None
+
 class Add(msgspec.Struct, tag="add"):
-  """A request. id: chosen by the link, never twice. sampling: fields of Sampling that are not its defaults. stop: tokens that end the answer. limit: the
-  most tokens of it. logprobs: how many of the likeliest tokens are told beside the chosen one's probability, 0 to 20; None: no probabilities."""
+  """A request. id: chosen by the link, never twice. sampling: fields of Sampling that are not its defaults. stop: tokens that end the answer. limit:
+  the most tokens of it. logprobs: how many of the likeliest tokens are told beside the chosen one's probability, 0 to 20; None: no probabilities."""
   id: int
   ids: list[int]
   sampling: dict[str, Any]
@@ -45,7 +57,7 @@ class Abort(msgspec.Struct, tag="abort"):
 class Leave(msgspec.Struct, tag="leave"):
   """The process ends when what is running has ended"""
 
-Order = Add | Abort | Leave
+Order = Load | Add | Abort | Leave
 
 # ---- from the engine ----
 
@@ -93,3 +105,27 @@ class Step(msgspec.Struct, tag="step"):
   gauges: Gauges
 
 Report = Loading | Ready | Failed | Step
+
+# ---- on the way ----
+# four bytes that say how long a message is, least first, and the message
+
+LENGTH = struct.Struct("<I")
+encoder = msgspec.msgpack.Encoder()
+
+def frame(message:Order|Report) -> bytes:
+  """A message as it goes over the socket. Raises TypeError, OverflowError for values that msgpack has no form for."""
+  data = encoder.encode(message)
+  return LENGTH.pack(len(data)) + data
+
+class Frames:
+  """What comes over the socket, in pieces of any size, as encoded messages"""
+  def __init__(self) -> None: self.held = bytearray()
+  def push(self, data:bytes) -> list[bytes]:
+    """The messages that are whole with this piece"""
+    self.held += data
+    start, messages = 0, []
+    while len(self.held) >= (begin := start + LENGTH.size) and len(self.held) >= (end := begin + LENGTH.unpack_from(self.held, start)[0]):
+      messages.append(bytes(self.held[begin:end]))
+      start = end
+    del self.held[:start]
+    return messages
