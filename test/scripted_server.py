@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio, json, socket, threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, AsyncIterator, Iterator
 import uvicorn
 from starlette.applications import Starlette
@@ -12,11 +11,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from tinygrad.apps.serve.app import POLICY, WEB
 
-WEB = Path(__file__).parents[1] / "tinygrad/apps/serve/web"
-POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-
-CUT = object()    # the connection ends here
+CUT = object()    # the connection breaks here
+END = object()    # the stream ends here, with no word of an end
 WAIT = object()   # nothing more comes until the page leaves
 
 def reasons(text: str) -> dict: return {"reasoning_content": text}
@@ -25,7 +23,7 @@ def calls(index: int, name: str = "", arguments: str = "") -> dict:
 
 @dataclass
 class Script:
-  """What the server does next. answers: one a request: a list of texts, deltas, errors, CUT, WAIT and
+  """What the server does next. answers: one a request: a list of texts, deltas, errors, CUT, END, WAIT and
   seconds to wait, or a response with its status."""
   answers: list[list | Response] = field(default_factory=list)
   key: str = ""
@@ -55,6 +53,7 @@ async def stream(script: Script, answer: list) -> AsyncIterator[str]:
   try:
     for piece in answer:
       if piece is CUT: raise ConnectionError("scripted")
+      if piece is END: return
       if piece is WAIT: await asyncio.sleep(60)
       elif isinstance(piece, float): await asyncio.sleep(piece)
       elif isinstance(piece, Exception): yield chunk(error={"message": str(piece), "type": "server_error"})

@@ -1,12 +1,14 @@
 """The web chat in Debian's chromium, before a server that says what is scripted (test/scripted_server.py). Whatever a test does, no other host may be
 asked, and the console must stay clean: both are checked when its page is closed."""
-import json, re, shutil, warnings
+import json, re, shutil, subprocess, sys, warnings
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Iterator
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from scripted_server import CUT, WAIT, WEB, Script, calls, reasons, refusal, serving
+from on_terminal import environ
+from scripted_server import CUT, END, WAIT, WEB, Script, calls, reasons, refusal, serving
+from tinygrad.apps.models import ROOT
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 if CHROMIUM is None or not (WEB / "vendor/node_modules").is_dir():
@@ -343,8 +345,8 @@ def test_export_and_import(page: Page, script: Script, tmp_path: Path):
   whole = json.loads(file.read_text())
   node = next(iter(whole["chats"][0]["nodes"].values()))
   def with_nodes(**nodes: dict) -> str: return json.dumps({**whole, "chats": [{"nodes": nodes, "chosen": {}}]})
-  for text, words in [("{", "not JSON"), ("{}", "no conversations"), (json.dumps({**whole, "chats": [{}]}), "no messages"), (with_nodes(a=node), "message a"),
-                      (with_nodes(**{node["id"]: {**node, "parent": "toString"}}), "the message before")]:
+  for text, words in [("{", "not JSON"), ("{}", "no conversations"), (json.dumps({**whole, "chats": [{}]}), "no messages"),
+                      (with_nodes(a=node), "message a"), (with_nodes(**{node["id"]: {**node, "parent": "toString"}}), "the message before")]:
     file.write_text(text)
     page.locator("#file").set_input_files(file)
     expect(page.locator("#toast")).to_contain_text(words)
@@ -428,11 +430,14 @@ def test_says_that_the_server_is_gone_or_loads(browser: Browser, script: Script)
 
 def test_errors_in_the_servers_words(page: Page, script: Script):
   script.answers = [refusal(429, "the queue is full: 64 wait", **{"Retry-After": "3"}), ["Half an ans", 0.1, CUT],
-                    ["Begun", RuntimeError("the step raised")], refusal(400, "max_tokens: expected at least 1")]
+                    ["And half", END], ["Begun", RuntimeError("the step raised")], refusal(400, "max_tokens: expected at least 1")]
   ask(page, "One")
   expect(answer(page).get_by_role("alert")).to_contain_text("the queue is full: 64 wait (the server says: again in 3 s)")
   button(page, "Try again").click()
   expect(answer(page)).to_contain_text("Half an ans")   # what came is kept
+  expect(answer(page).get_by_role("alert")).to_contain_text("The connection was cut before the answer ended.")
+  button(page, "Try again").click()
+  expect(answer(page)).to_contain_text("And half")
   expect(answer(page).get_by_role("alert")).to_contain_text("The connection was cut before the answer ended.")
   button(page, "Try again").click()
   expect(answer(page).get_by_role("alert")).to_contain_text("the step raised")
@@ -443,6 +448,7 @@ def test_plain_text_without_libraries(browser: Browser, url: str, script: Script
   watched = Watched(browser, url)
   watched.context.route("**/vendor/**", lambda route: route.fulfill(status=404))
   watched.page.goto("/")
+  expect(watched.page.locator("#libraries")).to_be_visible()
   expect(watched.page.locator("#libraries")).to_contain_text("make setup")
   script.answers = [["**not bold**\n<img src=x onerror=alert(1)>"]]
   ask(watched.page, "Hello?")
@@ -538,3 +544,23 @@ def test_stays_where_one_reads(page: Page, script: Script):
   expect(page.get_by_text("more 79", exact=True)).not_to_be_in_viewport()
   button(page, "To the end").click()
   expect(page.get_by_text("more 79", exact=True)).to_be_in_viewport()
+
+# ---- the server itself ----
+
+def test_the_built_in_model_answers(browser: Browser):
+  """As a new user would: `make serve`, open the page, ask"""
+  command = [sys.executable, "tinygrad/apps/llm.py", "--serve", "127.0.0.1:0"]
+  with subprocess.Popen(command, cwd=ROOT, env=environ({}), stdout=subprocess.PIPE, text=True) as process:
+    try:
+      assert process.stdout is not None
+      url = process.stdout.readline().split()[-1] + "/"
+      with opened(browser, url) as page:
+        expect(page.locator("#model")).to_have_text("Tiny GLM", timeout=60000)
+        ask(page, "What is a list?", wait=False)
+        expect(answer(page).locator(".stats")).to_contain_text("tok/s", timeout=60000)
+        expect(answer(page).locator(".prose").last).to_contain_text("A list is a mutable sequence of objects.")
+        expect(answer(page).locator("summary")).to_contain_text("Thought")
+        button(page, "Thinking").click()
+        ask(page, "What is a list?")
+        expect(answer(page).locator("details")).to_be_hidden()
+    finally: process.kill()

@@ -121,6 +121,7 @@ function draw(token, live) {
 export class Prose {
   #settled = 0;   // characters whose blocks are settled
   #tail = [];     // the blocks after them, made at the last update
+  #shown = "";    // what was drawn last
 
   constructor(element) {
     this.element = element;
@@ -132,6 +133,9 @@ export class Prose {
       this.element.textContent = text;
       return;
     }
+    const state = `${ended} ${text}`;
+    if (state === this.#shown) return;
+    this.#shown = state;
     text = text.replace(/\r\n?/g, "\n");
     // a link's address may stand below it, in a block that came later
     if (ended && Object.keys(marked.lexer(text).links).length) this.#restart();
