@@ -30,9 +30,7 @@ from tinygrad.apps.serve.text import Voice
 WEB = Path(__file__).parent / "web"
 OPEN = frozenset(("/health", "/v1/health"))   # for who has no key, beside the page
 LINGER = 2.0                                  # seconds that the rest of a body which is too long is read, so that the error arrives
-# formulas bring styles of their own
-POLICY = ("default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; "
-          "frame-ancestors 'none'")
+POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 class Endpoint(NamedTuple):
   method: str
