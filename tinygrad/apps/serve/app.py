@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount, Route
+from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinygrad.apps.serve import anthropic, openai, responses
@@ -228,12 +228,12 @@ def create_app(link:Link, settings:Settings, voice:Voice|None=None) -> Starlette
     finally:
       if own: await link.close(settings.drain_seconds)
   page = Page(directory=WEB, html=True) if (WEB / "index.html").is_file() else None
-  routes: list[Route|Mount] = [Route(e.path, e.handler, methods=[e.method]) for e in ENDPOINTS]
-  if page is not None: routes.append(Mount("/", page))
+  routes = [Route(e.path, e.handler, methods=[e.method]) for e in ENDPOINTS]
   middleware = [Middleware(Front, service=service, page=page)]
   if settings.cors_origins:
     middleware.insert(0, Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
                                     expose_headers=["x-request-id", "retry-after"]))
   app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: no_route}, lifespan=lifespan)
+  if page is not None: app.router.default = page   # for paths that no endpoint has
   app.state.service, app.state.openapi = service, document(ENDPOINTS)
   return app
