@@ -160,12 +160,24 @@ def test_health(server: Server):
 
 def test_while_it_loads():
   link = ScriptedLink(talking_voice())
-  link.ready, loading = None, threading.Event()
+  link.ready = None
   link.start = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
   s = Server(link, Settings(Path("none"), "none"), link.voice)
   try:
     assert s.ask("/health")[0] == 503 and s.ask("/v1/models")[0] == 200 and s.ask("/metrics")[0] == 200 and s.ask("/slots")[0] == 503
-    assert s.ask("/tokenize", {"content": "a"})[0] == 503 and s.ask("/props")[0] == 200 and not loading.is_set()
+    assert s.ask("/tokenize", {"content": "a"})[0] == 503 and s.ask("/props")[0] == 200
+    assert "the model is being loaded (starting the engine)" in s.ask(CHAT, body())[1]["error"]["message"]
+  finally: s.stop()
+
+def test_a_file_that_is_none(tmp_path: Path):
+  link = ScriptedLink(talking_voice())
+  (tmp_path / "x.gguf").write_bytes(b"GGUX")
+  s = Server(link, Settings(tmp_path / "x.gguf", "x"), None)
+  try:
+    until(lambda: s.app.state.service.fault)
+    status, answer, _ = s.ask("/health")
+    assert status == 503 and answer["status"] == "failed" and "not a GGUF file" in answer["error"]["message"]
+    assert s.ask(CHAT, body())[0] == s.ask("/v1/models")[0] == 503
   finally: s.stop()
 
 def test_metrics(server: Server):
