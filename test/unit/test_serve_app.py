@@ -37,14 +37,17 @@ def post(server: Server, data: dict[str, Any], path: str = CHAT, window: int|Non
   s, text = connected(server, window), json.dumps(data).encode()
   s.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
   return s
+def deltas(stream: bytes) -> list[dict[str, str]]:
+  return [json.loads(line[6:])["choices"][0]["delta"] for line in stream.decode().splitlines() if line.startswith("data: {")]
 def idle(server: Server) -> bool: return not server.link.handles and not server.app.state.service.running
 
 # ---- keys ----
 
 KEYS = frozenset(("one", "twö"))
 @pytest.mark.parametrize("headers,status", [
-  ({}, 401), ({"Authorization": "Bearer one"}, 200), ({"Authorization": "bearer  one"}, 200), ({"X_Api_Key": "one"}, 200), ({"X_Api_Key": "two"}, 401),
-  ({"Authorization": "Bearer onee"}, 401), ({"Authorization": "Basic one"}, 401), ({"Authorization": "one"}, 401), ({"Authorization": "Bearer "}, 401)])
+  ({}, 401), ({"Authorization": "Bearer one"}, 200), ({"Authorization": "bearer  one"}, 200), ({"X_Api_Key": "one"}, 200),
+  ({"X_Api_Key": "two"}, 401),  ({"Authorization": "Bearer onee"}, 401), ({"Authorization": "Basic one"}, 401), ({"Authorization": "one"}, 401),
+  ({"Authorization": "Bearer "}, 401)])
 def test_keys(with_keys: Server, headers: dict[str, str], status: int):
   for path, data in ((CHAT, body()), ("/v1/models", None), ("/metrics", None), ("/props", None), ("/openapi.json", None), ("/nowhere", None)):
     code, answer, _ = with_keys.ask(path, data, **headers)
@@ -119,8 +122,8 @@ def test_the_log(server: Server, log):
   def mine() -> list[Any]: return [line for line in log() if line["id"].startswith("log-")]
   until(lambda: len(mine()) == 2)
   for line in mine():
-    assert (line["method"], line["path"], line["status"], line["answer_tokens"], line["prompt_tokens"], line["finish"]) == ("POST", CHAT, 200, 3, 19, "length")
-    assert line["ms"] >= 0 and line["cached_tokens"] == 4
+    assert (line["method"], line["path"], line["status"], line["finish"]) == ("POST", CHAT, 200, "length") and line["ms"] >= 0
+    assert (line["prompt_tokens"], line["cached_tokens"], line["answer_tokens"]) == (19, 4, 3)
   assert "secret" not in json.dumps(log())
 
 def test_the_log_of_prompts(log):
@@ -166,11 +169,12 @@ def test_while_it_loads():
   finally: s.stop()
 
 def test_metrics(server: Server):
-  def value(line: str) -> float: return next(float(found.rpartition(" ")[2]) for found in server.ask("/metrics")[1].splitlines() if found.startswith(line))
+  def value(name: str) -> float:
+    return next(float(line.rpartition(" ")[2]) for line in server.ask("/metrics")[1].splitlines() if line.startswith(name))
   labels = '{engine="0",model_name="talker"'
   names = ["prompt_tokens_total", "generation_tokens_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count",
-           "e2e_request_latency_seconds_count", "request_queue_time_seconds_count", "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum",
-           "request_prompt_tokens_sum", "request_generation_tokens_sum", "request_time_per_output_token_seconds_count"]
+           "e2e_request_latency_seconds_count", "request_queue_time_seconds_count", "request_prefill_time_seconds_sum",
+           "request_decode_time_seconds_sum", "request_prompt_tokens_sum", "request_generation_tokens_sum", "request_time_per_output_token_seconds_count"]
   server.ask(CHAT, body(max_tokens=3))
   before = [value(f"vllm:{name}{labels}") for name in names]
   for stream in (False, True): server.ask(CHAT, body(max_tokens=3, stream=stream))
@@ -198,10 +202,12 @@ def test_slots_and_props(server: Server):
 def test_tokens(server: Server):
   assert server.ask("/tokenize", {"content": "a<|user|>é"})[1] == {"tokens": [97, 257, 195, 169], "count": 4, "max_model_len": 4096}
   assert server.ask("/tokenize", {"prompt": "<|user|>", "parse_special": False})[1]["count"] == 8
-  assert server.ask("/tokenize", {"content": "é", "with_pieces": True})[1]["tokens"] == [{"id": 195, "piece": "\ufffd"}, {"id": 169, "piece": "\ufffd"}]
+  pieces = server.ask("/tokenize", {"content": "é", "with_pieces": True})[1]["tokens"]
+  assert pieces == [{"id": 195, "piece": "\ufffd"}, {"id": 169, "piece": "\ufffd"}]
   prompt = "[gMASK]<sop><|user|>hi<|assistant|><think>"
   ids = server.ask("/tokenize", body())[1]["tokens"]
-  assert server.ask("/detokenize", {"tokens": ids})[1] == {"content": prompt, "prompt": prompt} and server.ask("/apply-template", body())[1] == {"prompt": prompt}
+  assert server.ask("/detokenize", {"tokens": ids})[1] == {"content": prompt, "prompt": prompt}
+  assert server.ask("/apply-template", body())[1] == {"prompt": prompt}
   for path, data, param in (("/tokenize", {}, "content"), ("/detokenize", {"tokens": [-1]}, "tokens"), ("/detokenize", {}, "tokens"),
                             ("/tokenize", {"messages": []}, "messages"), ("/apply-template", {"messages": [{"role": "x"}]}, "messages[0].role")):
     code, answer, _ = server.ask(path, data)
@@ -268,11 +274,12 @@ def test_the_queue(settings: dict[str, Any], words: str, monkeypatch):
     assert s.ask(CHAT, body())[0] == 200
 
 def test_large_requests(server: Server):
+  tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["x" * 1000] * 1000}}}
   long = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}] * 5000
   for data, words in (({"messages": long}, "maximum context length"), (body("x" * 10_000_000), "maximum context length"),
                       ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 10_000}]}, None),
                       (b'{"messages":' + b"[" * 1_000_000, "less deep"),
-                      (body(tools=[{"type": "function", "function": {"name": "f", "parameters": {"enum": ["x" * 1000] * 1000}}}]), "maximum context length")):
+                      (body(tools=[tool]), "maximum context length")):
     code, answer, _ = server.ask(CHAT, data)
     if words is None: assert code == 200
     else: assert code == 400 and words in answer["error"]["message"]
@@ -327,8 +334,7 @@ def test_keep_alive():
       while seen.count(b": keep-alive\n\n") < 3: seen += c.recv(1 << 16)
       go.set()
       while b"[DONE]" not in seen: seen += c.recv(1 << 16)
-    text = "".join(json.loads(line[6:])["choices"][0]["delta"].get("content", "") for line in seen.decode().splitlines() if line.startswith("data: {"))
-    assert text == "done"
+    assert "".join(delta.get("content", "") for delta in deltas(seen)) == "done"
 
 def test_a_slow_reader(server: Server, monkeypatch):
   """What it does not read stays with the link, as one piece, and is not turned into bytes that wait; nothing of it is lost"""
@@ -348,8 +354,7 @@ def test_a_slow_reader(server: Server, monkeypatch):
     assert reply.handle.ended and reply.handle.held.ids and reply.finish is None and sum(sent) < 400_000
     seen = b""
     while b"[DONE]" not in seen: seen += c.recv(1 << 16)
-  chunks = [json.loads(line[6:])["choices"][0]["delta"] for line in seen.decode().splitlines() if line.startswith("data: {")]
-  lengths = [len(chunk.get("reasoning_content", "")) for chunk in chunks]
+  lengths = [len(delta.get("reasoning_content", "")) for delta in deltas(seen)]
   assert sum(lengths) == 4096 - 9 and max(lengths) > 1000   # what waited came as one
 
 def test_it_ends_while_an_answer_runs():

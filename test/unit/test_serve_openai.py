@@ -132,8 +132,8 @@ def test_tools(server: Server, client: openai.OpenAI, at_once: int):
   asked = Asked(server, client, says, tools=TOOLS)
   assert (asked.thought, asked.text, asked.finish) == ("hm", "Let me see.", "tool_calls")
   assert asked.calls == [("add", {"a": 5, "s": 'say "hé"'}), ("now", {})]
-  ids = [c.id for c in asked.whole.choices[0].message.tool_calls]
-  assert len({*ids}) == 2 and all(id.startswith("call_") for id in ids)
+  names = [c.id for c in asked.whole.choices[0].message.tool_calls]
+  assert len({*names}) == 2 and all(name.startswith("call_") for name in names)
   one = Asked(server, client, says, tools=TOOLS, parallel_tool_calls=False)
   assert one.calls == asked.calls[:1] and one.finish == "tool_calls"
   assert any(isinstance(order, wire.Abort) for order in one.orders) == (at_once < 1000)

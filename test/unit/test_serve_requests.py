@@ -32,7 +32,8 @@ def fails(call: Any, *args: Any, **kw: Any) -> ApiError:
 # ---- bodies ----
 
 @pytest.mark.parametrize("body,param,words", [
-  (b"", None, "expected JSON, found nothing"), (b" \n", None, "found nothing"), (b"{", None, "expected JSON"), (b"[1]", None, "expected an object, found a list"),
+  (b"", None, "expected JSON, found nothing"), (b" \n", None, "found nothing"), (b"{", None, "expected JSON"),
+  (b"[1]", None, "expected an object, found a list"),
   (b"\"x\"", None, "found text"), (b"{} x", None, "trailing"), (b"{}", "messages", "expected a value, found none"),
   (b'{"messages": 5}', "messages", "expected a list, found a whole number"), (b'{"model": "\xff"}', None, "expected JSON"),
   (b'{"messages": [{"content": ""}]}', "messages[0].role", "expected a value, found none"),
@@ -41,7 +42,8 @@ def fails(call: Any, *args: Any, **kw: Any) -> ApiError:
   (b'{"messages": [], "n": true}', "n", "found true or false"), (b'{"messages": [], "temperature": NaN}', None, "expected JSON"),
   (b'{"messages": [], "temperature": 1e999}', "temperature", "out of range"), (b'{"messages": [], "stop": [1]}', "stop[0]", "expected text"),
   (b'{"messages": [], "tools": [{"type": "function"}]}', "tools[0].function", "found none"),
-  (b'{"messages": [], "tool_choice": "maybe"}', "tool_choice", "'maybe'"), (b'{"messages": [], "logit_bias": {"1": "x"}}', "logit_bias[...]", "a number"),
+  (b'{"messages": [], "tool_choice": "maybe"}', "tool_choice", "'maybe'"), 
+  (b'{"messages": [], "logit_bias": {"1": "x"}}', "logit_bias[...]", "a number"),
   (b'{"messages": [], "chat_template_kwargs": {"x": ' + b"[" * 100000 + b"]" * 100000 + b"}}", None, "less deep"),
   (b'{"x": ' + b"[" * 100000 + b"]" * 100000 + b"}", None, "less deep")])
 def test_broken(body: bytes, param: str|None, words: str):
@@ -75,11 +77,12 @@ def test_unknown_fields_are_said_once(caplog, monkeypatch):
 def test_prompt():
   assert messages() == "[gMASK]<sop><|user|>hi<|assistant|><think>"
   assert text(chat(messages=[{"role": "developer", "content": "be"}, USER])) == "[gMASK]<sop><|system|>be<|user|>hi<|assistant|><think>"
-  assert messages({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]}).endswith("<|user|>ab<|assistant|><think>")
+  parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+  assert messages({"role": "user", "content": parts}).endswith("<|user|>ab<|assistant|><think>")
   assert messages(add_generation_prompt=False) == "[gMASK]<sop><|user|>hi"
 
-@pytest.mark.parametrize("fields", [{"reasoning_effort": "none"}, {"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}},
-                                    {"reasoning_effort": "none", "thinking": {"type": "disabled"}}])
+@pytest.mark.parametrize("fields", [{"reasoning_effort": "none"}, {"thinking": {"type": "disabled"}},
+                                    {"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none", "thinking": {"type": "disabled"}}])
 def test_without_thinking(fields: dict[str, Any]): assert messages(**fields) == "[gMASK]<sop><|user|>hi<|assistant|></think>"
 
 def test_what_is_said_in_the_template_decides():
@@ -93,12 +96,13 @@ def test_past_reasoning(name: str):
   for fields in ({"chat_template_kwargs": {"clear_thinking": False}}, {"thinking": {"clear_thinking": False}}):
     assert "<think>two and two</think>four" in messages(past, USER, **fields)
 
-@pytest.mark.parametrize("arguments,shown", [('{"a": 5}', "<arg_key>a</arg_key><arg_value>5</arg_value>"), ({"a": 5}, "<arg_key>a</arg_key><arg_value>5"),
-                                            
+@pytest.mark.parametrize("arguments,shown", [('{"a": 5}', "<arg_key>a</arg_key><arg_value>5</arg_value>"),
+                                             ({"a": 5}, "<arg_key>a</arg_key><arg_value>5"),
                                              ("", ""), (None, ""), ('{"a": "x"}', "<arg_key>a</arg_key><arg_value>x</arg_value>")])
 def test_past_calls(arguments: Any, shown: str):
   call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
-  said = messages({"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "7"}, tools=[TOOL])
+  result = {"role": "tool", "tool_call_id": "call_1", "content": "7"}
+  said = messages({"role": "assistant", "content": None, "tool_calls": [call]}, result, tools=[TOOL])
   assert f"<tool_call>add{shown}" in said and "<|observation|><tool_response>7</tool_response>" in said and '"name": "add"' in said
 
 @pytest.mark.parametrize("arguments", ["{", "5", "[1]", "null", "[" * 5000])
@@ -113,13 +117,15 @@ def test_parts_that_are_no_text(part: dict[str, Any], param: str):
   assert e.status == 400 and e.param == f"messages[1].content[1].{param}"
 
 @pytest.mark.parametrize("fields,param", [
-  ({"messages": []}, "messages"), ({"tool_choice": "required"}, "tool_choice"), ({"tools": [TOOL], "tool_choice": named("sub")}, "tool_choice.function.name"),
+  ({"messages": []}, "messages"), ({"tool_choice": "required"}, "tool_choice"),
+  ({"tools": [TOOL], "tool_choice": named("sub")}, "tool_choice.function.name"),
   ({"tools": [TOOL, TOOL]}, "tools[1].function.name"), ({"tools": [named(" ")]}, "tools[0].function.name"),
   ({"chat_template_kwargs": {"enable_thinking": "no"}}, "chat_template_kwargs.enable_thinking"),
   ({"chat_template_kwargs": {"clear_thinking": 0}}, "chat_template_kwargs.clear_thinking"),
   ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"), ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
   ({"continue_final_message": True}, "continue_final_message"), ({"top_logprobs": 3}, "top_logprobs"),
-  ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"n": 0}, "n"), ({"n": 129}, "n"), ({"stop": ""}, "stop"), ({"stop": ["a"] * 65}, "stop"),
+  ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"n": 0}, "n"), ({"n": 129}, "n"), ({"stop": ""}, "stop"),
+  ({"stop": ["a"] * 65}, "stop"),
   ({"max_tokens": 0}, "max_tokens"), ({"max_completion_tokens": -5}, "max_completion_tokens"), ({"temperature": -1}, "temperature"),
   ({"top_p": 1.5}, "top_p"), ({"top_k": -2}, "top_k"), ({"min_p": 2}, "min_p"), ({"presence_penalty": 3}, "presence_penalty"),
   ({"repetition_penalty": 0}, "repeat_penalty"), ({"seed": 1 << 64}, "seed"), ({"logit_bias": {"x": 1}}, "logit_bias"),
@@ -145,7 +151,8 @@ def test_continued():
 def test_tools_that_are_not_to_be_called():
   assert "add" in messages(tools=[TOOL]) and "add" not in messages(tools=[TOOL], tool_choice="none")
   assert chat(tools=[TOOL]).tools == {"add": TOOL["function"]["parameters"]} and chat(tools=[TOOL], tool_choice="none").tools == {}
-  assert chat(tools=[named("now")]).tools == {"now": {}} and not chat(tools=[TOOL], parallel_tool_calls=False).parallel and chat(tools=[TOOL]).parallel
+  assert chat(tools=[named("now")]).tools == {"now": {}}
+  assert not chat(tools=[TOOL], parallel_tool_calls=False).parallel and chat(tools=[TOOL]).parallel
 
 # ---- what is asked of the engine ----
 
@@ -195,8 +202,9 @@ def test_what_must_be_too_long_is_not_read(monkeypatch):
                                          (["a", [98]], [[97], [98]]), ("<|user|>a", [[257, 97]])])
 def test_prompts(prompt: Any, want: list[list[int]]): assert complete(prompt).prompts == want and not complete(prompt).chat
 
-@pytest.mark.parametrize("prompt,param", [("", "prompt"), ([], "prompt"), ([""], "prompt[0]"), ([[]], "prompt[0]"), (["a", 5], "prompt[1]"), ([-1], "prompt"),
-                                          ([97, 5000], "prompt"), ([[97], [5000]], "prompt[1]"), (["a"] * 129, "prompt"), (None, "prompt"), ({}, "prompt")])
+@pytest.mark.parametrize("prompt,param", [
+  ("", "prompt"), ([], "prompt"), ([""], "prompt[0]"), ([[]], "prompt[0]"), (["a", 5], "prompt[1]"), ([-1], "prompt"), ([97, 5000], "prompt"),
+  ([[97], [5000]], "prompt[1]"), (["a"] * 129, "prompt"), (None, "prompt"), ({}, "prompt")])
 def test_prompts_that_are_none(prompt: Any, param: str): assert fails(complete, prompt).param == param
 
 def test_answers_in_all(): assert complete(["a"] * 64, n=2).n == 2 and fails(complete, ["a"] * 64, n=3).param == "n"
@@ -252,8 +260,8 @@ def test_errors_have_two_forms():
   assert ApiError(400, "x").openai()["error"]["type"] == ApiError(400, "x").anthropic()["error"]["type"] == "invalid_request_error"
 
 STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
-@pytest.mark.parametrize("fields,held", [({}, False), ({"tool_choice": "auto"}, False), ({"tool_choice": "none"}, False), ({"tool_choice": "required"}, True),
-                                         ({"tool_choice": named("add")}, True), ({"tools": [STRICT]}, True)])
+@pytest.mark.parametrize("fields,held", [({}, False), ({"tool_choice": "auto"}, False), ({"tool_choice": "none"}, False),
+                                         ({"tool_choice": "required"}, True), ({"tool_choice": named("add")}, True), ({"tools": [STRICT]}, True)])
 def test_calls_that_are_held_to_a_grammar(fields: dict[str, Any], held: bool):
   for off, after in ((False, THINK), (True, None)):
     grammar = chat(**{"tools": [TOOL, {**named("now")}], **fields}, **({"reasoning_effort": "none"} if off else {})).grammar

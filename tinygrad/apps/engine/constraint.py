@@ -131,7 +131,7 @@ class Grammar:
     return matcher
 
   def mask(self) -> np.ndarray:
-    mask = np.frombuffer(self.matcher.compute_bitmask(), np.uint32)
+    mask = np.frombuffer(self.matcher.compute_bitmask(), np.uint32)[:mask_words(self.vocabulary.size)]  # which may have a word more
     self._raise_error(self.matcher)
     return mask
 

@@ -33,7 +33,7 @@ class Call:
   name: str
   arguments: str = ""
 
-class Chosen(NamedTuple):
+class TokenLogprob(NamedTuple):
   """A token of an answer with its probability. offset: where its text begins in the answer"""
   token: int
   logprob: wire.Logprob
@@ -60,8 +60,8 @@ class Reply:
     self.parser = Parser(voice.tokenizer, voice.family, job.tools, ids) if job.chat else PlainText(voice.tokenizer)
     self.until = Until(job.stops)
     self.tokens, self.thought, self.unsaid = 0, 0, 0       # tokens; those of reasoning; those of which nothing was said yet
-    self.length, self.pending = 0, list[Chosen]()          # characters of the answer; tokens whose text waits
-    self.chosen: list[Chosen] = []
+    self.length, self.pending = 0, list[TokenLogprob]()          # characters of the answer; tokens whose text waits
+    self.chosen: list[TokenLogprob] = []
     self.calls: list[Call] = []
     self.calling = False                                   # whether the last of them has not ended
     self.cut = self.gone = False                           # ended by us; because nobody listens
@@ -90,7 +90,7 @@ class Reply:
       self.unsaid += 1
       start = self.length
       self._say(self.parser.push(token), events)
-      if news.logprobs: self._choose(Chosen(token, news.logprobs[n], start))
+      if news.logprobs: self._choose(TokenLogprob(token, news.logprobs[n], start))
     if news.end is not None: self._end(news, events)
     return events
 
@@ -134,7 +134,7 @@ class Reply:
       events[-1] = last._replace(text=last.text + event.text)
     else: events.append(event)
 
-  def _choose(self, chosen:Chosen) -> None:
+  def _choose(self, chosen:TokenLogprob) -> None:
     """Tokens are told with their text: what waits to be said, or never will be, waits"""
     self.pending.append(chosen)
     if self.stopped_by is not None: self.pending = [c for c in self.pending if c.offset < self.length]
@@ -177,7 +177,7 @@ class Whole:
   reply: Reply
   text: str = ""
   reasoning: str = ""
-  chosen: list[Chosen] = field(default_factory=list)
+  chosen: list[TokenLogprob] = field(default_factory=list)
   events: list[Event] = field(default_factory=list)
 
   def add(self, events:list[Event]) -> None:

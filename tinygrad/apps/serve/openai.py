@@ -5,7 +5,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 from tinygrad.apps.reasoning import REASONING, Piece
-from tinygrad.apps.serve.answer import Chosen, Reply, Usage, Whole
+from tinygrad.apps.serve.answer import Reply, TokenLogprob, Usage, Whole
 from tinygrad.apps.serve.requests import ApiError, ChatRequest, CompletionRequest, chat_job, completion_job, text_of
 from tinygrad.apps.serve.service import KEEP_ALIVE, EventStream, Service, encode, sse
 from tinygrad.apps.serve.text import Voice
@@ -27,11 +27,11 @@ def token_entry(voice:Voice, token:int, value:float) -> dict[str, Any]:
   data = voice.tokenizer.table[token]
   return {"token": data.decode(errors="replace"), "logprob": max(value, -9999.0), "bytes": list(data)}
 
-def chat_logprobs(voice:Voice, chosen:list[Chosen]) -> dict[str, Any]:
+def chat_logprobs(voice:Voice, chosen:list[TokenLogprob]) -> dict[str, Any]:
   return {"content": [token_entry(voice, c.token, c.logprob.value) |
                       {"top_logprobs": [token_entry(voice, token, value) for token, value in c.logprob.top]} for c in chosen], "refusal": None}
 
-def text_logprobs(voice:Voice, chosen:list[Chosen], top:bool) -> dict[str, Any]:
+def text_logprobs(voice:Voice, chosen:list[TokenLogprob], top:bool) -> dict[str, Any]:
   """The old form, of completions"""
   def text(token:int) -> str: return voice.tokenizer.table[token].decode(errors="replace")
   return {"tokens": [text(c.token) for c in chosen], "token_logprobs": [max(c.logprob.value, -9999.0) for c in chosen],
@@ -62,7 +62,7 @@ class ChatForm(Form):
     if r.stream: self.head["object"] = "chat.completion.chunk"
     self.echoed = text_of(r.messages[-1].content, "") if r.echo and r.continue_final_message else ""
 
-  def choice(self, reply:Reply, delta:dict[str, Any], finish:str|None=None, chosen:list[Chosen]|None=None) -> dict[str, Any]:
+  def choice(self, reply:Reply, delta:dict[str, Any], finish:str|None=None, chosen:list[TokenLogprob]|None=None) -> dict[str, Any]:
     logprobs = chat_logprobs(self.voice, chosen) if chosen else None
     return {"index": reply.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
@@ -111,7 +111,7 @@ class TextForm(Form):
     super().__init__(service, r)
     self.echo, self.top = bool(r.echo), bool(r.logprobs)
 
-  def choice(self, reply:Reply, text:str, chosen:list[Chosen], finish:str|None=None) -> dict[str, Any]:
+  def choice(self, reply:Reply, text:str, chosen:list[TokenLogprob], finish:str|None=None) -> dict[str, Any]:
     logprobs = text_logprobs(self.voice, chosen, self.top) if reply.job.logprobs is not None else None
     return {"index": reply.index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
