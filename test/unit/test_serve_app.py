@@ -358,13 +358,11 @@ def test_a_slow_reader(server: Server, monkeypatch):
   monkeypatch.setattr(service.EventStream, "_write", write)
   server.link.script = {"wait": Says("x", endless=True)}
   with post(server, body("wait", stream=True), window=1 << 12) as c:
-    def still() -> bool:
-      before = len(sent)
-      time.sleep(.1)
-      return len(sent) == before > 0
-    until(still)
+    until(lambda: running)
     reply = next(iter(running.values()))
-    assert reply.handle.ended and reply.handle.held.ids and reply.finish is None and sum(sent) < 400_000
+    until(lambda: reply.handle.ended)
+    time.sleep(.1)
+    assert reply.handle.held.ids and reply.finish is None and sum(sent) < 400_000
     seen = b""
     while b"[DONE]" not in seen: seen += c.recv(1 << 16)
   lengths = [len(delta.get("reasoning_content", "")) for delta in deltas(seen)]
