@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 import pytest
 from serve_client import END, talking_voice
+from templates import GLM
+from tinygrad.apps.chat import Chat
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.serve import requests, wire
 from tinygrad.apps.serve.requests import ApiError, ChatRequest, CompletionRequest, Job, chat_job, completion_job, decode
 from tinygrad.apps.serve.settings import Settings
+from tinygrad.apps.serve.text import Voice
 
 VOICE = talking_voice(sampling=Sampling(temperature=.5, top_p=.9))
 SETTINGS = Settings(Path("none"), "none")
@@ -275,3 +278,14 @@ def test_a_schema_that_no_call_can_be_held_to():
   assert fails(chat, tools=[strange]).param == "tools"
   assert fails(chat, tools=[TOOL], response_format={"type": "json_object"}).param == "response_format"
   chat(tools=[TOOL], tool_choice="none", response_format={"type": "json_object"})
+
+OPENS = Voice(VOICE.tokenizer, Chat("talker", GLM.replace("else '<think>'", "else ''"), VOICE.tokenizer), template="<think>")
+@pytest.mark.parametrize("fields,shown", [({"guided_json": SCHEMA}, '"a"'), ({"guided_regex": r"a/b\/c"}, r"/a\/b\/c/"),
+                                          ({"guided_json": {}}, "%json {")])
+def test_grammars_behind_reasoning_that_the_model_opens(fields: dict[str, Any], shown: str):
+  think = VOICE.tokenizer.special_tokens["<think>"]
+  for off in (False, True):
+    extra = {"reasoning_effort": "none"} if off else {}
+    job = chat_job(decode(json.dumps({"messages": [USER], **fields, **extra}).encode(), ChatRequest), OPENS, SETTINGS, CAPACITY)
+    assert job.grammar is not None and job.grammar.after is None and (job.grammar.kind != "lark") == off
+    if not off: assert f"(<[{think}]> ANY <[{THINK}]> GAP?)? answer" in job.grammar.source and shown in job.grammar.source

@@ -20,7 +20,7 @@ from tinygrad.apps.serve.anthropic import CountRequest, MessagesRequest
 from tinygrad.apps.serve.link import READY, Link
 from tinygrad.apps.serve.openai import json_response
 from tinygrad.apps.serve.openapi import document
-from tinygrad.apps.serve.requests import (ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, conversation, line_of, log,
+from tinygrad.apps.serve.requests import (ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, conversation, encoded, log,
                                            prompt_of, wrong)
 from tinygrad.apps.serve.responses import ResponsesRequest
 from tinygrad.apps.serve.service import Service
@@ -163,13 +163,13 @@ class Front:
         if not status: await self.refuse(e, scope, receive, answer)
       except Gone: status = 499
       except Exception as e:
-        log.error(line_of({"id": number, "error": type(e).__name__, "traceback": traceback.format_exc()}))
+        log.error(encoded({"id": number, "error": type(e).__name__, "traceback": traceback.format_exc()}))
         failed = ApiError(500, f"the server failed ({type(e).__name__}); the request's id is {number}")
         if not status: await self.refuse(failed, scope, receive, answer)
     finally:
       line = {"method": scope["method"], "path": scope["path"][:200], "status": status, "ms": round((time.perf_counter() - start) * 1e3, 1),
               "id": number, **scope.get("said", {})}
-      log.info(line_of(line))
+      log.info(encoded(line))
 
   def check(self, scope:Scope, headers:Headers) -> None:
     """Raises ApiError for a request without a key, where it needs one"""

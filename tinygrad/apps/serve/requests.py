@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from typing import Any, Iterator, Literal, NoReturn, TypeVar
 import msgspec
 from tinygrad.apps.chat import MessageError
-from tinygrad.apps.engine.constraint import GrammarError, check
+from tinygrad.apps.engine.constraint import WHITESPACE, GrammarError, check
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.gguf import GGUFError
-from tinygrad.apps.reasoning import CLOSE
+from tinygrad.apps.reasoning import CLOSE, OPEN
 from tinygrad.apps.serve import wire
 from tinygrad.apps.serve.settings import Settings
 from tinygrad.apps.serve.text import Voice
@@ -27,9 +27,9 @@ MAX_STOPS = 64
 MAX_GRAMMAR = 1 << 18    # characters: a schema of four times as many takes seconds to compile
 MAX_TOP = 20             # likeliest tokens beside a chosen one
 
-def line_of(data:dict[str, Any]) -> str:
-  """Of the log"""
-  return str(msgspec.json.encode(data), "utf-8")
+def encoded(value:Any) -> str:
+  """As JSON"""
+  return str(msgspec.json.encode(value), "utf-8")
 
 # ---- errors ----
 
@@ -123,11 +123,11 @@ def check_unknown(raw:dict[str, msgspec.Raw], kind:type[msgspec.Struct]) -> None
     if name in lacking:
       value = msgspec.json.decode(raw[name])
       if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in lacking[name]): continue
-      allowed = " or ".join(str(msgspec.json.encode(v), "utf-8") for v in lacking[name])
+      allowed = " or ".join(encoded(v) for v in lacking[name])
       raise ApiError(400, f"{name}: not supported{f' but as {allowed}' if allowed else ''}", name, "unsupported_parameter")
     if name not in HINTS and name not in _warned and len(_warned) < 1000:
       _warned.add(name)
-      log.warning(line_of({"unknown_field": name[:100], "of": kind.__name__}))
+      log.warning(encoded({"unknown_field": name[:100], "of": kind.__name__}))
 
 # ---- structs ----
 
@@ -443,7 +443,7 @@ def talk_job(r:Generation, c:Conversation, voice:Voice, settings:Settings, capac
   if least >= capacity: too_long(least, capacity, "messages", "at least ")
   ids = prompt_of(c, voice)
   check_context(ids, capacity, "messages")
-  grammar, calls = grammar_source(r), call_source(c, ids, voice)
+  grammar, calls = behind_thought(grammar_source(r), ids, voice), call_source(c, ids, voice)
   if grammar and c.tools: raise ApiError(400, f"{grammar[0]}: not supported beside tools that may be called", grammar[0], "unsupported_parameter")
   tools = {tool.function.name: tool.function.parameters or {} for tool in c.tools}
   return job_of(r, [ids], voice, settings, logprobs=logprobs, grammar=grammar_of(calls or grammar, [ids], voice), tools=tools, parallel=c.parallel)
@@ -475,20 +475,17 @@ def completion_job(r:CompletionRequest, voice:Voice, settings:Settings, capacity
 
 def grammar_source(r:Generation) -> tuple[str, str, str]|None:
   """(the field that gives it, wire.Grammar's kind, its text); None where an answer may be any text. Raises ApiError."""
-  def encoded(schema:dict[str, Any]|str) -> str: return schema if isinstance(schema, str) else str(msgspec.json.encode(schema), "utf-8")
   found: list[tuple[str, str, str]] = []
   if (f := r.response_format) is not None and f.type != "text":
     schema = f.json_schema.definition if f.json_schema is not None else f.definition
     if f.type == "json_schema" and schema is None: wrong("response_format.json_schema.schema", "a schema", None)
-    found.append(("response_format", "json_schema", encoded(schema if schema is not None else {"type": "object"})))
+    found.append(("response_format", "json_schema", encoded({"type": "object"} if schema is None else schema)))
   for name, kind in (("json_schema", "json_schema"), ("guided_json", "json_schema"), ("guided_regex", "regex"), ("grammar", "lark"),
                      ("guided_grammar", "lark")):
-    if value := getattr(r, name): found.append((name, kind, encoded(value)))
-  if r.guided_choice: found.append(("guided_choice", "lark", "start: " + " | ".join(map(encoded_text, r.guided_choice))))
+    if (value := getattr(r, name)) not in (None, ""): found.append((name, kind, value if isinstance(value, str) else encoded(value)))
+  if r.guided_choice: found.append(("guided_choice", "lark", "start: " + " | ".join(map(encoded, r.guided_choice))))
   if len(found) > 1: raise ApiError(400, f"{found[0][0]}: expected no {found[1][0]} beside it", found[0][0])
   return found[0] if found else None
-
-def encoded_text(text:str) -> str: return str(msgspec.json.encode(text), "utf-8")
 
 def call_source(c:Conversation, ids:list[int], voice:Voice) -> tuple[str, str, str]|None:
   """As grammar_source, of an answer that has to be a call, or whose calls have to hold to the letter. Raises ApiError."""
@@ -498,6 +495,18 @@ def call_source(c:Conversation, ids:list[int], voice:Voice) -> tuple[str, str, s
   tools = {tool.function.name: tool.function.parameters or {} for tool in c.tools}
   try: return (name, *call_grammar(voice.family, tools, c.choice, c.parallel, strict, voice.may_think(ids)))
   except ValueError as e: raise ApiError(400, f"tools: {e}", "tools", "invalid_grammar") from None
+
+def behind_thought(given:tuple[str, str, str]|None, ids:list[int], voice:Voice) -> tuple[str, str, str]|None:
+  """given: as grammar_source has it -> the same behind reasoning, for a model that may open that itself. Raises ApiError."""
+  marks = voice.tokenizer.special_tokens
+  if given is None or given[1] == "lark" or not voice.may_think(ids) or not {OPEN, CLOSE} <= marks.keys(): return given
+  name, kind, source = given
+  checked(name, kind, source)
+  if kind == "json_schema":
+    answer = f"%json {encoded(msgspec.json.decode(source) | {'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+  else: answer = "/" + re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", source, flags=re.S) + "/"
+  thought = f"<[{marks[OPEN]}]> ANY <[{marks[CLOSE]}]> GAP?"
+  return name, "lark", f"start: ({thought})? answer\nanswer: {answer}\nANY: /(?s:.*)/\nGAP: /\\n{{1,2}}/\n"
 
 def grammar_of(given:tuple[str, str, str]|None, prompts:list[list[int]], voice:Voice) -> wire.Grammar|None:
   """given: as grammar_source has it. Checked, as far as it can be without a model. Raises ApiError."""
