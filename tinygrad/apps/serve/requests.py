@@ -443,10 +443,9 @@ def talk_job(r:Generation, c:Conversation, voice:Voice, settings:Settings, capac
   if least >= capacity: too_long(least, capacity, "messages", "at least ")
   ids = prompt_of(c, voice)
   check_context(ids, capacity, "messages")
-  grammar, calls = behind_thought(grammar_source(r), ids, voice), call_source(c, ids, voice)
-  if grammar and c.tools: raise ApiError(400, f"{grammar[0]}: not supported beside tools that may be called", grammar[0], "unsupported_parameter")
+  grammar = grammar_of(held_to(r, c, ids, voice), [ids], voice)
   tools = {tool.function.name: tool.function.parameters or {} for tool in c.tools}
-  return job_of(r, [ids], voice, settings, logprobs=logprobs, grammar=grammar_of(calls or grammar, [ids], voice), tools=tools, parallel=c.parallel)
+  return job_of(r, [ids], voice, settings, logprobs=logprobs, grammar=grammar, tools=tools, parallel=c.parallel)
 
 def completion_job(r:CompletionRequest, voice:Voice, settings:Settings, capacity:int) -> Job:
   """Raises ApiError"""
@@ -487,26 +486,30 @@ def grammar_source(r:Generation) -> tuple[str, str, str]|None:
   if len(found) > 1: raise ApiError(400, f"{found[0][0]}: expected no {found[1][0]} beside it", found[0][0])
   return found[0] if found else None
 
-def call_source(c:Conversation, ids:list[int], voice:Voice) -> tuple[str, str, str]|None:
-  """As grammar_source, of an answer that has to be a call, or whose calls have to hold to the letter. Raises ApiError."""
+def held_to(r:Generation, c:Conversation, ids:list[int], voice:Voice) -> tuple[str, str, str]|None:
+  """As grammar_source, of an answer to a conversation: a form, calls, or either; behind reasoning where the model may open that itself. Raises
+  ApiError."""
+  given, thinks, marks = grammar_source(r), voice.may_think(ids), voice.tokenizer.special_tokens
   strict = {tool.function.name for tool in c.tools if tool.function.strict}
-  if not c.tools or c.choice == "auto" and not strict: return None
-  name = "tools" if c.choice == "auto" else "tool_choice"
   tools = {tool.function.name: tool.function.parameters or {} for tool in c.tools}
-  try: return (name, *call_grammar(voice.family, tools, c.choice, c.parallel, strict, voice.may_think(ids)))
-  except ValueError as e: raise ApiError(400, f"tools: {e}", "tools", "invalid_grammar") from None
-
-def behind_thought(given:tuple[str, str, str]|None, ids:list[int], voice:Voice) -> tuple[str, str, str]|None:
-  """given: as grammar_source has it -> the same behind reasoning, for a model that may open that itself. Raises ApiError."""
-  marks = voice.tokenizer.special_tokens
-  if given is None or given[1] == "lark" or not voice.may_think(ids) or not {OPEN, CLOSE} <= marks.keys(): return given
+  def calls(choice:str) -> str:
+    try: return call_grammar(voice.family, tools, choice, c.parallel, strict, thinks)[1]
+    except ValueError as e: raise ApiError(400, f"tools: {e}", "tools", "invalid_grammar") from None
+  if tools and c.choice != "auto": return "tool_choice", "lark", calls(c.choice)
+  if given is None: return ("tools", "lark", calls("auto")) if strict else None
+  thinks = thinks and {OPEN, CLOSE} <= marks.keys()
+  if not tools and not thinks: return given
   name, kind, source = given
+  if kind == "lark":
+    if tools: raise ApiError(400, f"{name}: not supported beside tools that may be called", name, "unsupported_parameter")
+    return given
   checked(name, kind, source)
-  if kind == "json_schema":
-    answer = f"%json {encoded(msgspec.json.decode(source) | {'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+  if kind == "json_schema": answer = f"%json {encoded(msgspec.json.decode(source) | {'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
   else: answer = "/" + re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", source, flags=re.S) + "/"
-  thought = f"<[{marks[OPEN]}]> ANY <[{marks[CLOSE]}]> GAP?"
-  return name, "lark", f"start: ({thought})? answer\nanswer: {answer}\nANY: /(?s:.*)/\nGAP: /\\n{{1,2}}/\n"
+  thought = f"(<[{marks[OPEN]}]> TEXT <[{marks[CLOSE]}]>)? " if thinks else ""
+  start = f"start: {thought}GAP? answer{' | calls' if tools else ''}\nanswer: {answer}\n"
+  # the grammar of calls has these terminals, too
+  return name, "lark", start + ("calls" + calls("required").removeprefix("start") if tools else "TEXT: /(?s:.*)/\nGAP: /\\n{1,2}/\n")
 
 def grammar_of(given:tuple[str, str, str]|None, prompts:list[list[int]], voice:Voice) -> wire.Grammar|None:
   """given: as grammar_source has it. Checked, as far as it can be without a model. Raises ApiError."""
