@@ -36,12 +36,16 @@ llm.run()
 """, "--max-context", "2048"]
 SECONDS = 60
 
+FILES = 1024   # that a process may have open at first, as systems have it
+
 class Served:
   """A server of its own port, as a process"""
   def __init__(self, *flags: str):
     self.process = subprocess.Popen([*COMMAND, "--serve", "127.0.0.1:0", *flags], cwd=ROOT, env=environ({}), text=True, bufsize=1,
-                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=self.few_files)
     self.port = int(self.line("listening on http://127.0.0.1:").rpartition(":")[2])
+  @staticmethod
+  def few_files() -> None: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
   def line(self, begin: str) -> str:
     assert self.process.stdout is not None
     line = self.process.stdout.readline()
@@ -80,13 +84,13 @@ def exchange(sock: socket.socket, request: bytes) -> tuple[int, Any]:
 
 def test_a_signal_drains(another: Served):
   """The port is open at once; what runs ends; what comes is told; a connection that has nothing to say holds nobody up"""
-  idle, answer = another.connect(), another.ask("/answer?n=300")
+  idle, answer = another.connect(), another.ask("/answer?n=2000")
   ids, end = json.loads(answer.readline())
   another.process.send_signal(signal.SIGTERM)
   another.line("ending: 1 answer may go on for 30 s")
   with pytest.raises(OSError, match="503"): another.ask("/health")
   lines = [json.loads(line) for line in answer]
-  assert len(ids) + sum(len(more) for more, _ in lines) == 300 and lines[-1][1] == "length" and end is None
+  assert len(ids) + sum(len(more) for more, _ in lines) == 2000 and lines[-1][1] == "length" and end is None
   assert another.ended() == (0, "", "")
   idle.close()
 
@@ -105,7 +109,7 @@ def test_ctrl_c_on_a_terminal():
   try:
     port = int(terminal.until("listening on http://127.0.0.1:") and terminal.until("\r\n"))
     terminal.until("ready: ")
-    answer = urlopen(f"http://127.0.0.1:{port}/answer?n=200", timeout=SECONDS)
+    answer = urlopen(f"http://127.0.0.1:{port}/answer?n=2000", timeout=SECONDS)
     answer.readline()
     terminal.type(CTRL_C)
     assert json.loads(answer.readlines()[-1])[1] == "length"
@@ -147,13 +151,13 @@ def test_what_is_no_http(served: Served):
   assert status == 400 and error["error"]["type"] == "invalid_request_error"
 
 def test_idle_connections(served: Served):
-  """More than a process may have files at first, and the others are answered meanwhile"""
+  """More than the files that a process may have at first, and the others are answered meanwhile"""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  if hard != resource.RLIM_INFINITY and hard < 4000: pytest.skip(f"this system allows {hard} open files")
-  resource.setrlimit(resource.RLIMIT_NOFILE, (4000, hard))
+  if hard != resource.RLIM_INFINITY and hard < 4 * FILES: pytest.skip(f"this system allows {hard} open files")
+  resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4 * FILES), hard))
   idle = []
   try:
-    idle = [served.connect() for _ in range(2000)]
+    idle = [served.connect() for _ in range(2 * FILES)]
     with served.ask("/health") as answer: assert json.load(answer) == "ready"
     assert exchange(idle[-1], b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") == (200, "ready")
   finally:
