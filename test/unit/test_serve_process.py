@@ -18,7 +18,7 @@ import json, sys, types
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
-def create_app(link, settings):
+def create_app(link, settings, voice):
   async def health(request): return JSONResponse(link.state, 200 if link.state == "ready" else 503)
   async def answer(request):
     handle = link.add([1, 2, 3], {}, [], int(request.query_params["n"]))

@@ -73,16 +73,17 @@ class Process:
   async def run(self, sock:socket.socket) -> int:
     """Until a signal, or until the model turns out not to load -> the exit code. Raises ServeError, GGUFError."""
     from tinygrad.apps.serve.app import create_app
+    from tinygrad.apps.serve.text import Voice
     for which in (signal.SIGINT, signal.SIGTERM): asyncio.get_running_loop().add_signal_handler(which, self.on_signal, which)
     try:
       await self.link.start()
-      self.server = Server(self.settings, create_app(self.link, self.settings))
+      voice = await asyncio.to_thread(Voice.from_file, self.settings.model, self.settings.alias, self.settings.sampling)
+      self.server = Server(self.settings, create_app(self.link, self.settings, voice))
       told = asyncio.create_task(self.tell())
       if self.ending is not None: self.server.should_exit = True   # the signal came before
       await self.server.serve([sock])
-      await self.link.close()
-      await told
-    finally: self.link.kill()
+    finally: await self.link.close()
+    await told
     if self.failed: raise ServeError(self.failed)
     return int(self.link.state == FAILED)
 
