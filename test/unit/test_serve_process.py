@@ -1,14 +1,15 @@
 """The server as whoever starts it meets it: its lines, its port, its signals, its limits of connections. What it answers is other tests' matter."""
 from __future__ import annotations
-import argparse, json, resource, signal, socket, subprocess, sys, time
+import argparse, asyncio, json, resource, signal, socket, subprocess, sys, threading, time
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, Iterator
 from urllib.request import urlopen
-import pytest
+import pytest, uvicorn
 from on_terminal import CTRL_C, Terminal, environ
 from tinygrad.apps import llm
 from tinygrad.apps.models import BUILT_IN, ROOT, UserError
+from tinygrad.apps.serve import connection
 from tinygrad.apps.serve.connection import MAX_HEAD
 from tinygrad.apps.serve.settings import Settings
 
@@ -149,6 +150,27 @@ def test_a_head_that_is_too_long(served: Served):
 def test_what_is_no_http(served: Served):
   with served.connect() as sock: status, error = exchange(sock, b"\x16\x03\x01 hello\r\n\r\n")
   assert status == 400 and error["error"]["type"] == "invalid_request_error"
+
+def test_a_head_that_does_not_come(monkeypatch: pytest.MonkeyPatch):
+  """Whoever does not say in time what is asked for is left; an answer may take longer"""
+  monkeypatch.setattr(connection, "HEAD_SECONDS", .3)
+  async def app(scope: Any, receive: Any, send: Any) -> None:
+    await asyncio.sleep(.8)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+    await send({"type": "http.response.body", "body": b"1"})
+  server = uvicorn.Server(uvicorn.Config(app, http=connection.Connection, lifespan="off", log_config=None))
+  with socket.create_server(("127.0.0.1", 0)) as listening:
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+      silent, half, asks = (socket.create_connection(listening.getsockname(), SECONDS) for _ in range(3))
+      half.sendall(b"GET / HTTP/1.1\r\nHost:")
+      with silent, half, asks:
+        for _ in range(2): assert exchange(asks, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") == (200, 1)
+        assert silent.recv(1) == half.recv(1) == b""
+    finally:
+      server.should_exit = True
+      thread.join(SECONDS)
 
 def test_idle_connections(served: Served):
   """More than the files that a process may have at first, and the others are answered meanwhile"""

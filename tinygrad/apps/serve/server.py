@@ -2,7 +2,7 @@
 
 A first SIGTERM or SIGINT drains: what runs may end, and what comes is refused. A second one ends all at once."""
 from __future__ import annotations
-import asyncio, contextlib, errno, logging, os, resource, signal, socket, ssl, sys
+import asyncio, contextlib, errno, gc, logging, os, resource, signal, socket, ssl, sys
 from typing import Iterator
 import uvicorn, uvloop
 from tinygrad.apps.serve import wire
@@ -11,7 +11,7 @@ from tinygrad.apps.serve.link import FAILED, Link, Unavailable
 from tinygrad.apps.serve.settings import Settings
 
 BACKLOG = 2048         # connections that wait to be accepted
-FILES = 1 << 16        # connections at once, where the system lets a process have so many
+FILES = 1 << 16, 10240   # open at once, the most that the system allows of these
 IDLE_SECONDS = 75      # that a connection is kept between two requests
 CLOSE_SECONDS = 5      # that the last bytes of answers have to be read in
 
@@ -37,9 +37,13 @@ def check_certificate(settings:Settings) -> None:
   except (OSError, ValueError) as e: raise ServeError(f"--ssl-certfile {settings.ssl_certfile}, --ssl-keyfile {settings.ssl_keyfile}: {e}") from None
 
 def allow_many_files() -> None:
+  """As many as the system lets a process have: each connection is one"""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-  if soft != resource.RLIM_INFINITY and soft < wanted: resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+  for wanted in FILES:
+    if hard != resource.RLIM_INFINITY: wanted = min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted: return
+    try: return resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except ValueError: continue   # a Mac has a lower limit than the one that it tells
 
 def announce(line:str) -> None: print(line, flush=True)
 
@@ -79,6 +83,7 @@ class Process:
       await self.link.start()
       voice = await asyncio.to_thread(Voice.from_file, self.settings.model, self.settings.alias, self.settings.sampling)
       self.server = Server(self.settings, create_app(self.link, self.settings, voice))
+      gc.freeze()   # a vocabulary is not looked at again while answers run
       told = asyncio.create_task(self.tell())
       if self.ending is not None: self.server.should_exit = True   # the signal came before
       await self.server.serve([sock])
