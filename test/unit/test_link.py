@@ -13,12 +13,13 @@ from tinygrad.apps.serve.link import DRAINING, FAILED, Handle, Link, Unavailable
 from tinygrad.apps.serve.worker import PATIENCE, Broken, Worker
 
 CONTEXT = 2048
+STALL = 3600.0   # seconds: all prompts are read before a step, so that fewer sizes of a batch are recorded
 SECONDS = 60   # that anything may take
 
 class Running:
   """A link, and the loop that it lives on, which runs only while a test waits"""
   def __init__(self, path: Any = BUILT_IN):
-    self.loop, self.link = asyncio.Runner(), Link(wire.Load(str(path), CONTEXT))
+    self.loop, self.link = asyncio.Runner(), Link(wire.Load(str(path), CONTEXT, max_stall=STALL))
     self(self.link.start())
   def __call__(self, work: Coroutine[Any, Any, Any]) -> Any: return self.loop.run(asyncio.wait_for(work, SECONDS))
   def close(self) -> None:

@@ -45,7 +45,8 @@ def allow_many_files() -> None:
     try: return resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except ValueError: continue   # a Mac has a lower limit than the one that it tells
 
-def announce(line:str) -> None: print(line, flush=True)
+def announce(line:str) -> None:
+  with contextlib.suppress(OSError): print(line, flush=True)   # whoever read may have left
 
 # ---- the process ----
 
