@@ -250,7 +250,9 @@ MENDED = {
   "glm: reasoning alone": glm("on and on\n", R("on and on\n"), prompt="<think>"),
   "glm: </think> again": glm("\n</think>\n\nSo.", A("So."), prompt="</think>"),
   "glm: half a character": glm("é\ufffd" + call("clock", city="Zürich"), A("é\ufffd"), C("clock", {"city": "Zürich"})),
-  "hermes: another order": hermes('<tool_call>{"arguments": {"hour": 1}, "name": "clock_set"}</tool_call>', C("clock_set", {"hour": 1})),
+  "hermes: another order": hermes('<tool_call>{"arguments": {"hour": 1}, "name": "clock_set"}</tool_call>'
+                                  '<tool_call>{"parameters": {"hour": 2}, "name": "clock_set"}</tool_call>', C("clock_set", {"hour": 1}),
+                                  C("clock_set", {"hour": 2})),
   "hermes: more in it": hermes('<tool_call>{"id": 7, "name": "clock_set", "type": "function", "arguments": {"hour": 1}}</tool_call>'
                                '<tool_call>{"name": "stop", "id": "<a>", "arguments": {}}</tool_call>', C("clock_set", {"hour": 1}), C("stop", {})),
   "hermes: more behind it": hermes('<tool_call>{"name": "clock_set", "arguments": {"hour": 1}, "id": "</tool_call>"}</tool_call>So.',
@@ -284,6 +286,8 @@ MENDED = {
   "hermes: cut before arguments": hermes('<tool_call>{"name": "run", "argu', C("run", {})),
   "hermes: no such tool": hermes('So. <tool_call>\n{"name": "fly", "arguments": {"to": "</tool_call>"}}\n</tool_call> Well.',
                                  A('So. <tool_call>\n{"name": "fly", "arguments": {"to": "</tool_call>"}}\n</tool_call> Well.')),
+  "hermes: a call in what is none": hermes('<tool_call>{"name": "fly", "arguments": {"to": "<tool_call>{"name": "stop"}</tool_call>',
+                                           A('<tool_call>{"name": "fly", "arguments": {"to": "'), C("stop", {})),
   "hermes: no JSON": hermes("<tool_call>fly</tool_call>", A("<tool_call>fly</tool_call>")),
   "hermes: no name": hermes('<tool_call>{"arguments": {}}</tool_call>', A('<tool_call>{"arguments": {}}</tool_call>')),
   "hermes: nothing": hermes("<tool_call>\n</tool_call>", A("<tool_call>\n</tool_call>")),
