@@ -235,8 +235,8 @@ MENDED = {
   "glm: marks in a string": glm(call("note", text="a <tool_call> b"), C("note", {"text": "a <tool_call> b"})),
   "glm: Python's literals": glm(call("weigh", exact="True") + call("run", a="None", b="{'x': [True]}") + call("note", meta="{'x': [True]}"),
                                 C("weigh", {"exact": True}), C("run", {"a": None, "b": "{'x': [True]}"}), C("note", {"meta": {"x": [True]}})),
-  "glm: no JSON": glm(call("weigh", grams="much") + call("run", n="NaN", big="1e999", deep="[" * 1200), C("weigh", {"grams": "much"}),
-                      C("run", {"n": "NaN", "big": "1e999", "deep": "[" * 1200})),
+  "glm: no JSON": glm(call("weigh", grams="much") + call("run", n="NaN", big="1e999", deep="[" * 1200, deeper="[" * 70 + "]" * 70),
+                      C("weigh", {"grams": "much"}), C("run", {"n": "NaN", "big": "1e999", "deep": "[" * 1200, "deeper": "[" * 70 + "]" * 70})),
   "glm: encoded twice": glm(call("note", tags='"[\\"a\\"]"', meta='"{}"') + call("clock_set", hour='"7"'), C("note", {"tags": ["a"], "meta": {}}),
                             C("clock_set", {"hour": 7})),
   "glm: types by schema": glm(call("mixed", maybe="null", either="5", level="low", free="5", ref=" 7 ") +
@@ -297,6 +297,7 @@ MENDED = {
                          C("stop", {"a": json.loads("[" * 62 + "1" + "]" * 62)})),
   "r1: no arguments": r1("<S><C>function<sep>stop</C></S>", C("stop", {})),
   "r1: no section": r1('So.\n<C>function<sep>clock\n```json\n{"city": "Rome"}\n```</C>', A("So."), C("clock", {"city": "Rome"})),
+  "r1: no ends": r1('<S><C>function<sep>clock\n```json\n{"city": "Rome"}\n```', C("clock", {"city": "Rome"})),
   "r1: no fence": r1('<S><C>function<sep>clock\n{"city": "Rome"}</C></S>', C("clock", {"city": "Rome"})),
   "r1: no such tool": r1("<S><C>function<sep>fly\n```json\n{}\n```</C></S>",
                          A("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>fly\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>")),
