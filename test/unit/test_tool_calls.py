@@ -395,6 +395,13 @@ def test_half_a_character():
   events = [e for i in [half, *ids, half, half] for e in p.push(i)] + p.flush()
   assert parsed(joined(events)) == [A("\ufffd"), Call("note", {"text": "\ufffd\ufffd"})]
 
+def test_a_control_token_is_no_text():
+  """It ends a string that was not ended; its name may stand there"""
+  said = kimi('<C>note<A>{"text": "a</C>So.').said
+  for spelled, expected in ((False, [Call("note", {"text": "a"}), A("So.")]), (True, [Call("note", {"text": "a<|tool_call_end|>So."})])):
+    toy = Toy("Kimi", spelled)
+    assert parsed(parse(toy, toy.cut(toy.parts(said)), TOOLS)) == expected
+
 def test_without_tools_calls_are_text():
   for name, said, expected in (("GLM", call("stop"), call("stop")), ("Kimi", kimi("a<S><C>functions.stop:0<A>{}").said, "afunctions.stop:0{}")):
     toy = Toy(name)
