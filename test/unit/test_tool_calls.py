@@ -524,8 +524,9 @@ def section(form:str, *calls:str) -> str:
   f = next(f for f in FORMS if f.name == form)
   return f.section + f.between.join(calls) + (f.ends[-1] if f.section else "")
 
-@pytest.mark.parametrize("spelled", [False, True])
-@pytest.mark.parametrize("form", WRITTEN)
+GRAMMARS = pytest.mark.parametrize("form,spelled", [*((form, False) for form in WRITTEN), ("GLM", True), ("hermes", True), ("Kimi", True)])
+
+@GRAMMARS
 def test_a_grammar_takes_calls_alone(form:str, spelled:bool):
   v, calls = Bytes(form, spelled), WRITTEN[form]
   def takes(said:str, **how:Any) -> bool: return v.accepts(said, STRICT, **how)
@@ -535,17 +536,17 @@ def test_a_grammar_takes_calls_alone(form:str, spelled:bool):
   for said in ("", "So.", "So. " + section(form, calls[0]), section(form, calls[0])[:-1], section(form, calls[0]) + "So.",
                section(form, calls[0]).replace("clock", "fly"), section(form, calls[1]).replace("hour", "year"),
                section(form, calls[0]).replace("-2", "two"), "<think>Hm</think>" + section(form, calls[0])): assert not takes(said), said
+  assert form != "GLM" or not takes(call("clock", city="a</tool_call>b"))
   assert takes("<think>Hm</think>\n" + section(form, *calls), thinks=True) and takes(section(form, *calls), thinks=True)
   for said in ("", "So.", "So.\n" + section(form, *calls), section(form, *calls)): assert takes(said, choice="auto"), said
   assert takes("<think>Hm</think>So. " + section(form, calls[0]), choice="auto", thinks=True)
   assert not takes("So. " + section(form, calls[0]).replace("clock", "fly"), choice="auto")
   assert not takes(section(form, *calls), choice="auto", parallel=False)
 
-@pytest.mark.parametrize("spelled", [False, True])
-@pytest.mark.parametrize("form", WRITTEN)
+@GRAMMARS
 def test_what_a_grammar_lets_pass_is_calls(form:str, spelled:bool):
   v, rng, ended = Bytes(form, spelled), random.Random(form), 0
-  for n in range(30):
+  for n in range(16):
     if (ids := v.draw(v.guide(STRICT, strict=STRICT, parallel=n % 2 == 0), rng, 400)) is None: continue
     found = parsed(parse(v.toy, ids, STRICT))
     ended += 1
@@ -555,4 +556,28 @@ def test_what_a_grammar_lets_pass_is_calls(form:str, spelled:bool):
       for key, value in c.arguments.items():
         schema = STRICT[c.name]["properties"].get(key)
         assert kinds(schema, STRICT[c.name]) & TYPES[type(value)], v.toy.decode(ids)
-  assert ended > 5
+  assert ended > 2
+
+def test_values_under_a_grammar():
+  """Where a string is written without quotes: choices, lengths, keys without a schema"""
+  v = Bytes("GLM")
+  def takes(said:str, schema:dict) -> bool: return v.accepts(said, {"f": {"type": "object", "properties": {"a": schema}}})
+  for schema, good, bad in (({"enum": ["x", 'y "z', 3, ""]}, ["x", 'y "z', "3", ""], ["z", '"x"']), ({"const": "x"}, ["x"], ["y"]),
+                            ({"type": "string", "minLength": 1, "maxLength": 2}, ["a", "\n\n"], ["", "abc"]),
+                            ({"type": "boolean"}, ["true"], ["True"]), ({"type": ["string", "null"]}, ["null", "a"], []),
+                            ({"type": "array", "items": {"type": "integer"}}, ["[1, 2]", "[]"], ['["a"]']),
+                            ({"type": "string", "pattern": "^a+$"}, ["b"], [])):   # a pattern is for strict tools, and not for them here
+    assert all(takes(call("f", a=text), schema) for text in good) and not any(takes(call("f", a=text), schema) for text in bad), schema
+  assert v.accepts(call("run", any="thing", more="5"), TOOLS) and v.accepts(call("run"), TOOLS)
+  reference = {"f": {"properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a", "b"], "$defs": {"n": {"type": "integer"}}}}
+  assert v.accepts(call("f", a="1", b="x"), reference)
+  assert not any(v.accepts(said, reference) for said in (call("f", a="x", b="x"), call("f", a="1")))
+
+@pytest.mark.parametrize("schema", [
+  {"properties": {"a": {"type": "string", "pattern": "a+"}}}, {"properties": {"a": {"type": "string", "format": "date"}}}, {"allOf": []},
+  {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "object"}]}}}, {"$ref": "#/$defs/a"}])
+def test_what_a_grammar_cannot_hold(schema:dict):
+  glm_family, hermes_family = (Family(f) for f in FORMS if f.name in ("GLM", "hermes"))
+  with pytest.raises(ValueError, match="^tool f: strict: "): call_grammar(glm_family, {"f": schema}, strict={"f"})
+  assert all(call_grammar(*how)[0] == "lark" for how in ((glm_family, {"f": schema}), (hermes_family, {"f": schema}, "required", True, {"f"})))
+  with pytest.raises(ValueError, match="no form of calls"): call_grammar(Family(None), {"f": {}})
