@@ -419,7 +419,9 @@ class Parser:
       self.control = marked.watch(*(m for m, i in marked.ids.items() if i in tokenizer.control))   # in a string of it
     self.trim = tokenizer.decode(prompt[-len(CLOSE) - 8:]).rstrip().endswith((OPEN, CLOSE))
 
-  def push(self, token:int) -> list[Event]: return list(self._trimmed(self.reasoning.push(token)))
+  def push(self, token:int) -> list[Event]:
+    events = self.reasoning.push(token)
+    return list(self._trimmed(events)) if events else events
 
   def flush(self) -> list[Event]:
     """What was held back, at the end. A call that has begun is completed."""
