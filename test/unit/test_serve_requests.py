@@ -42,7 +42,7 @@ def fails(call: Any, *args: Any, **kw: Any) -> ApiError:
   (b'{"messages": [], "n": true}', "n", "found true or false"), (b'{"messages": [], "temperature": NaN}', None, "expected JSON"),
   (b'{"messages": [], "temperature": 1e999}', "temperature", "out of range"), (b'{"messages": [], "stop": [1]}', "stop[0]", "expected text"),
   (b'{"messages": [], "tools": [{"type": "function"}]}', "tools[0].function", "found none"),
-  (b'{"messages": [], "tool_choice": "maybe"}', "tool_choice", "'maybe'"), 
+  (b'{"messages": [], "tool_choice": "maybe"}', "tool_choice", "'maybe'"),
   (b'{"messages": [], "logit_bias": {"1": "x"}}', "logit_bias[...]", "a number"),
   (b'{"messages": [], "chat_template_kwargs": {"x": ' + b"[" * 100000 + b"]" * 100000 + b"}}", None, "less deep"),
   (b'{"x": ' + b"[" * 100000 + b"]" * 100000 + b"}", None, "less deep")])
@@ -82,7 +82,8 @@ def test_prompt():
   assert messages(add_generation_prompt=False) == "[gMASK]<sop><|user|>hi"
 
 @pytest.mark.parametrize("fields", [{"reasoning_effort": "none"}, {"thinking": {"type": "disabled"}},
-                                    {"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none", "thinking": {"type": "disabled"}}])
+                                    {"chat_template_kwargs": {"enable_thinking": False}},
+                                    {"reasoning_effort": "none", "thinking": {"type": "disabled"}}])
 def test_without_thinking(fields: dict[str, Any]): assert messages(**fields) == "[gMASK]<sop><|user|>hi<|assistant|></think>"
 
 def test_what_is_said_in_the_template_decides():

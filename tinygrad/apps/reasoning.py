@@ -41,12 +41,12 @@ class Marked:
   """Token ids to texts and marks. `marks`: all that may count."""
   def __init__(self, tokenizer:Tokenizer, marks:Iterable[str]):
     self.ids = {m: tokenizer.special_tokens[m] for m in marks if m in tokenizer.special_tokens}
-    self.names = {i: m for m, i in self.ids.items()}
+    self.names, self.tokens = {i: m for m, i in self.ids.items()}, frozenset(self.ids)
     self.stream, self.text, self.ended = tokenizer.stream(), "", False
     self.token: int|None = None   # a mark, which stands after the text
     self.back = ""                # a mark that was taken too early, which stands before it
 
-  def watch(self, *marks:str) -> Watch: return _watch(frozenset(marks), frozenset(m for m in marks if m not in self.ids))
+  def watch(self, *marks:str) -> Watch: return _watch(found := frozenset(marks), found - self.tokens)
 
   def put(self, token:int) -> None:
     if token in self.names:

@@ -54,6 +54,8 @@ STOPS = ("<|user|>", "<|observation|>", "<|endoftext|>", "<|im_end|>", "<|eot_id
 _PRINTS = [*range(0x21, 0x7f), *range(0xa1, 0xad), *range(0xae, 0x100)]
 _BYTE_OF = dict(zip((*_PRINTS, *range(0x100, 0x144)), (*_PRINTS, *sorted(set(range(256)) - set(_PRINTS)))))
 
+LONG = 64  # characters of a piece that is not kept: what people send may be of any length, and be sent but once
+
 def _token_bytes(text: str, kind: int) -> bytes:
   if kind == TokenType.UNUSED: return b""
   if kind == TokenType.BYTE and re.fullmatch("<0x[0-9A-Fa-f]{2}>", text): return bytes([int(text[3:5], 16)])
@@ -158,7 +160,7 @@ class Tokenizer:
   def _encode_plain(self, text: str) -> Iterable[int]:
     pieces = [text]
     for cut in self._cuts: pieces = [q for p in pieces for q in cut.split(p) if q]
-    return (token for p in pieces for token in self._piece(p))
+    return (token for p in pieces for token in (self._piece if len(p) < LONG else self._encode_piece)(p))
 
   def encode(self, text: str, special: bool = False) -> list[int]:
     """The ids of `text`, without a bos. `special` turns the names of special tokens into their ids; otherwise they are text. Surrogates U+DC80 to

@@ -392,9 +392,9 @@ def _as_text(template:str) -> bool:
 # ---- the parser ----
 
 class Parser:
-  """An answer's tokens to events, as they come: pieces of reasoning and answer, and calls. tools: name -> JSON schema of its parameters. Without tools,
-  or for a family without a form, calls are text. prompt: the ids before the answer. calls: how many have begun. Blanks around reasoning and calls
-  are dropped, others are kept."""
+  """An answer's tokens to events, as they come: pieces of reasoning and of the answer, and calls. tools: name -> JSON schema of its parameters.
+  Without tools, or for a family without a form, calls are text. prompt: the ids before the answer. calls: how many have begun. Blanks around
+  reasoning and calls are dropped, others are kept."""
   def __init__(self, tokenizer:Tokenizer, family:Family, tools:dict[str, Any], prompt:list[int]):
     self.tools, self.calls, self.ids = tools, 0, set[str]()
     self.blanks, self.trim = "", False   # not sent yet; whether what comes next loses the blanks it begins with
@@ -464,22 +464,22 @@ class Parser:
       if not mark and not goes_on(said): break
     return said, mark
 
-  def feed(self, json:Json, by_quotes:bool=False) -> Steps:
+  def feed(self, into:Json, by_quotes:bool=False) -> Steps:
     """Reads on in it, by_quotes: up to a quote. Gives (what it gives, what was read, ""), or ("", "", mark). Marks in its strings are text, but for
     control tokens."""
-    if json.rest:   # a mark, or but a "<", which is dropped
-      json.rest = ""
+    if into.rest:   # a mark, or but a "<", which is dropped
+      into.rest = ""
       text, mark = yield from self.marked.take(self.all)
       self.marked.text = text[1:] + self.marked.text
       return "", text[:1], mark
-    text, mark = yield from self.marked.take(self.control if json.quote else self.by_id)
+    text, mark = yield from self.marked.take(self.control if into.quote else self.by_id)
     if mark: return "", "", mark
     if by_quotes and (quote := re.search("[\"']", text)):
       self.marked.text = text[quote.end():] + self.marked.text
       text = text[:quote.end()]
-    sent = json.push(text)
-    self.marked.text = json.rest + self.marked.text
-    return sent, text.removesuffix(json.rest), ""
+    sent = into.push(text)
+    self.marked.text = into.rest + self.marked.text
+    return sent, text.removesuffix(into.rest), ""
 
   def begin(self, name:str, call_id:str|None=None) -> CallBegins:
     self.reasoning.kind, self.calls = ANSWER, self.calls + 1
@@ -544,7 +544,8 @@ class Parser:
 # ---- grammars ----
 
 class Lark:
-  """Rules in llguidance's Lark for a family's calls. strict: the tools whose schemas hold to the letter; what llguidance lacks of others' is left out."""
+  """Rules in llguidance's Lark for a family's calls. strict: the tools whose schemas hold to the letter; of others', what llguidance lacks is left
+  out."""
   def __init__(self, family:Family, strict:Container[str]):
     self.form, self.ids, self.strict, self.rules = family.form, family.ids, strict, list[str]()
 
@@ -612,9 +613,9 @@ def call_grammar(family:Family, tools:dict[str, Any], choice:str="required", par
 # ---- messages ----
 
 def tools_in_history(messages:list[Any], as_text:bool=False) -> list[Any]:
-  """Messages as templates read them. The arguments of calls are dicts, or JSON texts where the template wants those (Family.as_text). reasoning, which
-  some clients send, becomes reasoning_content. Raises MessageError for arguments that are no JSON object; what else may be wrong with a message,
-  Chat.render tells."""
+  """Messages as templates read them. The arguments of calls are dicts, or JSON texts where the template wants those (Family.as_text). The reasoning
+  that some clients send becomes reasoning_content. Raises MessageError for arguments that are no JSON object; what else may be wrong with a
+  message, Chat.render tells."""
   return [_read_message(m, f"message {n}", as_text) if isinstance(m, dict) and m.get("role") == "assistant" else m for n, m in enumerate(messages)]
 
 def _read_message(message:dict[str, Any], where:str, as_text:bool) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Reply:
     self.parser = Parser(voice.tokenizer, voice.family, job.tools, ids) if job.chat else PlainText(voice.tokenizer)
     self.until = Until(job.stops)
     self.tokens, self.thought, self.unsaid = 0, 0, 0       # tokens; those of reasoning; those of which nothing was said yet
-    self.length, self.pending = 0, list[TokenLogprob]()          # characters of the answer; tokens whose text waits
+    self.length, self.pending = 0, list[TokenLogprob]()    # characters of the answer; tokens whose text waits
     self.chosen: list[TokenLogprob] = []
     self.calls: list[Call] = []
     self.calling = False                                   # whether the last of them has not ended
@@ -88,7 +88,7 @@ class Reply:
       if self.cut or token in self.job.stop_ids: break
       self.tokens += 1
       self.unsaid += 1
-      start = self.length
+      start = self.length + len(self.until.held)
       self._say(self.parser.push(token), events)
       if news.logprobs: self._choose(TokenLogprob(token, news.logprobs[n], start))
     if news.end is not None: self._end(news, events)
@@ -114,12 +114,12 @@ class Reply:
 
   def _answer(self, text:str, events:list[Event], last:bool=False) -> None:
     """Text of the answer. A stop text in it ends the answer."""
-    held = self.until.held + text
+    all_of_it = self.until.held + text
     if said := self.until.push(text, last):
       self.length += len(said)
       self._add(Piece(ANSWER, said), events)
     if self.until.found:
-      self.stopped_by = min((at, s) for s in self.job.stops if (at := held.find(s)) >= 0)[1]
+      self.stopped_by = min((at, s) for s in self.job.stops if (at := all_of_it.find(s)) >= 0)[1]
       self._cut()
 
   def _cut(self) -> None:

@@ -1,6 +1,6 @@
 """The application: its routes, and what holds for every request: a key, an id, limits, an error's form, a line in the log."""
 from __future__ import annotations
-import asyncio, contextlib, hmac, logging, re, secrets, stat, time, traceback
+import asyncio, contextlib, hmac, logging, re, secrets, stat, sys, time, traceback
 from pathlib import Path
 from typing import Any, AsyncIterator, Awaitable, Callable, NamedTuple
 import msgspec
@@ -11,13 +11,13 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount, Route
+from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinygrad.apps.serve import anthropic, openai, responses
 from tinygrad.apps.serve.answer import Gone
 from tinygrad.apps.serve.anthropic import CountRequest, MessagesRequest
-from tinygrad.apps.serve.link import Link
+from tinygrad.apps.serve.link import READY, Link
 from tinygrad.apps.serve.openai import json_response
 from tinygrad.apps.serve.openapi import document
 from tinygrad.apps.serve.requests import (ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, conversation, line_of, log,
@@ -29,10 +29,9 @@ from tinygrad.apps.serve.text import Voice
 
 WEB = Path(__file__).parent / "web"
 OPEN = frozenset(("/health", "/v1/health"))   # for who has no key, beside the page
+SWITCH = .001                                 # seconds: threads that read requests give way to the loop so soon
 LINGER = 2.0                                  # seconds that the rest of a body which is too long is read, so that the error arrives
-# formulas bring styles of their own
-POLICY = ("default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; "
-          "frame-ancestors 'none'")
+POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 class Endpoint(NamedTuple):
   method: str
@@ -76,7 +75,7 @@ async def apply_template(request:Request) -> Response:
 
 async def health(request:Request) -> Response:
   service: Service = request.app.state.service
-  if (state := service.link.state) == "ready": return json_response({"status": "ok"})
+  if (state := service.state) == READY: return json_response({"status": "ok"})
   error = ApiError(503, service.why_not())
   return json_response({"status": state, **error.openai()}, 503, {"retry-after": "1"})
 
@@ -223,19 +222,20 @@ def create_app(link:Link, settings:Settings, voice:Voice|None=None) -> Starlette
   log_to_stderr()
   @contextlib.asynccontextmanager
   async def lifespan(_:Starlette) -> AsyncIterator[None]:
+    sys.setswitchinterval(SWITCH)
     if own := link.process is None: await link.start()
-    try:
-      await asyncio.to_thread(service.load_voice)
-      yield
+    reading = asyncio.create_task(asyncio.to_thread(service.load_voice))
+    try: yield
     finally:
+      await reading
       if own: await link.close(settings.drain_seconds)
   page = Page(directory=WEB, html=True) if (WEB / "index.html").is_file() else None
-  routes: list[Route|Mount] = [Route(e.path, e.handler, methods=[e.method]) for e in ENDPOINTS]
-  if page is not None: routes.append(Mount("/", page))
+  routes = [Route(e.path, e.handler, methods=[e.method]) for e in ENDPOINTS]
   middleware = [Middleware(Front, service=service, page=page)]
   if settings.cors_origins:
     middleware.insert(0, Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
                                     expose_headers=["x-request-id", "retry-after"]))
   app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: no_route}, lifespan=lifespan)
+  if page is not None: app.router.default = page   # for paths that no endpoint has
   app.state.service, app.state.openapi = service, document(ENDPOINTS)
   return app

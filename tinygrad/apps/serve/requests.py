@@ -3,7 +3,7 @@
 null is as good as a missing field. A field that asks for what there is not, or that nobody could mean, is an ApiError which names it. Unknown fields
 are ignored, and said once each. Strings become tokens here, so all of this runs in a thread (service.py)."""
 from __future__ import annotations
-import dataclasses, logging, re, secrets
+import dataclasses, functools, logging, re, secrets
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -85,8 +85,7 @@ HINTS = frozenset("user metadata store service_tier safety_identifier prompt_cac
                   "verbosity request_id priority skip_special_tokens spaces_between_special_tokens "
                   "client_metadata max_tool_calls prompt_cache_options cache_control context_management diagnostics inference_geo speed".split())
 _warned: set[str] = set()
-_raw = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_decoders: dict[type, msgspec.json.Decoder] = {}
+decoder = functools.cache(msgspec.json.Decoder)
 _AT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.S)
 _FOUND = re.compile(r"Expected (?P<expected>.*), got (?P<found>.*)", re.S)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
@@ -109,11 +108,9 @@ def mistyped(e:msgspec.ValidationError) -> ApiError:
 
 def decode(body:bytes, kind:type[Request]) -> Request:
   """A body as a struct. Raises ApiError."""
-  decoder = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
   try:
-    raw = _raw.decode(body)
-    check_unknown(raw, kind)
-    return decoder.decode(body)
+    check_unknown(decoder(dict[str, msgspec.Raw]).decode(body), kind)
+    return decoder(kind).decode(body)
   except msgspec.ValidationError as e: raise mistyped(e) from None
   except RecursionError: raise ApiError(400, "the body: expected JSON less deep than this", code="invalid_json") from None
   except (msgspec.DecodeError, UnicodeDecodeError) as e:

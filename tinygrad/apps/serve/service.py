@@ -7,9 +7,10 @@ from typing import Any, Callable, Protocol, TypeVar
 import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
+from tinygrad.apps.gguf import GGUFError
 from tinygrad.apps.reasoning import Piece
 from tinygrad.apps.serve.answer import Gone, Reply, Usage, Whole
-from tinygrad.apps.serve.link import Link, Unavailable
+from tinygrad.apps.serve.link import DRAINING, FAILED, LOADING, READY, Link, Unavailable
 from tinygrad.apps.serve.metrics import Metrics
 from tinygrad.apps.serve.requests import ApiError, Job, decode, line_of, log
 from tinygrad.apps.serve.settings import Settings
@@ -37,37 +38,47 @@ class Service:
     self.link, self.settings, self._voice = link, settings, voice
     self.metrics = Metrics(link)
     self.running: dict[int, Reply] = {}
+    self.fault = ""                   # why the model's file cannot be read
     self.reading, self.held = 0, 0    # requests that become jobs, and the bytes of their bodies, of others' too
     self.small, self.big = ThreadPoolExecutor(2, "read"), ThreadPoolExecutor(1, "read-big")
 
   @property
+  def state(self) -> str:
+    """The link's, but that the model's file has to be read here, too"""
+    if self.fault: return FAILED
+    return LOADING if self.link.state == READY and self._voice is None else self.link.state
+  def why_not(self) -> str:
+    """Why no request is taken"""
+    loading = f"the model is being loaded ({self.link.doing or 'its vocabulary'})"
+    return {LOADING: loading, DRAINING: "the server is ending"}.get(self.state, self.fault or self.link.why)
+  @property
   def voice(self) -> Voice:
-    if self._voice is None: raise ApiError(503, "the model is being loaded", retry_after=1)
+    if self._voice is None: raise ApiError(503, self.why_not(), retry_after=1)
     return self._voice
   @property
   def capacity(self) -> int:
     """The most tokens of a prompt and its answer"""
-    if self.link.ready is None: raise ApiError(503, f"the model is being loaded ({self.link.doing})", retry_after=1)
+    if self.link.ready is None: raise ApiError(503, self.why_not(), retry_after=1)
     return self.link.ready.capacity
 
   def load_voice(self) -> None:
-    """Takes a second or two for a large vocabulary. Raises GGUFError, ValueError."""
-    if self._voice is None: self._voice = Voice.from_file(self.settings.model, self.settings.alias, self.settings.sampling)
-    self.metrics.model(self._voice.name)
+    """Takes a second or two for a large vocabulary. What is wrong with the file is `fault` from here on."""
+    try: voice = self._voice or Voice.from_file(self.settings.model, self.settings.alias, self.settings.sampling)
+    except (GGUFError, ValueError, OSError) as e: self.fault = " ".join(str(e).split())
+    else:
+      self.metrics.model(voice.name)
+      self._voice = voice
 
   # ---- a request ----
   def check_room(self) -> None:
     """Raises ApiError where the queue is full, or no request is taken"""
-    if self.link.state != "ready": raise ApiError(503, self.why_not(), retry_after=1)
+    if self.state != READY: raise ApiError(503, self.why_not(), retry_after=1)
     assert self.link.ready is not None
     tokens = self.settings.max_queued_tokens or QUEUE_TOKENS * self.link.ready.rows
     if self.link.queued + self.reading >= self.settings.max_queued:
       raise ApiError(429, f"{self.link.queued} requests wait already: try again later", code="queue_full", retry_after=1)
     if self.link.queued_tokens >= tokens:
       raise ApiError(429, f"prompts of {self.link.queued_tokens} tokens wait already: try again later", code="queue_full", retry_after=1)
-
-  def why_not(self) -> str:
-    return {"loading": f"the model is being loaded ({self.link.doing})", "draining": "the server is ending"}.get(self.link.state, self.link.why)
 
   async def body(self, request:Request) -> bytes:
     """Whoever takes it lowers `held`. Raises ApiError for one that is too long, without reading on; Gone."""
