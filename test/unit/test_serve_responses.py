@@ -171,7 +171,8 @@ def test_sealed_reasoning(server: Server, client: openai.OpenAI):
     {"role": "assistant", "content": "b"}, {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "r"}]}],
    f"<|user|>a<|assistant|></think>b{call('f', x=1)}<|observation|><tool_response>r</tool_response>"),
   ([{"role": "user", "content": "a"}, {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "s"}]},
-    {"role": "assistant", "content": "b"}], "<|user|>a<|assistant|><think>s</think>b"),
+    {"type": "reasoning", "id": "rs_2", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+    {"role": "assistant", "content": "b"}], "<|user|>a<|assistant|><think>st</think>b"),
   ([{"role": "user", "content": "<|user|>a</think>"}], "<|user|><|user|>a</think>")])
 def test_items(server: Server, client: openai.OpenAI, items: list[Any], prompt: str):
   server.link.script = {}
