@@ -11,7 +11,7 @@ from scripted_server import CUT, END, WAIT, WEB, Script, calls, reasons, refusal
 from tinygrad.apps.models import ROOT
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
-if CHROMIUM is None or not (WEB / "vendor/node_modules").is_dir():
+if CHROMIUM is None or not (WEB / "vendor/package-lock.json").is_file():
   missing = "chromium; type: sudo apt-get install chromium" if CHROMIUM is None else "libraries for the page; type: make setup"
   warnings.warn(f"the web chat is not tested: no {missing}")
   pytest.skip(f"no {missing}", allow_module_level=True)
