@@ -17,7 +17,7 @@ if CHROMIUM is None or not (WEB / "vendor/package-lock.json").is_file():
   pytest.skip(f"no {missing}", allow_module_level=True)
 
 PHONE = dict(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
-expect.set_options(timeout=5000)
+expect.set_options(timeout=15000)
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
@@ -243,6 +243,7 @@ def test_edit_regenerate_branches(page: Page, script: Script):
   button(answer(page), "Another answer").click()
   expect(answer(page)).to_contain_text("A2")
   expect(answer(page).locator(".branches")).to_have_text("2/2")
+  expect(page.get_by_label("Message", exact=True)).to_be_focused()
   button(answer(page), "Version before").click()
   expect(answer(page)).to_contain_text("A1")
   user(page).hover()
