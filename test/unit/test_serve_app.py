@@ -7,6 +7,7 @@ import openai, pytest
 from serve_client import Says, ScriptedLink, Server, serving, talking_voice, until
 from tinygrad.apps.models import BUILT_IN
 from tinygrad.apps.serve import app, requests, service, wire
+from tinygrad.apps.serve.answer import PlainText
 from tinygrad.apps.serve.link import DRAINING, FAILED, LOADING, READY
 from tinygrad.apps.serve.requests import ChatRequest
 from tinygrad.apps.serve.settings import Settings
@@ -84,7 +85,7 @@ def test_the_page(tmp_path: Path, monkeypatch):
       assert (status, found) == (200, text) and headers["content-security-policy"].startswith("default-src 'self'; ")
       assert headers["x-content-type-options"] == "nosniff"
     assert "javascript" in s.ask("/sub/a.js")[2]["content-type"]
-    for path in ("/../secret", "/%2e%2e/secret", "/sub/../../secret", "/sub", "/gone.js", "//etc/passwd"):
+    for path in ("/../secret", "/%2e%2e/secret", "/sub/../../secret", "/sub", "/gone.js", "//etc/passwd", "/%00", "/" + "x" * 5000, "/%ff%fe"):
       assert s.ask(path)[0] == 401 and s.ask(path, X_Api_Key="one")[0] == 404
 
 def test_no_page(server: Server, monkeypatch, tmp_path):
@@ -116,6 +117,13 @@ def test_a_fault_of_ours(server: Server, monkeypatch, log):
   assert fault["error"] == "ZeroDivisionError" and fault["id"] == headers["x-request-id"]
   monkeypatch.undo()
   assert server.ask(CHAT, body())[0] == 200
+
+def test_a_fault_of_ours_in_a_stream(server: Server, monkeypatch, log):
+  monkeypatch.setattr(PlainText, "push", lambda *a: 1 // 0)
+  code, text, headers = server.ask("/v1/completions", {"prompt": "a", "stream": True})
+  assert code == 200 and f"the request's id is {headers['x-request-id']}" in text and text.endswith("data: [DONE]\n\n")
+  assert any("traceback" in line for line in log())
+  until(lambda: idle(server))
 
 def test_the_log(server: Server, log):
   for n, stream in enumerate((False, True)): server.ask(CHAT, body("a secret thing", stream=stream, max_tokens=3), X_Request_Id=f"log-{n}")

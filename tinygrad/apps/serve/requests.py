@@ -3,7 +3,7 @@
 null is as good as a missing field. A field that asks for what there is not, or that nobody could mean, is an ApiError which names it. Unknown fields
 are ignored, and said once each. Strings become tokens here, so all of this runs in a thread (service.py)."""
 from __future__ import annotations
-import dataclasses, functools, logging, re, secrets
+import dataclasses, functools, logging, re, secrets, traceback
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -51,6 +51,11 @@ class ApiError(Exception):
   def anthropic(self) -> dict[str, Any]:
     return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(self.status, "invalid_request_error"), "message": self.message}}
 
+def failed(e:Exception, number:str) -> ApiError:
+  """What a client is told of a fault of ours, which the log has whole. number: the request's id"""
+  log.error(encoded({"id": number, "error": type(e).__name__, "traceback": "".join(traceback.format_exception(e))}))
+  return ApiError(500, f"the server failed ({type(e).__name__}); the request's id is {number}")
+
 def wrong(param:str, expected:str, found:object) -> NoReturn:
   """Raises the error of a field's value"""
   raise ApiError(400, f"{param}: expected {expected}, found {shown(found)}", param)
@@ -67,8 +72,9 @@ def naming(names:dict[str, str]) -> Iterator[None]:
     raise
 def shown(value:object) -> str:
   """A value, as an error shows it"""
-  text = value if isinstance(value, str) and value.isidentifier() else repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
-  return " ".join(text[:80].split())
+  if isinstance(value, str): text = value[:80] if value[:80].isidentifier() else repr(value[:80])
+  else: text = repr(value)[:80] if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value).__name__
+  return " ".join(text.split())
 
 # ---- reading ----
 

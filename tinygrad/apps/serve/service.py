@@ -12,7 +12,7 @@ from tinygrad.apps.reasoning import Piece
 from tinygrad.apps.serve.answer import Gone, Reply, Usage, Whole
 from tinygrad.apps.serve.link import DRAINING, FAILED, LOADING, READY, Link, Unavailable
 from tinygrad.apps.serve.metrics import Metrics
-from tinygrad.apps.serve.requests import ApiError, Job, decode, encoded, log
+from tinygrad.apps.serve.requests import ApiError, Job, decode, encoded, failed, log
 from tinygrad.apps.serve.settings import Settings
 from tinygrad.apps.serve.text import Voice
 from tinygrad.apps.tool_calls import CallArguments, CallBegins, CallEnds, Event
@@ -234,6 +234,8 @@ class EventStream:
         else: await all_of([self._pump(reply) for reply in self.replies])
         last = self.form.end(self.replies)
       except ApiError as e: last = self.form.error(e)
+      except Gone: raise
+      except Exception as e: last = self.form.error(failed(e, scope.get("request_id", "")))
       await send({"type": "http.response.body", "body": last, "more_body": False})
     finally:
       watcher.cancel()
