@@ -294,6 +294,25 @@ def test_the_queue(settings: dict[str, Any], words: str, monkeypatch):
     until(lambda: idle(s))
     assert s.ask(CHAT, body())[0] == 200
 
+def test_the_queue_while_a_body_comes(monkeypatch):
+  """One is refused before its body has come, and one whose body comes when the queue is full by then"""
+  with serving(max_queued=1) as s:
+    go, data = threading.Event(), json.dumps(body()).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    s.link.script = {"wait": Says("</think>done", silent=go)}
+    with connected(s) as early, connected(s) as late:
+      early.sendall(head + data[:5])
+      until(lambda: s.app.state.service.held == 5)
+      with post(s, body("wait")) as first:
+        until(lambda: s.link.queued == 1)
+        late.sendall(head)
+        assert b" 429 " in late.recv(1 << 16)
+        monkeypatch.setattr(service, "decode", lambda *a: pytest.fail("it was read"))
+        early.sendall(data[5:])
+        assert b" 429 " in early.recv(1 << 16)
+        go.set()
+        assert b" 200 OK" in first.recv(1 << 16)
+
 def test_large_requests(server: Server):
   tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["x" * 1000] * 1000}}}
   long = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}] * 5000
