@@ -1,15 +1,11 @@
 """Anthropic's messages by its own client: what a model says arrives, whole and as a stream, as blocks, and blocks become the prompt they were."""
 from __future__ import annotations
 import json
-from pathlib import Path
 from typing import Any, Iterator
-import anthropic, openai, pytest
+import anthropic, pytest
 from pydantic import BaseModel
 from serve_client import Says, Server, serving, until
-from tinygrad.apps.models import BUILT_IN
 from tinygrad.apps.serve import wire
-from tinygrad.apps.serve.link import Link
-from tinygrad.apps.serve.settings import Settings
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
@@ -296,23 +292,3 @@ def test_who_goes_away_ends_it(server: Server, client: anthropic.Anthropic):
   with client.messages.stream(model="", max_tokens=4000, messages=[user("question")]) as stream:
     for _ in stream.text_stream: break
   until(lambda: not server.link.handles)
-
-# ---- a model ----
-
-def test_built_in():
-  """The built-in model answers both kinds of clients"""
-  path = Path(BUILT_IN)
-  server = Server(Link(wire.Load(str(path))), Settings(path, "built-in"), None)
-  try:
-    until(lambda: server.link.state == "ready", 60)
-    c = anthropic.Anthropic(base_url=server.url, api_key="none")
-    asked: dict[str, Any] = {"model": "any", "messages": [user("What is a list?")]}
-    m = c.messages.create(max_tokens=100, **asked)
-    assert m.stop_reason == "end_turn" and "mutable sequence" in m.content[0].text
-    assert c.messages.count_tokens(**asked).input_tokens == m.usage.input_tokens + m.usage.cache_read_input_tokens
-    m = c.messages.create(max_tokens=100, thinking={"type": "enabled", "budget_tokens": 1024}, **asked)
-    assert [b.type for b in m.content] == ["thinking", "text"] and m.usage.output_tokens_details.thinking_tokens > 1
-    r = openai.OpenAI(base_url=server.url + "/v1", api_key="none").responses.create(model="any", input="What is a list?", max_output_tokens=5)
-    assert r.status == "incomplete" and r.output_text.startswith("A list")
-    with pytest.raises(anthropic.BadRequestError, match="tools: "): c.messages.create(max_tokens=9, tools=TOOLS, **asked)
-  finally: server.stop()

@@ -1,8 +1,8 @@
-"""All of the server: the built-in model in its engine's process, asked by OpenAI's client."""
+"""All of the server: the built-in model in its engine's process, asked by its clients."""
 from __future__ import annotations
 import json
 from typing import Any, Iterator
-import openai, pytest
+import anthropic, openai, pytest
 from serve_client import Server, until
 from tinygrad.apps.models import BUILT_IN
 from tinygrad.apps.serve import wire
@@ -33,6 +33,24 @@ def test_chat(server: Server, client: openai.OpenAI):
   assert timings["cache_n"] + timings["prompt_n"] == 10 and timings["cache_n"] == chunks[-1].usage.prompt_tokens_details.cached_tokens
   ends = client.chat.completions.create(**ASK, stop="sequence").choices[0]
   assert ends.finish_reason == "stop" and "sequence" not in ends.message.content and text.startswith(ends.message.content)
+
+def test_messages(server: Server):
+  c = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
+  asked: dict[str, Any] = {"model": "any", "messages": ASK["messages"]}
+  m = c.messages.create(max_tokens=100, **asked)
+  assert m.stop_reason == "end_turn" and m.content[0].text.startswith("A list is ")
+  assert c.messages.count_tokens(**asked).input_tokens == m.usage.input_tokens + m.usage.cache_read_input_tokens == 10
+  with c.messages.stream(max_tokens=100, thinking={"type": "enabled", "budget_tokens": 1024}, **asked) as stream: m = stream.get_final_message()
+  assert [b.type for b in m.content] == ["thinking", "text"] and 1 < m.usage.output_tokens_details.thinking_tokens < m.usage.output_tokens
+  with pytest.raises(anthropic.BadRequestError, match="tools: "):
+    c.messages.create(max_tokens=9, tools=[{"name": "f", "input_schema": {"type": "object"}}], **asked)
+
+def test_responses(client: openai.OpenAI):
+  r = client.responses.create(model="any", input="What is a list?", max_output_tokens=5)
+  assert r.status == "incomplete" and r.output_text.startswith("A list") and r.usage.output_tokens == 5
+  history: list[Any] = [{"role": "user", "content": "What is a list?"}, *r.output, {"role": "user", "content": "What is a set?"}]
+  with client.responses.stream(model="any", input=history) as stream: r = stream.get_final_response()
+  assert r.status == "completed" and r.output_text and r.usage.input_tokens > 15
 
 def test_probabilities(client: openai.OpenAI):
   choice = client.chat.completions.create(**ASK, max_tokens=3, logprobs=True, top_logprobs=3).choices[0]
