@@ -166,12 +166,12 @@ def tokenizer() -> Tokenizer: return Tokenizer.from_gguf(read_gguf(BUILT_IN))
 @needs_llguidance
 def test_a_model_that_is_held_to_grammars(tokenizer: Tokenizer):
   """Rows with grammars among rows without, drawn and greedy: each is of its grammar, and who has none says what it says alone"""
-  e = engine_of(BUILT_IN, 192)
+  e = engine_of(BUILT_IN, 320)
   v = Vocabulary(tokenizer.table, tokenizer.special_tokens.values(), tokenizer.stop_ids, tokenizer.encode_bytes, e.runner.vocab_size)
   ids, free = tokenizer.encode("The answer as JSON: "), Request(tokenizer.encode("Once"), Sampling(.8, seed=3), limit=40)
   alone = list(e.generate(free.ids, 40, free.sampling))
   def held(kind: str, source: str, sampling: Sampling) -> Request:
-    return Request(ids, sampling, tokenizer.stop_ids, 120, constraint=constraint_of(kind, source, None, v))
+    return Request(ids, sampling, tokenizer.stop_ids, 300, constraint=constraint_of(kind, source, None, v))
   def is_schema(text: str) -> None: assert_of_schema(json.loads(text))
   def is_colour(text: str) -> None: assert re.fullmatch("(red|green|blue)(, (red|green|blue)){3}", text)
   wanted: list[tuple[Request, Callable[[str], None]]] = []

@@ -71,8 +71,8 @@ class After:
 # ---- grammars ----
 
 KINDS = "json_schema", "regex", "lark"
-# between the parts of JSON, at most so many blanks: a model that likes them would go on without end
-WHITESPACE = r"[ \n\r\t]{1,40}"
+# between two parts of JSON: one blank, or a line's end and what the next is set in by. A model that likes blanks would else go on without end
+WHITESPACE = r"( |\r?\n[ \t]{0,20})"
 
 class GrammarError(ValueError):
   """What is no grammar, or was not followed. str(e) is one line."""
