@@ -108,6 +108,9 @@ def rows_of_embedding(kind: T) -> Callable:
 def positions(tokens: int) -> tuple:
   tables = tensor(np.tile(np.int32([[4, 0], [0, 5]]), (tokens, 1))[:tokens])
   return ids(*range(41, 41 + tokens)), ids(*range(tokens)), tables, tensor(np.full((tokens, 4), -1, np.int32))
+def totalled(n: int) -> Callable:
+  def of(tokens: int) -> tuple: return (x := floats(tokens, n)), likeliest.likeliest(x, 3).realize()
+  return of
 def told(tokens: int) -> tuple:
   others = tensor(np.arange(5 * tokens, dtype=np.int32).reshape(tokens, 5))
   log = tensor(np.full((tokens, 4, 6, 2), -1, np.int32))
@@ -191,6 +194,7 @@ CASES = [
   Case(embedding.advance, "some are there", positions, cpu_((1, 7)) + gpus((1, 7))),
   *(Case(likeliest.likeliest, f"{count} of {n}", lambda tokens, n=n, count=count: (floats(tokens, n), count), cpu_((1, 7)) + gpus((1, 3)))
     for n, count in ((5, 5), (301, 20), (20001, 20), (40, 1))),
+  *(Case(likeliest.log_total, str(n), totalled(n), gpus((1, 3))) for n in (5, 20001)),
   Case(likeliest.tell, "five others", told, cpu_((1, 7)) + gpus((1, 7))),
   Case(cutoff.cutoff, "of a number", to_cut(False), cpu_((1, 7)) + gpus((1,))),
   Case(cutoff.cutoff, "of a share", to_cut(True), cpu_((1, 7)) + gpus((2,))),
