@@ -5,7 +5,6 @@ from importlib.util import find_spec
 from typing import Any, Callable
 import numpy as np, pytest
 from helpers import engine_of
-from tinygrad.apps.engine import constraint
 from tinygrad.apps.engine.constraint import Constraint, GrammarError, Guide, Vocabulary, check, constraint_of
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.engine.sequence import Request
@@ -47,7 +46,8 @@ def test_what_follows(kind: str, source: str, text: str, vocabulary: Vocabulary)
     assert re.fullmatch(text, walk(c, random.Random(seed)).decode()) and {END, USER} <= allowed(c) and c.mask().shape == (10,)
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 999},
-          "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 3}}, "required": ["name", "age", "tags"], "additionalProperties": False}
+          "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 3}},
+          "required": ["name", "age", "tags"], "additionalProperties": False}
 def assert_of_schema(found: Any) -> None:
   assert {*found} == {*SCHEMA["required"]} and isinstance(found["name"], str) and len(found["name"]) <= 5
   assert 0 <= found["age"] < 1000 and len(found["tags"]) <= 3 and {*found["tags"]} <= {"x", "y"}

@@ -288,6 +288,7 @@ class Runner:
     for batch in batches:
       self.batch = batch
       self.launch()
+      if features.mask: self.draw({})
     self.wait()
     self.launched.clear()
 
