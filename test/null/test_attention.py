@@ -93,15 +93,15 @@ def test_codes_simt(on: Callable, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("latent,rotated", [(512, 64), (128, 32), (64, 16)])
 def test_what_8_bits_cost(latent: int, rotated: int):
-  """Half a step of its group's scale a number; in sum, what numbers that are rounded to such steps are off by"""
+  """Half a step of its group's scale a number, and what rounding that to a half moves it; in sum, what numbers that are rounded to such steps are off by"""
   rows = np.random.default_rng(3).standard_normal((90, latent + rotated)).astype(np.float32)
   rows[0] = 0
   codes, numbers = stored(rows, latent, True)
   assert codes.dtype == np.uint16 and RowFormat.of(Tensor(codes), latent) == RowFormat(latent, rotated, True) and codes.nbytes % 16 == 0
   for part, size in ((slice(latent), LATENT_GROUP), (slice(latent, None), ROTATED_GROUP)):
     groups, found = rows[:, part].reshape(90, -1, size), numbers[:, part].reshape(90, -1, size)
-    assert (np.abs(found - groups) <= np.abs(groups).max(-1, keepdims=True) / MOST * 0.502).all()
-  assert nmse(numbers, rows) < 6e-5 and not numbers[0].any()
+    assert (np.abs(found - groups) <= np.abs(groups).max(-1, keepdims=True) / MOST * 0.57).all()
+  assert nmse(numbers, rows) < 7e-5 and not numbers[0].any()
 
 @pytest.mark.parametrize("last", [0, 1, 63, 64, 127, 400])
 def test_few_blocks(last: int, monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,7 @@ from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import prod
 from tinygrad.nn.cpu_layout import ROWS, Layout, threads
 from tinygrad.nn.kernel import UNIT, Norm, Rope, Unit, Weight, empty, optional
-from tinygrad.nn.latent_cache import CODES, LATENT_GROUP, MOST, ROTATED_GROUP, ZERO, RowFormat
+from tinygrad.nn.latent_cache import CODES, LATENT_GROUP, LEAST, MOST, ROTATED_GROUP, ZERO, RowFormat
 from tinygrad.nn.routing import LEAST_SUM, Gating, Routing
 from tinygrad.nn.step import PAGE
 from tinygrad.renderer import Estimates
@@ -317,12 +317,9 @@ def store_row(norm:Norm, cache:Tensor, rope:Rope, token:str, position:str, table
     into, encode = f"float row[{format.dim}]", f"""{TYPES[CODES]}* to = {place};
     """ + groups_of(format, f"""float most = 0;
       for (int k = i; k < i + n; k++) most = __builtin_fmaxf(most, __builtin_fabsf(row[k]));
-      __fp16 scale = most * {1 / MOST!r}f; float inverse = scale > 0 ? 1 / (float)scale : 0;
-      for (int k = i; k < i + n; k++) {{
-        float code = __builtin_fminf(__builtin_fmaxf(row[k] * inverse, -{MOST}), {MOST});
-        ((byte*)to)[k] = (int)(code + {ZERO + .5}f);
-      }}
-      ((__fp16*)to)[{format.dim // 2} + g] = scale;""")
+      float inverse = most > {LEAST!r}f ? {MOST} / most : 0;
+      for (int k = i; k < i + n; k++) ((byte*)to)[k] = (int)(row[k] * inverse + {ZERO + .5}f);
+      ((__fp16*)to)[{format.dim // 2} + g] = most * {1 / MOST!r}f;""")
   return f"""{{
     const float *from = kv + {token} * {format.dim}, *turn = rope + {position} * {rope.table.shape[1] * 2}L;
     {into}; float f = rms(from, {latent}, {norm.eps!r}f);

@@ -20,6 +20,7 @@ MASKED_SCORE = -1e30   # of a position that a token does not attend to; finite, 
 
 LATENT_GROUP, ROTATED_GROUP = 64, 16   # numbers that have a scale together: what a warp writes, and what an inner product of tensor cores takes
 ZERO, MOST = 128, 127                  # number = (code - ZERO) · scale; of the largest of a group, code - ZERO is ± MOST
+LEAST = 1e-30                          # a group whose largest is not more is all zeros
 ALIGNMENT = 8                          # entries, 16 bytes, that a row of codes is whole ones of
 CODES = dtypes.uint16                  # an entry of such a row: two codes, the first in the low byte; behind all codes, a half, a group's scale
 # A code set into the mantissa of the half 1024 is 1024 + code
@@ -90,10 +91,9 @@ class RowFormat:
     codes, scales = [], []
     for part, size in zip(rows.cast(dtypes.float).split([self.latent, self.rotated], dim=1), (LATENT_GROUP, ROTATED_GROUP)):
       groups = part.reshape(rows.shape[0], -1, size)
-      scale = (groups.abs().max(-1, keepdim=True) * (1 / MOST)).cast(dtypes.half).contiguous()
-      inverse = (scale > 0).where(1 / scale.cast(dtypes.float), 0)
-      codes.append(((groups * inverse).clamp(-MOST, MOST) + (ZERO + 0.5)).cast(CODES).flatten(1))
-      scales.append(scale.bitcast(CODES).flatten(1))
+      largest = groups.abs().max(-1, keepdim=True)
+      codes.append((groups * (largest > LEAST).where(MOST / largest, 0) + (ZERO + 0.5)).cast(CODES).flatten(1))
+      scales.append((largest * (1 / MOST)).cast(dtypes.half).bitcast(CODES).flatten(1))
     pairs = codes[0].cat(codes[1], dim=1).reshape(rows.shape[0], -1, 2)
     entries = (pairs[..., 0] + pairs[..., 1] * 256).cat(*scales, dim=1)
     return entries.pad(((0, 0), (0, self.entries - entries.shape[1])))
@@ -212,9 +212,8 @@ def _store_codes(row:CacheRow, cache:UOp, first:UOp, pair:RowPair, numbers:list[
   pairs = ROTATED_GROUP // 2
   largest = group_reduce(target, reduce(UOp.maximum, [number.maximum(-number) for number in numbers]), pairs, UOp.maximum)
   largest = pair.is_latent.where(group_reduce(target, largest, target.lanes // pairs, UOp.maximum, step=pairs), largest)
-  scale = (largest * (1 / MOST)).cast(dtypes.half)
-  inverse = (scale > 0).where(1 / scale.cast(dtypes.float), 0)
-  low, high = (((number * inverse).maximum(-MOST).minimum(MOST) + (ZERO + 0.5)).cast(dtypes.int) for number in numbers)
+  scale, inverse = (largest * (1 / MOST)).cast(dtypes.half), (largest > LEAST).where(MOST / largest, 0)
+  low, high = ((number * inverse + (ZERO + 0.5)).cast(dtypes.int) for number in numbers)
   is_first = (pair.number % pair.is_latent.where(LATENT_GROUP, ROTATED_GROUP)).eq(0)
   return [cache[(first + pair.number // 2).valid(pair.inside)].store((low | high << 8).cast(CODES)),
           cache[(first + format.dim // 2 + format.group(pair.number)).valid(pair.inside & is_first)].store(scale.bitcast(CODES))]
