@@ -156,7 +156,7 @@ CASES = [
   Case(mla_attention.latent_attention, "3 heads at 63", attention(3, 128, 32, 63), cpu_(many=(3,)) + gpus((), (3,))),
   Case(mla_attention.latent_attention, "5 heads of several", attention(5, 128, 32, 40), gpus((Sequences(3),))),
   Case(mla_attention.latent_attention, "8 bits", attention(5, 128, 32, 40, True),
-       cpu_(many=(29,)) + cpu_few(3) + sequences(3)[:1] + gpus(many=(17,))[1:]),
+       cpu_(many=(29,)) + cpu_few(3) + gpus((), (17,)) + INT8),
   *(Case(mla_attention.attention_plan, f"{blocks} blocks", plan(blocks, 16), gpus((Sequences(n),))) for blocks, n in ((2, 3), (200, 33), (130, 64))),
   Case(norm_linear.attention_output, "heads", output, INT8 + gpus((), (33,))),
   Case(moe.gate_up, "Q4_K router", gated(True, T.Q4_K), cpu_(many=(27,)) + gpus(metal="msl") + sequences(2, 5)),
