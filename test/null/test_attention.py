@@ -17,7 +17,7 @@ from tinygrad.apps.quantized import QuantizedLinear
 from tinygrad.apps.rope import Rope, rope_table
 from tinygrad.engine.realize import compile_linear
 from tinygrad.nn import intrinsics, kernel, mla_attention, split_kv
-from tinygrad.nn.latent_cache import CODES, LATENT_GROUP, MOST, ROTATED_GROUP, PageAhead, Pages, RowFormat
+from tinygrad.nn.latent_cache import LATENT_GROUP, MOST, ROTATED_GROUP, PageAhead, Pages, RowFormat
 from tinygrad.nn.mla_attention import attention_plan, latent_attention
 from tinygrad.nn.primitive import plain_ops
 from tinygrad.nn.split_plan import Item, PlanShape
@@ -31,9 +31,9 @@ def split_attention(q_latent: Tensor, q: Tensor, cache: Tensor, step: Step, scal
 def stored(rows: np.ndarray, latent: int, coded: bool) -> tuple[np.ndarray, np.ndarray]:
   """(C, L+R) rows as they lie in the cache, and what they then stand for"""
   if not coded: return rows, rows
-  format = RowFormat(latent, rows.shape[1] - latent, True)
-  codes = format.encoded(Tensor(rows)).realize()
-  return codes.numpy(), format.decoded(codes).numpy()
+  row_format = RowFormat(latent, rows.shape[1] - latent, True)
+  codes = row_format.encoded(Tensor(rows)).realize()
+  return codes.numpy(), row_format.decoded(codes).numpy()
 
 def nobodys(rows: np.ndarray, count: int) -> np.ndarray:
   """So many rows like these that must not be read: as numbers, or scales, they are NaN"""
@@ -91,7 +91,7 @@ def test_codes_simt():
 
 @pytest.mark.parametrize("latent,rotated", [(512, 64), (64, 16)])
 def test_what_8_bits_cost(latent: int, rotated: int):
-  """Half a step of its group's scale a number, and what rounding that to a half moves it; in sum, what numbers that are rounded to such steps are off by"""
+  """Half a step of its group's scale a number, and what rounding that to a half moves it; in sum, what numbers rounded to such steps are off by"""
   rows = np.random.default_rng(3).standard_normal((90, latent + rotated)).astype(np.float32)
   rows[0] = 0
   codes, numbers = stored(rows, latent, True)

@@ -297,34 +297,34 @@ def row_of(position:str, table:str="tables") -> str:
   """C: the cache's row of a position of a sequence, whose pages the table holds"""
   return f"({table}[({position}) / {PAGE}] * {PAGE}L + ({position}) % {PAGE})"
 
-def groups_of(format:RowFormat, body:str) -> str:
+def groups_of(row_format:RowFormat, body:str) -> str:
   """C: the body for each group `g` of a row of codes, of n numbers from the one numbered i on"""
-  latent = format.latent // LATENT_GROUP
-  each = f"for (int g = 0, i = 0, n; n = g < {latent} ? {LATENT_GROUP} : {ROTATED_GROUP}, g < {format.scales}; g++, i += n)"
+  latent = row_format.latent // LATENT_GROUP
+  each = f"for (int g = 0, i = 0, n; n = g < {latent} ? {LATENT_GROUP} : {ROTATED_GROUP}, g < {row_format.scales}; g++, i += n)"
   return f"{each} {{ {body} }}"
 
-def load_codes(format:RowFormat, row:str, to:str) -> str:
+def load_codes(row_format:RowFormat, row:str, to:str) -> str:
   """C: the numbers of a row of codes as floats"""
   codes = f"for (int k = i; k < i + n; k++) ({to})[k] = (float)(((const byte*)({row}))[k] - {ZERO}) * scale;"
-  return groups_of(format, f"float scale = ((const __fp16*)({row}))[{format.dim // 2} + g]; {codes}")
+  return groups_of(row_format, f"float scale = ((const __fp16*)({row}))[{row_format.dim // 2} + g]; {codes}")
 
 def store_row(norm:Norm, cache:Tensor, rope:Rope, token:str, position:str, table:str="tables") -> str:
   """C: a token's row of the cache, [RMSNorm(kv[:L]) | RoPE(kv[L:])], at its position"""
   latent = norm.weight.shape[0]
-  format, place = RowFormat.of(cache, latent), f"cache + {row_of(position, table)} * {cache.shape[1]}"
+  row_format, place = RowFormat.of(cache, latent), f"cache + {row_of(position, table)} * {cache.shape[1]}"
   into, encode = f"{TYPES[cache.dtype]}* row = {place}", ""
-  if format.coded:
-    into, encode = f"float row[{format.dim}]", f"""{TYPES[CODES]}* to = {place};
-    """ + groups_of(format, f"""float most = 0;
+  if row_format.coded:
+    into, encode = f"float row[{row_format.dim}]", f"""{TYPES[CODES]}* to = {place};
+    """ + groups_of(row_format, f"""float most = 0;
       for (int k = i; k < i + n; k++) most = __builtin_fmaxf(most, __builtin_fabsf(row[k]));
       float inverse = most > {LEAST!r}f ? {MOST} / most : 0;
       for (int k = i; k < i + n; k++) ((byte*)to)[k] = (int)(row[k] * inverse + {ZERO + .5}f);
-      ((__fp16*)to)[{format.dim // 2} + g] = most * {1 / MOST!r}f;""")
+      ((__fp16*)to)[{row_format.dim // 2} + g] = most * {1 / MOST!r}f;""")
   return f"""{{
-    const float *from = kv + {token} * {format.dim}, *turn = rope + {position} * {rope.table.shape[1] * 2}L;
+    const float *from = kv + {token} * {row_format.dim}, *turn = rope + {position} * {rope.table.shape[1] * 2}L;
     {into}; float f = rms(from, {latent}, {norm.eps!r}f);
     for (int i = 0; i < {latent}; i++) row[i] = from[i] * f * norm[i];
-    for (int i = 0; i < {format.rotated}; i += 2) {{
+    for (int i = 0; i < {row_format.rotated}; i += 2) {{
       float a = from[{latent} + i], b = from[{latent} + i + 1], c = turn[i], s = turn[i + 1];
       row[{latent} + i] = a * c - b * s; row[{latent} + i + 1] = a * s + b * c;
     }}{encode}
@@ -342,8 +342,8 @@ def write_rows(kv:Tensor, norm:Norm, cache:Tensor, rope:Rope, start:Tensor, tabl
 def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, start:Tensor,
                         tables:Tensor) -> tuple[Tensor, Tensor]:
   """A token's queries in latent space, and its row of the cache written at start. query: float32 (1, H·head); kv: float32 (1, L+R);
-  k_b: (H, L, nope); cache: (rows, entries); start: int32 (1,); tables: int32 (1, P) -> float32 (1, H, L), and the cache. The thread with the first job
-  writes the row."""
+  k_b: (H, L, nope); cache: (rows, entries); start: int32 (1,); tables: int32 (1, P) -> float32 (1, H, L), and the cache. The thread with the first
+  job writes the row."""
   (H, L, nope), groups, size = k_b.shape, row_groups(k_b), group_bytes(k_b)
   body = f"""if (job == 0) {store_row(norm, cache, rope, "0", "start[0]")}
   {stage_buffers(nope)}for (; job < last;) {{
@@ -379,13 +379,13 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tens
           total = total · shrink + Σ weight
           context = context · shrink + Σ weight · key[:L]
       context /= total, for each head"""
-  (S, H, L), format = q_latent.shape, RowFormat.of(cache, q_latent.shape[2])
-  head, dim = query.shape[1] // H, format.dim
+  (S, H, L), row_format = q_latent.shape, RowFormat.of(cache, q_latent.shape[2])
+  head, dim = query.shape[1] // H, row_format.dim
   keys = f"for (int i = 0; i < {dim}; i++) keys[p * {dim} + i] = p < some ? (float)rows[p * {dim} + i] : 0;"
-  if format.coded:
+  if row_format.coded:
     keys = f"""{{
         for (int i = 0; i < {dim}; i++) keys[p * {dim} + i] = 0;
-        if (p < some) {load_codes(format, f"rows + p * {format.entries}", f"keys + p * {dim}")}
+        if (p < some) {load_codes(row_format, f"rows + p * {row_format.entries}", f"keys + p * {dim}")}
       }}"""
   product = f"*(v16f*)(query + h * {dim} + i) * *(v16f*)(keys + (p + k) * {dim} + i)"
   body = f"""float query[{H * dim}], keys[{DECODE_KEYS * dim}], top[{H}], total[{H}];
@@ -405,7 +405,7 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tens
     }}
     for (int from = 0; from < n; from += {DECODE_KEYS}) {{
       int some = n - from < {DECODE_KEYS} ? n - from : {DECODE_KEYS};
-      const {TYPES[cache.dtype]}* rows = cache + {row_of("from")} * {format.entries};
+      const {TYPES[cache.dtype]}* rows = cache + {row_of("from")} * {row_format.entries};
       for (int p = 0; p < {DECODE_KEYS}; p++) {keys}
       for (int h = first; h < last; h++) {{
         v16f score = -1e30f; float* y = context + h * {L};

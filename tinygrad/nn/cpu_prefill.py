@@ -231,12 +231,12 @@ def load_queries(latent:int, dim:int, head:int, scale:float) -> str:
       for (int i = {latent}; i < {dim}; i++) to[i * 12] = q[n * {head}L + {head - dim} + i] * {scale!r}f;
     }}"""
 
-def load_keys(format:RowFormat, kind:str) -> str:
+def load_keys(row_format:RowFormat, kind:str) -> str:
   """C: the cache's rows from position `from` on, of the C type `kind`: keys[group of 16][number][position], values[position][number]"""
-  latent, dim = format.latent, format.dim
-  row = f"rows + (from + p < length ? p : 0) * {format.entries}"
-  numbers = f"float row[{dim}]; {load_codes(format, row, 'row')}" if format.coded else f"const {kind}* row = {row};"
-  return f"""const {kind}* rows = cache + {row_of("from")} * {format.entries};
+  latent, dim = row_format.latent, row_format.dim
+  row = f"rows + (from + p < length ? p : 0) * {row_format.entries}"
+  numbers = f"float row[{dim}]; {load_codes(row_format, row, 'row')}" if row_format.coded else f"const {kind}* row = {row};"
+  return f"""const {kind}* rows = cache + {row_of("from")} * {row_format.entries};
       for (int p = 0; p < {PREFILL_KEYS}; p++) {{
         {numbers}
         float* to = keys + p / 16 * {dim * 16} + p % 16;
@@ -277,8 +277,8 @@ def mla_attention_prefill(q_latent:Tensor, query:Tensor, cache:Tensor, start:Ten
         weights, shrink = softmax so far, of the keys that a column's token sees
         context = context · shrink + values · weights
     context /= total"""
-  (T, H, L), format = q_latent.shape, RowFormat.of(cache, q_latent.shape[2])
-  dim, columns, sums = format.dim, T * H, L // 32 * 24  # of all jobs; vectors of a tile's context
+  (T, H, L), row_format = q_latent.shape, RowFormat.of(cache, q_latent.shape[2])
+  dim, columns, sums = row_format.dim, T * H, L // 32 * 24  # of all jobs; vectors of a tile's context
   jobs = -(-columns // QUERY_COLUMNS)
   body = f"""long first = start[0], length = first + {T};
   float keys[{PREFILL_KEYS * dim}], values[{PREFILL_KEYS * L}], Q[{QUERY_COLUMNS * dim}], P[{PREFILL_KEYS * COLUMNS}], \
@@ -289,7 +289,7 @@ top[{QUERY_COLUMNS}], total[{QUERY_COLUMNS}];
     for (int i = 0; i < {QUERY_TILES * sums}; i++) sums[i] = 0;
     {load_queries(L, dim, query.shape[1] // H, scale)}
     for (long from = 0; from <= first + (end - 1) / {H}; from += {PREFILL_KEYS}) {{
-      {load_keys(format, TYPES[cache.dtype])}
+      {load_keys(row_format, TYPES[cache.dtype])}
       for (int t = 0; t < {QUERY_TILES} && begin + t * 12 < end; t++) {{
         long seen = first + (begin + t * 12 + 11) / {H} - from + 1;  /* of these positions, by the tile's last column */
         if (seen <= 0) continue;

@@ -206,8 +206,8 @@ def _store_pair(row:CacheRow, buffers:dict[str, UOp], position:UOp, page:UOp, pa
   return [cache[(first + pair.number + i).valid(pair.inside)].store(number.cast(cache.dtype)) for i, number in enumerate(numbers)]
 
 def _store_codes(row:CacheRow, cache:UOp, first:UOp, pair:RowPair, numbers:list[UOp]) -> list[UOp]:
-  """A pair's codes, and by the first pair of a group its scale. Lanes beside each other have the pairs of a group: a whole warp, of latent numbers."""
-  target, format = row.target, row.pages.format
+  """A pair's codes, and by the first pair of a group its scale. Lanes beside each other have the pairs of a group: a whole warp, of latent ones."""
+  target, row_format = row.target, row.pages.format
   assert LATENT_GROUP == 2 * target.lanes
   pairs = ROTATED_GROUP // 2
   largest = group_reduce(target, reduce(UOp.maximum, [number.maximum(-number) for number in numbers]), pairs, UOp.maximum)
@@ -216,7 +216,7 @@ def _store_codes(row:CacheRow, cache:UOp, first:UOp, pair:RowPair, numbers:list[
   low, high = ((number * inverse + (ZERO + 0.5)).cast(dtypes.int) for number in numbers)
   is_first = (pair.number % pair.is_latent.where(LATENT_GROUP, ROTATED_GROUP)).eq(0)
   return [cache[(first + pair.number // 2).valid(pair.inside)].store((low | high << 8).cast(CODES)),
-          cache[(first + format.dim // 2 + format.group(pair.number)).valid(pair.inside & is_first)].store(scale.bitcast(CODES))]
+          cache[(first + row_format.dim // 2 + row_format.group(pair.number)).valid(pair.inside & is_first)].store(scale.bitcast(CODES))]
 
 # ---- reading rows of codes as if they were halves ----
 
@@ -250,8 +250,8 @@ def rows_of(step:Step) -> Tensor:
   return (step.tables.unsqueeze(2) * PAGE + Tensor.arange(PAGE, dtype=dtypes.int32)).reshape(step.tables.shape[0], -1)
 
 def write_rows(step:Step, cache:Tensor, rows:Tensor, latent:int) -> Tensor:
-  """The cache with the rows of the step's tokens, float32 (T, L+R), written, and no other row touched. Several tokens may write the same row of page 0:
-  one of them does."""
+  """The cache with the rows of the step's tokens, float32 (T, L+R), written, and no other row touched. Several tokens may write the same row of page
+  0: one of them does."""
   pages, spread = Pages.of(cache, step.tables, latent), Device[cache.device].renderer.has_local
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     counts = (step.tokens, pages.format.entries)

@@ -252,9 +252,9 @@ class SimtThread:
 
   def load_key(self, rows:Rows, position:UOp) -> list[UOp]:
     """The lane's share of a position's row, as float32; the first latent_share are its share of the value"""
-    row, format = rows.row(position), self.shape.pages.format
+    cache, row = self.buffers["cache"], rows.row(position)
     numbers = [self.latent_number(i) for i in range(self.latent_share)] + [self.shape.latent + self.rope_number(i) for i in range(self.rope_share)]
-    return [format.load(self.buffers["cache"], row, number) for number in numbers]
+    return [self.shape.pages.format.load(cache, row, number) for number in numbers]
 
   def scores(self, query:list[UOp], keys:list[list[UOp]], positions:list[UOp]) -> list[UOp]:
     """A head's scores of the warp's positions, in every lane"""
@@ -467,9 +467,9 @@ class MmaThread:
     done = UOp.group(*(sums[i].store(0.0) for i in range(count)))
     first, products = 0, []   # the words of both rows, by product
     for piece in self.key_pieces:
-      words = self.format.piece_words(piece.count)
-      both = [self.halves(keys, first + row * words, piece) for row in range(2)]
-      first += 2 * words
+      pitch = self.format.piece_words(piece.count)
+      both = [self.halves(keys, first + row * pitch, piece) for row in range(2)]
+      first += 2 * pitch
       products += [[both[row][own + i] for i in range(2) for row in range(2)] for own in range(0, piece.count // 2, 2)]
     for product, a_words in enumerate(products):
       for column, query in enumerate(queries):
@@ -543,7 +543,7 @@ class MmaThread:
     pitch = self.format.piece_words(self.value_piece.count)
     words = [[self.halves(values, (tile * 4 + position) * pitch, self.value_piece) for position in range(4)] for tile in range(self.tiles)]
     for tile, product in ((tile, product) for tile in range(self.tiles) for product in range(4)):
-      first, second, third, fourth = (of_position[product] for of_position in words[tile])   # two numbers of each of four positions; a row's are two positions'
+      first, second, third, fourth = (of_position[product] for of_position in words[tile])   # two numbers of each; a row's are two positions'
       a_words = [byte_perm(self.shape.target, *pair, halves) for pair in ((first, second), (third, fourth)) for halves in (LOW_HALVES, HIGH_HALVES)]
       for column in range(self.columns):
         behind, own = sums.after(done), (column * self.tiles + tile) * 2
