@@ -36,11 +36,9 @@ def test_two_sequences_at_different_positions(path: Path, bits: int, limit: floa
       assert np.square(got[n] - want[at]).sum() < limit * np.square(want[at]).sum()
 
 @pytest.mark.parametrize("to", ["CPU", "CUDA", "METAL"])
-@pytest.mark.parametrize("rows,bits", [(2, 16), (16, 16), (2, 8)])
-def test_several_sequences_have_kernels(to: str, rows: int, bits: int):
-  with no_device(to):
-    model = Transformer.from_gguf(stand_in("small-glm"), 160, cache_bits=bits)
-    assert model.plain_parts(decoding(*range(rows))) == model.plain_parts(prefilling(0, 32)) == []
+@pytest.mark.parametrize("rows", [2, 16])
+def test_several_sequences_have_kernels(to: str, rows: int):
+  with no_device(to): assert Transformer.from_gguf(stand_in("small-glm"), 160).plain_parts(decoding(*range(rows))) == []
 
 @pytest.mark.skipif(not is_cpu(Device.DEFAULT), reason="has no second device")
 def test_a_second_device(path: Path):

@@ -17,7 +17,7 @@ from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import prod
 from tinygrad.nn.cpu_layout import ROWS, Layout, threads
 from tinygrad.nn.kernel import UNIT, Norm, Rope, Unit, Weight, empty, optional
-from tinygrad.nn.latent_cache import CODES, LATENT_GROUP, LEAST, MOST, ROTATED_GROUP, ZERO, RowFormat
+from tinygrad.nn.latent_cache import CODES, LARGEST, LATENT_GROUP, LEAST, ROTATED_GROUP, ZERO, RowFormat
 from tinygrad.nn.routing import LEAST_SUM, Gating, Routing
 from tinygrad.nn.step import PAGE
 from tinygrad.renderer import Estimates
@@ -317,9 +317,9 @@ def store_row(norm:Norm, cache:Tensor, rope:Rope, token:str, position:str, table
     into, encode = f"float row[{row_format.dim}]", f"""{TYPES[CODES]}* to = {place};
     """ + groups_of(row_format, f"""float most = 0;
       for (int k = i; k < i + n; k++) most = __builtin_fmaxf(most, __builtin_fabsf(row[k]));
-      float inverse = most > {LEAST!r}f ? {MOST} / most : 0;
+      float inverse = most > {LEAST!r}f ? {LARGEST} / most : 0;
       for (int k = i; k < i + n; k++) ((byte*)to)[k] = (int)(row[k] * inverse + {ZERO + .5}f);
-      ((__fp16*)to)[{row_format.dim // 2} + g] = most * {1 / MOST!r}f;""")
+      ((__fp16*)to)[{row_format.dim // 2} + g] = most * {1 / LARGEST!r}f;""")
   return f"""{{
     const float *from = kv + {token} * {row_format.dim}, *turn = rope + {position} * {rope.table.shape[1] * 2}L;
     {into}; float f = rms(from, {latent}, {norm.eps!r}f);
@@ -366,6 +366,13 @@ def attention_takes(row:RowFormat) -> bool:
   """Whether mla_attention_decode takes such rows of the cache: whole vectors"""
   return row.latent % ROWS == 0 and row.dim % ROWS == 0
 
+def load_key(row_format:RowFormat) -> str:
+  """C: the numbers of row p of `some`, or zeros, into keys"""
+  dim = row_format.dim
+  if not row_format.coded: return f"for (int i = 0; i < {dim}; i++) keys[p * {dim} + i] = p < some ? (float)rows[p * {dim} + i] : 0;"
+  numbers = load_codes(row_format, f"rows + p * {row_format.entries}", f"keys + p * {dim}")
+  return f"if (p < some) {numbers} else for (int i = 0; i < {dim}; i++) keys[p * {dim} + i] = 0;"
+
 def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tensor, tables:Tensor, scale:float) -> Tensor:
   """softmax(query·key·scale)·value of a token of each sequence. q_latent: float32 (S, H, L); query: float32 (S, H·head), each head's last numbers
   rotated; cache: (rows, entries); start: int32 (S,); tables: int32 (S, P) -> float32 (S, H, L). Threads share the work, the keys of all heads of all
@@ -381,12 +388,6 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tens
       context /= total, for each head"""
   (S, H, L), row_format = q_latent.shape, RowFormat.of(cache, q_latent.shape[2])
   head, dim = query.shape[1] // H, row_format.dim
-  keys = f"for (int i = 0; i < {dim}; i++) keys[p * {dim} + i] = p < some ? (float)rows[p * {dim} + i] : 0;"
-  if row_format.coded:
-    keys = f"""{{
-        for (int i = 0; i < {dim}; i++) keys[p * {dim} + i] = 0;
-        if (p < some) {load_codes(row_format, f"rows + p * {row_format.entries}", f"keys + p * {dim}")}
-      }}"""
   product = f"*(v16f*)(query + h * {dim} + i) * *(v16f*)(keys + (p + k) * {dim} + i)"
   body = f"""float query[{H * dim}], keys[{DECODE_KEYS * dim}], top[{H}], total[{H}];
   long all = 0, before = 0;
@@ -406,7 +407,7 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tens
     for (int from = 0; from < n; from += {DECODE_KEYS}) {{
       int some = n - from < {DECODE_KEYS} ? n - from : {DECODE_KEYS};
       const {TYPES[cache.dtype]}* rows = cache + {row_of("from")} * {row_format.entries};
-      for (int p = 0; p < {DECODE_KEYS}; p++) {keys}
+      for (int p = 0; p < {DECODE_KEYS}; p++) {load_key(row_format)}
       for (int h = first; h < last; h++) {{
         v16f score = -1e30f; float* y = context + h * {L};
         for (int p = 0; p < some; p += 4) {{

@@ -19,7 +19,7 @@ MASKED_SCORE = -1e30   # of a position that a token does not attend to; finite, 
 # ---- a row in memory ----
 
 LATENT_GROUP, ROTATED_GROUP = 64, 16   # numbers that have a scale together: what a warp writes, and what an inner product of tensor cores takes
-ZERO, MOST = 128, 127                  # number = (code - ZERO) · scale; of the largest of a group, code - ZERO is ± MOST
+ZERO, LARGEST = 128, 127               # number = (code - ZERO) · scale; of the largest of a group, code - ZERO is ± LARGEST
 LEAST = 1e-30                          # a group whose largest is not more is all zeros
 ALIGNMENT = 8                          # entries, 16 bytes, that a row of codes is whole ones of
 CODES = dtypes.uint16                  # an entry of such a row: two codes, the first in the low byte; behind all codes, a half, a group's scale
@@ -92,8 +92,8 @@ class RowFormat:
     for part, size in zip(rows.cast(dtypes.float).split([self.latent, self.rotated], dim=1), (LATENT_GROUP, ROTATED_GROUP)):
       groups = part.reshape(rows.shape[0], -1, size)
       largest = groups.abs().max(-1, keepdim=True)
-      codes.append((groups * (largest > LEAST).where(MOST / largest, 0) + (ZERO + 0.5)).cast(CODES).flatten(1))
-      scales.append((largest * (1 / MOST)).cast(dtypes.half).bitcast(CODES).flatten(1))
+      codes.append((groups * (largest > LEAST).where(LARGEST / largest, 0) + (ZERO + 0.5)).cast(CODES).flatten(1))
+      scales.append((largest * (1 / LARGEST)).cast(dtypes.half).bitcast(CODES).flatten(1))
     pairs = codes[0].cat(codes[1], dim=1).reshape(rows.shape[0], -1, 2)
     entries = (pairs[..., 0] + pairs[..., 1] * 256).cat(*scales, dim=1)
     return entries.pad(((0, 0), (0, self.entries - entries.shape[1])))
@@ -212,7 +212,7 @@ def _store_codes(row:CacheRow, cache:UOp, first:UOp, pair:RowPair, numbers:list[
   pairs = ROTATED_GROUP // 2
   largest = group_reduce(target, reduce(UOp.maximum, [number.maximum(-number) for number in numbers]), pairs, UOp.maximum)
   largest = pair.is_latent.where(group_reduce(target, largest, target.lanes // pairs, UOp.maximum, step=pairs), largest)
-  scale, inverse = (largest * (1 / MOST)).cast(dtypes.half), (largest > LEAST).where(MOST / largest, 0)
+  scale, inverse = (largest * (1 / LARGEST)).cast(dtypes.half), (largest > LEAST).where(LARGEST / largest, 0)
   low, high = ((number * inverse + (ZERO + 0.5)).cast(dtypes.int) for number in numbers)
   is_first = (pair.number % pair.is_latent.where(LATENT_GROUP, ROTATED_GROUP)).eq(0)
   return [cache[(first + pair.number // 2).valid(pair.inside)].store((low | high << 8).cast(CODES)),
