@@ -58,6 +58,7 @@ static inline float __int_as_float(int v) { float f; __builtin_memcpy(&f, &v, 4)
   struct __align__(4 * sizeof(T) < 16 ? 4 * sizeof(T) : 16) T##4 { T x, y, z, w; }; \
   static inline T##4 make_##T##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 typedef unsigned int uint; typedef unsigned char uchar; typedef unsigned short ushort;
+struct uint1 { uint x; };
 VECTORS4(float) VECTORS4(int) VECTORS4(uint) VECTORS4(uchar) VECTORS4(char) VECTORS4(short) VECTORS4(ushort)
 
 #define FLOAT_FUNCTION(name) static inline float name(float x) { return __builtin_##name(x); }

@@ -17,7 +17,7 @@ from tinygrad.apps.quantized import QuantizedLinear
 from tinygrad.apps.rope import Rope, rope_table
 from tinygrad.engine.realize import compile_linear
 from tinygrad.nn import intrinsics, kernel, mla_attention, split_kv
-from tinygrad.nn.latent_cache import PageAhead, Pages
+from tinygrad.nn.latent_cache import LARGEST, LATENT_GROUP, ROTATED_GROUP, PageAhead, Pages, RowFormat
 from tinygrad.nn.mla_attention import attention_plan, latent_attention
 from tinygrad.nn.primitive import plain_ops
 from tinygrad.nn.split_plan import Item, PlanShape
@@ -28,17 +28,28 @@ def split_attention(q_latent: Tensor, q: Tensor, cache: Tensor, step: Step, scal
   target = intrinsics.target_of(Device.DEFAULT)
   return split_kv.mla_combine(target, *split_kv.split_kv(target, q_latent, q, cache, step, scale), cache, step)
 
-def attention(H: int, L: int, R: int, C: int, last: int, seed: int) -> tuple[float, float]:
+def stored(rows: np.ndarray, latent: int, coded: bool) -> tuple[np.ndarray, np.ndarray]:
+  """(C, L+R) rows as they lie in the cache, and what they then stand for"""
+  if not coded: return rows, rows
+  row_format = RowFormat(latent, rows.shape[1] - latent, True)
+  codes = row_format.encoded(Tensor(rows)).realize()
+  return codes.numpy(), row_format.decoded(codes).numpy()
+
+def nobodys(rows: np.ndarray, count: int) -> np.ndarray:
+  """So many rows like these that must not be read: as numbers, or scales, they are NaN"""
+  return np.full((count, *rows.shape[1:]), np.nan if rows.dtype == np.float16 else 0xffff, rows.dtype)
+
+def attention(H: int, L: int, R: int, C: int, last: int, seed: int, coded: bool = False) -> tuple[float, float]:
   """The worst head's NMSE of the kernels' result, and what halves for queries and weights may cost: a half is off by at most 2^-11 of itself, so a
   score by 2^-11 of what scores come to, and its weight, a half too, by as much of the weight"""
   rng = np.random.default_rng(seed)
   q_latent, q = rng.standard_normal((H, L)).astype(np.float32) * 2, rng.standard_normal((H, 48 + R)).astype(np.float32) * 2
   pages = -(-C // PAGE)
-  rows = rng.standard_normal((pages * PAGE, L + R)).astype(np.float16)
-  rows[last + 1:] = np.nan                                   # what is not written must not be read
-  query, keys = np.concatenate([q_latent, q[:, 48:]], 1).astype(np.float64), rows[:last + 1].astype(np.float64)
+  rows, numbers = stored(rng.standard_normal((pages * PAGE, L + R)).astype(np.float16), L, coded)
+  rows[last + 1:] = nobodys(rows, 1)
+  query, keys = np.concatenate([q_latent, q[:, 48:]], 1).astype(np.float64), numbers[:last + 1].astype(np.float64)
   table = rng.permutation(pages + 3)[:pages]                 # pages lie anywhere in the pool
-  cache = np.full(((pages + 3) * PAGE, L + R), np.nan, np.float16)
+  cache = nobodys(rows, (pages + 3) * PAGE)
   for page, own in zip(table, rows.reshape(pages, PAGE, -1)): cache[page * PAGE:(page + 1) * PAGE] = own
   scores = query @ keys.T * 0.11
   weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -66,6 +77,28 @@ def test_simt(shape: tuple[int, ...], on: Callable, monkeypatch: pytest.MonkeyPa
   with on():
     assert not split_kv.uses_tensor_cores(intrinsics.target_of(Device.DEFAULT), shape[1], shape[2])
     assert attention(*shape, seed=2)[0] < 1e-12
+
+def test_codes_by_tensor_cores(monkeypatch: pytest.MonkeyPatch):
+  """Rows of 8 bits; the numbers that they stand for are rounded to halves"""
+  monkeypatch.setattr(split_kv, "MULTIPROCESSORS", 3)   # splits of several steps
+  with on_cuda():
+    error, halves = attention(*SHAPES[1], seed=1, coded=True)
+    assert error < 2 * halves
+
+def test_codes_simt():
+  with on_metal(): assert attention(*SHAPES[1], seed=2, coded=True)[0] < 1e-12
+
+@pytest.mark.parametrize("latent,rotated", [(512, 64), (64, 16)])
+def test_what_8_bits_cost(latent: int, rotated: int):
+  """Half a step of its group's scale a number, and what rounding that to a half moves it; in sum, what numbers rounded to such steps are off by"""
+  rows = np.random.default_rng(3).standard_normal((90, latent + rotated)).astype(np.float32)
+  rows[0] = 0
+  codes, numbers = stored(rows, latent, True)
+  assert codes.dtype == np.uint16 and RowFormat.of(Tensor(codes), latent) == RowFormat(latent, rotated, True) and codes.nbytes % 16 == 0
+  for part, size in ((slice(latent), LATENT_GROUP), (slice(latent, None), ROTATED_GROUP)):
+    groups, found = rows[:, part].reshape(90, -1, size), numbers[:, part].reshape(90, -1, size)
+    assert (np.abs(found - groups) <= np.abs(groups).max(-1, keepdims=True) / LARGEST * 0.57).all()
+  assert nmse(numbers, rows) < 7e-5 and not numbers[0].any()
 
 @pytest.mark.parametrize("last", [0, 1, 63, 64, 127, 400])
 def test_few_blocks(last: int, monkeypatch: pytest.MonkeyPatch):
@@ -116,7 +149,7 @@ def attention_of_several(count: int, H: int, L: int, R: int, seed: int) -> float
     given[:, split_kv.query_place(head, number, L).reshape(-1)] = q_latent.reshape(count, -1)
     given = given.reshape(count, -1, L)
   step, cache = decoding(*batch.lasts, tables=batch.tables), Tensor(batch.cache)
-  step = dataclasses.replace(step, plan=attention_plan(step, split_kv.plan_shape(target, H, L, Pages.of(cache, step.tables))).realize())
+  step = dataclasses.replace(step, plan=attention_plan(step, split_kv.plan_shape(target, H, L, Pages.of(cache, step.tables, L))).realize())
   got, worst = split_attention(Tensor(given), Tensor(q), cache, step, 0.11).numpy().astype(np.float64), []
   for i in range(count):
     keys = batch.rows(i).astype(np.float64)
@@ -144,7 +177,7 @@ def test_numbers_are_read_in_fours(count: int):
   with no_device("CUDA"), collected_calls() as calls:
     target, step = intrinsics.target_of(Device.DEFAULT), Step.decode(*(Tensor.empty(*n, dtype=dtypes.int32) for n in ((count,), (count, 9))))
     cache = Tensor.empty(20 * PAGE, 160, dtype=dtypes.half)
-    if count > 1: step = dataclasses.replace(step, plan=attention_plan(step, split_kv.plan_shape(target, 5, 128, Pages.of(cache, step.tables))))
+    if count > 1: step = dataclasses.replace(step, plan=attention_plan(step, split_kv.plan_shape(target, 5, 128, Pages.of(cache, step.tables, 128))))
     split_attention(Tensor.empty(count, 8, 128, dtype=dtypes.half), Tensor.empty(count, 5, 80), cache, step, 0.11).realize()
     programs = [call.src[0] for call in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   sources = {p.arg.name: next(u.arg for u in p.src if u.op is Ops.SOURCE) for p in programs}

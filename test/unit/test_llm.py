@@ -181,17 +181,17 @@ def test_sampling_is_the_models_own_but_for_what_is_given(talker, capsys):
     seeds.add(out.split()[-1])
   assert len(seeds) == 4 and "5" in seeds  # drawn each time
 
-def test_the_target_and_warming(talker, capsys, monkeypatch):
-  """The flag is in milliseconds. What is recorded is for answers drawn as the run's are, and is there before the first"""
+def test_the_target_the_cache_and_warming(talker, capsys, monkeypatch):
+  """The target's flag is in milliseconds. What is recorded is for answers drawn as the run's are, and is there before the first"""
   loaded, warmed = [], []
   monkeypatch.setattr(llm, "load", lambda *args: (loaded.append(args), talker)[1])
   talker.scheduler, talker.runner = SimpleNamespace(max_rows=8), SimpleNamespace(sizes=(32, 64))
   talker.warm = lambda sampling: warmed.append((sampling, len(talker.prompts)))
   llm.main(["-p", "a", "--hide-think"])
-  assert loaded.pop()[-1] == .05 and not warmed and capsys.readouterr().err == ""
-  llm.main(["-p", "a", "--hide-think", "--max-stall-ms", "12.5", "--warm", "--temp", "0.5", "-s", "3"])
+  assert loaded.pop()[-2:] == (.05, 16) and not warmed and capsys.readouterr().err == ""
+  llm.main(["-p", "a", "--hide-think", "--max-stall-ms", "12.5", "--cache-bits", "8", "--warm", "--temp", "0.5", "-s", "3"])
   out, err = capsys.readouterr()
-  assert loaded.pop()[-1] == .0125 and warmed == [(Sampling(.5, seed=3), 1)] and "heard" in out
+  assert loaded.pop()[-2:] == (.0125, 8) and warmed == [(Sampling(.5, seed=3), 1)] and "heard" in out
   assert re.fullmatch(r"steps of 1 to 8 answers and chunks of 32, 64 tokens recorded in 0\.\d s\n", err)
 
 def test_a_target_from_python(small):

@@ -28,8 +28,8 @@ from tinygrad.nn.step import PAGE
 
 CONTEXT, PAGES, LONGEST = 3 * PAGE, 40, 16   # of a sequence, of the cache, and the most tokens of an answer
 
-def runner_of(path: Path, context: int = CONTEXT) -> Runner:
-  return Runner(Transformer.from_gguf(read_gguf(path), context, pool=lambda model: PAGES))
+def runner_of(path: Path, context: int = CONTEXT, bits: int = 16) -> Runner:
+  return Runner(Transformer.from_gguf(read_gguf(path), context, pool=lambda model: PAGES, cache_bits=bits))
 
 class Pressed(Engine):
   """Counts who gave way and which pages were evicted, and proves after each piece of work that the pool is whole"""
@@ -65,9 +65,9 @@ def run(engine: Pressed, requests: list[Request], rng: random.Random, waits: tup
 # ---- on the CPU ----
 
 class Alone:
-  """A model, and what it says where there is nobody else. most: requests of a schedule"""
-  def __init__(self, path: Path, most: int):
-    self.path, self.runner, self.said, self.most = path, runner_of(path), {}, most
+  """A model, and what it says where there is nobody else. most: requests of a schedule; bits: of the cache"""
+  def __init__(self, path: Path, most: int, bits: int = 16):
+    self.path, self.runner, self.said, self.most = path, runner_of(path, bits=bits), {}, most
     self.engine, self.vocab = Engine(self.runner, PAGES), min(self.runner.vocab_size, 320)
     rng = random.Random(path.name)
     bases = [[rng.randrange(self.vocab) for _ in range(2 * PAGE + 12)] for _ in range(3)]
@@ -109,6 +109,14 @@ def schedule(alone: Alone, seed: int, samplings: list[Sampling]) -> None:
 
 @pytest.mark.parametrize("seed", range(80))
 def test_greedy(alone: Alone, seed: int): schedule(alone, seed, [Sampling()])
+
+@pytest.fixture(scope="module")
+def of_8_bits() -> Alone:
+  if not is_cpu(Device.DEFAULT): pytest.skip("not on the CPU")
+  return Alone(BUILT_IN, 6, bits=8)
+
+@pytest.mark.parametrize("seed", range(200, 202))
+def test_rows_of_8_bits(of_8_bits: Alone, seed: int): schedule(of_8_bits, seed, [Sampling()])
 
 @pytest.mark.parametrize("seed", range(20))
 def test_sampling_by_rows(alone: Alone, seed: int):

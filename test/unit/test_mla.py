@@ -6,12 +6,14 @@ largest of 32 numbers, about 2σ, has 127 steps, each rounding a twelfth of a st
 and no position is more than 2.5 times as bad.
 """
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Iterator
 import numpy as np, pytest
 from gguf import RopeScalingType
+from extra.bench import no_device, stand_in, with_blocks
 from extra.mkgguf import write_model
 from goldens.make import HERE
 from helpers import SMALL, WIDE, engine_of, write_mixed, write_with, write_with_tokens
@@ -20,15 +22,44 @@ from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.apps.capture import to_device
 from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.gguf import GGUFError, read_gguf
-from tinygrad.apps.mla import PREFILL_SIZES, Config
+from tinygrad.apps.mla import PREFILL_SIZES, Config, Transformer
+from tinygrad.apps import models
 from tinygrad.apps.models import load
 from tinygrad.apps.quantized import FLOATS, FORMATS
 from tinygrad.apps.engine.sampling import Sampling
+from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.routing import Gating, Routing, choose_experts
-from tinygrad.nn.step import Step
+from tinygrad.nn.step import PAGE, Step
 
 CHUNK = PREFILL_SIZES[0]
+
+def test_a_cache_of_8_bits_holds_more(monkeypatch: pytest.MonkeyPatch):
+  """Where its size is not given: as many pages of codes and scales as fit in the same memory"""
+  pages, rows = {}, {16: 2 * 576, 8: 608}
+  monkeypatch.setattr(models, "free_memory", lambda _: int(20.5 * PAGE * rows[16]))
+  monkeypatch.setattr(models, "CARD_POOL", (1000, 1.0))
+  file = with_blocks(stand_in("glm"), [0])
+  with no_device("CUDA"):
+    for bits in rows:
+      model = Transformer.from_gguf(file, 64, pool=lambda model: models.pool_pages(model, None), cache_bits=bits)
+      assert model.row_bytes == rows[bits] and [c.nbytes() for c in model.cache] == [model.pool * PAGE * rows[bits]]
+      pages[bits] = model.pool - 1
+  assert pages == {16: 20, 8: 41 * rows[16] // (2 * rows[8])}
+
+def test_what_8_bits_cannot_hold():
+  config = Config.from_gguf(stand_in("glm"))
+  for wrong in (dict(kv_lora_rank=480), dict(rope_dim=24)):
+    with pytest.raises(GGUFError, match="^a cache of 8 bits: expected kv_lora_rank a multiple of 64 and rope.dimension_count one of 16, found "):
+      replace(config, **wrong).cache_row(8)
+  with pytest.raises(ValueError, match="^cache_bits: expected 8 or 16, found 4$"): load(models.BUILT_IN, cache_bits=4)
+
+@pytest.mark.skipif(not is_cpu(Device.DEFAULT), reason="the error of a GPU's activations is larger")
+def test_logits_by_a_cache_of_8_bits():
+  """The built-in model: rows are off by 4e-5, and one position's router chooses otherwise"""
+  ids = tokens(80)
+  found = {bits: errors(load(models.BUILT_IN, 128, cache_bits=bits).logits(ids), logits(models.BUILT_IN, ids)) for bits in (16, 8)}
+  assert found[16].max() < 1e-10 and 1e-6 < np.median(found[8]) < 2e-4 and found[8].max() < 4e-2
 
 LIMIT, HALVES = (1e-10, 1e-7) if target_of(Device.DEFAULT) is None else (1e-3, 1e-3)
 TYPES = [*FORMATS, *FLOATS]

@@ -136,6 +136,8 @@ def parser(bench:bool=False) -> Parser:
       help=f"tokens the cache holds (default {DEFAULT_CONTEXT}, or what --benchmark needs; 0: all that the model can)")
   add("cache_tokens", type=int_at_least(2), metavar="N", help="tokens the cache holds of all sequences together (default: what fits beside the "
       "weights, at most 16 contexts, 4 on a CPU)")
+  add("cache_bits", type=int, choices=(8, 16), default=16, help="bits of a number of the cache: 8 hold nearly twice as many tokens (default 16; on a "
+      "CPU that is 32)")
   add("prompt", "-p", metavar="TEXT", help="answer TEXT and leave")
   add("file", "-f", metavar="FILE", help="answer the text of FILE and leave; - is stdin")
   add("raw_prompt", nargs="?", const=True, metavar="TEXT", help="continue TEXT (or --prompt's, or --file's) as it is, without the chat template")
@@ -311,7 +313,8 @@ def main(argv:list[str]|None=None) -> int|None:
   context = sys.maxsize if args.max_context == 0 else args.max_context or max(DEFAULT_CONTEXT, room)
   start = time.perf_counter()
   doing(f"opening {args.model}")
-  model = load(args.model, context, sys.stderr.isatty(), args.cache_tokens or getattr(work.sweep, "cache_tokens", None), args.max_stall_ms)
+  model = load(args.model, context, sys.stderr.isatty(), args.cache_tokens or getattr(work.sweep, "cache_tokens", None), args.max_stall_ms,
+               args.cache_bits)
   if args.max_context and args.max_context > model.engine.max_context:
     note(f"--max_context {args.max_context} is more than the model's own context: using {model.engine.max_context}")
   Device[Device.DEFAULT].synchronize()

@@ -23,6 +23,7 @@ from tinygrad.apps.rope import Rope, Yarn, rope_table
 from tinygrad.dtype import DType
 from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.intrinsics import target_of
+from tinygrad.nn.latent_cache import CODES, LATENT_GROUP, ROTATED_GROUP, RowFormat
 from tinygrad.nn.mla_attention import LatentWeights, attention, attention_plan, plan_shape
 from tinygrad.nn.moe import FeedForward, feed_forward, mixture
 from tinygrad.nn.norm_linear import norm_linear
@@ -62,6 +63,13 @@ class Config:
   def score_scale(self) -> float: return (self.yarn.mscale if self.yarn else 1.0) ** 2 / math.sqrt(self.nope_dim + self.rope_dim)
   @property
   def cache_dim(self) -> int: return self.kv_lora_rank + self.rope_dim
+  def cache_row(self, bits:int) -> RowFormat:
+    """How a token's row of the cache lies in memory, of floats (bits: 16; 32 where there are no kernels of a GPU) or of codes of 8 bits. Raises
+    GGUFError where this model's cannot be codes."""
+    if bits == 8 and not RowFormat.can_be_coded(self.kv_lora_rank, self.rope_dim):
+      raise GGUFError(f"a cache of 8 bits: expected kv_lora_rank a multiple of {LATENT_GROUP} and rope.dimension_count one of {ROTATED_GROUP}, "
+                      f"found {self.kv_lora_rank} and {self.rope_dim}")
+    return RowFormat(self.kv_lora_rank, self.rope_dim, bits == 8)
   def distinct_experts(self, tokens:int) -> float:
     """How many of a block's experts so many tokens choose between them, on average, where each is as likely as any other"""
     return self.n_experts * (1 - (1 - self.n_chosen / self.n_experts) ** tokens)
@@ -190,9 +198,10 @@ def output_head(step:Step, x:Tensor, norm:RMSNorm, output:QuantizedLinear) -> Te
 
 class Transformer:
   """The model and its cache: a vector of kv_lora_rank + rope_dim numbers a block and token, in pages that sequences share.
-  pool: how many pages it is to have, the one that is nobody's among them; it is asked when the weights are loaded. None: what one sequence needs"""
+  pool: how many pages it is to have, the one that is nobody's among them; it is asked when the weights are loaded. None: what one sequence needs.
+  row: how a vector lies in the cache"""
   def __init__(self, config:Config, token_embd:QuantizedEmbedding, blocks:list[Block], output_norm:RMSNorm, output:QuantizedLinear, max_context:int,
-               pool:Callable[[Transformer], int]|None=None):
+               pool:Callable[[Transformer], int]|None=None, cache_bits:int=16):
     self.config, self.token_embd, self.blk, self.output_norm, self.output = config, token_embd, blocks, output_norm, output
     self.max_context, c = max_context, config
     self.device = token_embd.device
@@ -200,13 +209,14 @@ class Transformer:
     many = is_cpu(self.device) or target is not None and target.mma is not None
     self.prefill_sizes = tuple(size for size in PREFILL_SIZES if size == PREFILL_SIZES[0] or many and size <= max_context)
     self.pages = -(-(max_context + self.prefill_sizes[-1]) // PAGE)   # of a sequence: a step of prefill is padded to its size, wherever it starts
-    self.row_bytes = len(blocks) * c.cache_dim * (4 if target is None else 2)   # of the cache, a token
+    # half where a GPU has kernels, memory is what decoding waits for there; float32 elsewhere
+    self.row, floats = c.cache_row(cache_bits), dtypes.float if target is None else dtypes.half
+    kept = CODES if self.row.coded else floats
+    self.row_bytes = len(blocks) * self.row.entries * kept.itemsize   # of the cache, a token
     self.pool = self.pages + 1 if pool is None else pool(self)
     self.rope = Rope(rope_table(c.rope_dim, c.rope_base, self.pages * PAGE, c.yarn, self.device), c.nope_dim + c.rope_dim, c.nope_dim)
-    # half where a GPU has kernels, memory is what decoding waits for there; float32 elsewhere
-    kept = dtypes.float if target is None else dtypes.half
     zeros = Replay()   # so that what fills the cache is compiled once and kept on disk
-    self.cache = [zeros.run(_zeros, (self.pool * PAGE, c.cache_dim), kept, self.device) for _ in blocks]
+    self.cache = [zeros.run(_zeros, (self.pool * PAGE, self.row.entries), kept, self.device) for _ in blocks]
     zeros()
 
   # Each takes the ids of a step's tokens, int32 (T,). `run` is what a function and its arguments are given to, part by part: applied here, or
@@ -256,12 +266,13 @@ class Transformer:
   @staticmethod
   def from_gguf(f:GGUFFile, max_context:int|None=None,
                 progress:Callable[[list[GGUFTensor]], Iterable[GGUFTensor]]=lambda tensors: tensors, device:str|None=None,
-                pool:Callable[[Transformer], int]|None=None) -> Transformer:
+                pool:Callable[[Transformer], int]|None=None, cache_bits:int=16) -> Transformer:
     """Loads every tensor that decoding reads onto the device, by default the one that tinygrad takes, one after another; each is checked before the
     first is read. max_context: tokens, the model's own context by default. progress wraps the list of tensors to load, as tqdm does. pool: see the
-    class.
-    Raises GGUFError for a missing key or tensor and for a wrong shape."""
+    class. cache_bits: of a number of the cache, 16 (on a CPU 32) or 8.
+    Raises GGUFError for a missing key or tensor, for a wrong shape and for one that cache_bits does not take."""
     c = Config.from_gguf(f)
+    c.cache_row(cache_bits)
     f = _unpadded(f, c)
     spec = _checked_tensors(f, c)
     tensors = [f.tensors[name] for name in spec]
@@ -284,7 +295,7 @@ class Transformer:
     embd = w["token_embd.weight"]
     output = w["output.weight"] if "output.weight" in w else QuantizedLinear(embd.kind, embd.shape, embd.planes)  # tied
     return Transformer(c, embd, [block(i) for i in range(c.n_blocks)], norm("output_norm"), output, max_context or c.context_length,
-                       pool)
+                       pool, cache_bits)
 
 # ---- checkpoint surgery ----
 

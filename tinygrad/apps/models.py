@@ -254,16 +254,18 @@ def pool_pages(model:Transformer, cache_tokens:int|None) -> int:
   return max(min(contexts * model.pages, fitting), model.pages) + 1
 
 def load(path:str|Path, max_context:int|None=None, progress:bool=False, cache_tokens:int|None=None,
-         max_stall:float=MAX_STALL) -> Model:
+         max_stall:float=MAX_STALL, cache_bits:int=16) -> Model:
   """A model from a GGUF file (any part of one) or a name of --list-models, on the default device (DEV). max_context: tokens the cache holds, at most
   the model's own context; 4096 by default. progress: whether stderr shows how far it is. cache_tokens: of all sequences together; see pool_pages.
-  max_stall: seconds from token to token of an answer, at most, while another's prompt is read. Raises GGUFError, UserError; ValueError for a
-  max_context or cache_tokens that is no whole number of 2 or more and for a max_stall that is not above 0, MemoryError."""
+  max_stall: seconds from token to token of an answer, at most, while another's prompt is read. cache_bits: of a number of the cache, 16 (on a CPU 32)
+  or 8. Raises GGUFError, UserError; ValueError for a max_context or cache_tokens that is no whole number of 2 or more, for a max_stall that is not
+  above 0 and for other cache_bits, MemoryError."""
   for name, value in (("max_context", max_context), ("cache_tokens", cache_tokens)):
     if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__") or value < 2):
       raise ValueError(f"{name}: expected a whole number of 2 or more, found {value!r}")
   if not isinstance(max_stall, (int, float)) or isinstance(max_stall, bool) or not max_stall > 0:
     raise ValueError(f"max_stall: expected seconds, more than 0, found {max_stall!r}")
+  if cache_bits not in (8, 16): raise ValueError(f"cache_bits: expected 8 or 16, found {cache_bits!r}")
   f = read_gguf(find_model(str(path)))
   config = Config.from_gguf(f)  # first: another architecture is refused before anything else is read
   if progress: doing(f"{f.path.name}: reading the vocabulary")
@@ -280,5 +282,6 @@ def load(path:str|Path, max_context:int|None=None, progress:bool=False, cache_to
   except GGUFError as e: chat_error = str(e)
   sampling, context = advised_sampling(f, tokenizer), min(max_context or DEFAULT_CONTEXT, config.context_length)
   name = f.key("general.name", str, default=None) or f.path.stem
-  transformer = Transformer.from_gguf(f, context, *([bar] if progress else []), pool=lambda model: pool_pages(model, cache_tokens))
+  transformer = Transformer.from_gguf(f, context, *([bar] if progress else []), pool=lambda model: pool_pages(model, cache_tokens),
+                                      cache_bits=cache_bits)
   return Model(transformer, tokenizer, chat, chat_error, name, sampling, max_stall)

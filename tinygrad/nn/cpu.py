@@ -17,6 +17,7 @@ from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import prod
 from tinygrad.nn.cpu_layout import ROWS, Layout, threads
 from tinygrad.nn.kernel import UNIT, Norm, Rope, Unit, Weight, empty, optional
+from tinygrad.nn.latent_cache import CODES, LARGEST, LATENT_GROUP, LEAST, ROTATED_GROUP, ZERO, RowFormat
 from tinygrad.nn.routing import LEAST_SUM, Gating, Routing
 from tinygrad.nn.step import PAGE
 from tinygrad.renderer import Estimates
@@ -208,7 +209,7 @@ def dot(name:str, weight:PackedWeight) -> str:
 
 # ---- launching ----
 
-TYPES = {dtypes.float: "float", dtypes.half: "__fp16", dtypes.int32: "int", dtypes.uint32: "unsigned",
+TYPES = {dtypes.float: "float", dtypes.half: "__fp16", dtypes.int32: "int", dtypes.uint16: "unsigned short", dtypes.uint32: "unsigned",
          dtypes.uint64: "unsigned long"}
 
 def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], functions:str, body:str, jobs:int=0, mem:int=0) -> list[Tensor]:
@@ -296,21 +297,41 @@ def row_of(position:str, table:str="tables") -> str:
   """C: the cache's row of a position of a sequence, whose pages the table holds"""
   return f"({table}[({position}) / {PAGE}] * {PAGE}L + ({position}) % {PAGE})"
 
+def groups_of(row_format:RowFormat, body:str) -> str:
+  """C: the body for each group `g` of a row of codes, of n numbers from the one numbered i on"""
+  latent = row_format.latent // LATENT_GROUP
+  each = f"for (int g = 0, i = 0, n; n = g < {latent} ? {LATENT_GROUP} : {ROTATED_GROUP}, g < {row_format.scales}; g++, i += n)"
+  return f"{each} {{ {body} }}"
+
+def load_codes(row_format:RowFormat, row:str, to:str) -> str:
+  """C: the numbers of a row of codes as floats"""
+  codes = f"for (int k = i; k < i + n; k++) ({to})[k] = (float)(((const byte*)({row}))[k] - {ZERO}) * scale;"
+  return groups_of(row_format, f"float scale = ((const __fp16*)({row}))[{row_format.dim // 2} + g]; {codes}")
+
 def store_row(norm:Norm, cache:Tensor, rope:Rope, token:str, position:str, table:str="tables") -> str:
   """C: a token's row of the cache, [RMSNorm(kv[:L]) | RoPE(kv[L:])], at its position"""
-  latent, dim = norm.weight.shape[0], cache.shape[1]
+  latent = norm.weight.shape[0]
+  row_format, place = RowFormat.of(cache, latent), f"cache + {row_of(position, table)} * {cache.shape[1]}"
+  into, encode = f"{TYPES[cache.dtype]}* row = {place}", ""
+  if row_format.coded:
+    into, encode = f"float row[{row_format.dim}]", f"""{TYPES[CODES]}* to = {place};
+    """ + groups_of(row_format, f"""float most = 0;
+      for (int k = i; k < i + n; k++) most = __builtin_fmaxf(most, __builtin_fabsf(row[k]));
+      float inverse = most > {LEAST!r}f ? {LARGEST} / most : 0;
+      for (int k = i; k < i + n; k++) ((byte*)to)[k] = (int)(row[k] * inverse + {ZERO + .5}f);
+      ((__fp16*)to)[{row_format.dim // 2} + g] = most * {1 / LARGEST!r}f;""")
   return f"""{{
-    const float *from = kv + {token} * {dim}, *turn = rope + {position} * {rope.table.shape[1] * 2}L;
-    {TYPES[cache.dtype]}* row = cache + {row_of(position, table)} * {dim}; float f = rms(from, {latent}, {norm.eps!r}f);
+    const float *from = kv + {token} * {row_format.dim}, *turn = rope + {position} * {rope.table.shape[1] * 2}L;
+    {into}; float f = rms(from, {latent}, {norm.eps!r}f);
     for (int i = 0; i < {latent}; i++) row[i] = from[i] * f * norm[i];
-    for (int i = 0; i < {dim - latent}; i += 2) {{
+    for (int i = 0; i < {row_format.rotated}; i += 2) {{
       float a = from[{latent} + i], b = from[{latent} + i + 1], c = turn[i], s = turn[i + 1];
       row[{latent} + i] = a * c - b * s; row[{latent} + i + 1] = a * s + b * c;
-    }}
+    }}{encode}
   }}"""
 
 def write_rows(kv:Tensor, norm:Norm, cache:Tensor, rope:Rope, start:Tensor, tables:Tensor) -> Tensor:
-  """The cache, (rows, L+R), with a row for each token of kv, float32 (T, L+R): one of each sequence, or T of the one that there is.
+  """The cache, (rows, entries), with a row for each token of kv, float32 (T, L+R): one of each sequence, or T of the one that there is.
   start: int32 (S,); tables: int32 (S, P)"""
   (T, dim), (S, P) = kv.shape, tables.shape
   store = store_row(norm, cache, rope, "job", "(start[0] + job)") if S == 1 else \
@@ -321,8 +342,8 @@ def write_rows(kv:Tensor, norm:Norm, cache:Tensor, rope:Rope, start:Tensor, tabl
 def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, start:Tensor,
                         tables:Tensor) -> tuple[Tensor, Tensor]:
   """A token's queries in latent space, and its row of the cache written at start. query: float32 (1, H·head); kv: float32 (1, L+R);
-  k_b: (H, L, nope); cache: (rows, L+R); start: int32 (1,); tables: int32 (1, P) -> float32 (1, H, L), and the cache. The thread with the first job
-  writes the row."""
+  k_b: (H, L, nope); cache: (rows, entries); start: int32 (1,); tables: int32 (1, P) -> float32 (1, H, L), and the cache. The thread with the first
+  job writes the row."""
   (H, L, nope), groups, size = k_b.shape, row_groups(k_b), group_bytes(k_b)
   body = f"""if (job == 0) {store_row(norm, cache, rope, "0", "start[0]")}
   {stage_buffers(nope)}for (; job < last;) {{
@@ -341,13 +362,20 @@ def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, ca
 
 DECODE_KEYS = 16  # positions of the cache, of one page, that a thread reads at a time
 
-def attention_takes(latent:int, dim:int) -> bool:
-  """Whether mla_attention_decode takes such a latent and such rows of the cache: whole vectors"""
-  return latent % ROWS == 0 and dim % ROWS == 0
+def attention_takes(row:RowFormat) -> bool:
+  """Whether mla_attention_decode takes such rows of the cache: whole vectors"""
+  return row.latent % ROWS == 0 and row.dim % ROWS == 0
+
+def load_key(row_format:RowFormat) -> str:
+  """C: the numbers of row p of `some`, or zeros, into keys"""
+  dim = row_format.dim
+  if not row_format.coded: return f"for (int i = 0; i < {dim}; i++) keys[p * {dim} + i] = p < some ? (float)rows[p * {dim} + i] : 0;"
+  numbers = load_codes(row_format, f"rows + p * {row_format.entries}", f"keys + p * {dim}")
+  return f"if (p < some) {numbers} else for (int i = 0; i < {dim}; i++) keys[p * {dim} + i] = 0;"
 
 def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tensor, tables:Tensor, scale:float) -> Tensor:
   """softmax(query·key·scale)·value of a token of each sequence. q_latent: float32 (S, H, L); query: float32 (S, H·head), each head's last numbers
-  rotated; cache: (rows, L+R); start: int32 (S,); tables: int32 (S, P) -> float32 (S, H, L). Threads share the work, the keys of all heads of all
+  rotated; cache: (rows, entries); start: int32 (S,); tables: int32 (S, P) -> float32 (S, H, L). Threads share the work, the keys of all heads of all
   sequences. A thread reads the cache once for all its heads of a sequence:
 
     for each sequence:
@@ -358,9 +386,8 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tens
           total = total · shrink + Σ weight
           context = context · shrink + Σ weight · key[:L]
       context /= total, for each head"""
-  (S, H, L), dim = q_latent.shape, cache.shape[1]
-  head = query.shape[1] // H
-  key = f"p < some ? (float)rows[p * {dim} + i] : 0"
+  (S, H, L), row_format = q_latent.shape, RowFormat.of(cache, q_latent.shape[2])
+  head, dim = query.shape[1] // H, row_format.dim
   product = f"*(v16f*)(query + h * {dim} + i) * *(v16f*)(keys + (p + k) * {dim} + i)"
   body = f"""float query[{H * dim}], keys[{DECODE_KEYS * dim}], top[{H}], total[{H}];
   long all = 0, before = 0;
@@ -379,8 +406,8 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tens
     }}
     for (int from = 0; from < n; from += {DECODE_KEYS}) {{
       int some = n - from < {DECODE_KEYS} ? n - from : {DECODE_KEYS};
-      const {TYPES[cache.dtype]}* rows = cache + {row_of("from")} * {dim};
-      for (int p = 0; p < {DECODE_KEYS}; p++) for (int i = 0; i < {dim}; i++) keys[p * {dim} + i] = {key};
+      const {TYPES[cache.dtype]}* rows = cache + {row_of("from")} * {row_format.entries};
+      for (int p = 0; p < {DECODE_KEYS}; p++) {load_key(row_format)}
       for (int h = first; h < last; h++) {{
         v16f score = -1e30f; float* y = context + h * {L};
         for (int p = 0; p < some; p += 4) {{

@@ -13,9 +13,11 @@ from __future__ import annotations
 from typing import NamedTuple, Sequence
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import prod
-from tinygrad.nn.cpu import ROTATE, TYPES, PackedWeight, block_unit, choose_experts, group_bytes, launch, optional, row_of, write_rows
+from tinygrad.nn.cpu import (ROTATE, TYPES, PackedWeight, block_unit, choose_experts, group_bytes, launch, load_codes, optional, row_of,
+                             write_rows)
 from tinygrad.nn.cpu_layout import ROWS
 from tinygrad.nn.kernel import UNIT, Norm, Rope, Unit, empty
+from tinygrad.nn.latent_cache import RowFormat
 from tinygrad.nn.routing import Routing
 
 COLUMNS = 12  # of a tile
@@ -229,11 +231,14 @@ def load_queries(latent:int, dim:int, head:int, scale:float) -> str:
       for (int i = {latent}; i < {dim}; i++) to[i * 12] = q[n * {head}L + {head - dim} + i] * {scale!r}f;
     }}"""
 
-def load_keys(latent:int, dim:int, kind:str) -> str:
+def load_keys(row_format:RowFormat, kind:str) -> str:
   """C: the cache's rows from position `from` on, of the C type `kind`: keys[group of 16][number][position], values[position][number]"""
-  return f"""const {kind}* rows = cache + {row_of("from")} * {dim};
+  latent, dim = row_format.latent, row_format.dim
+  row = f"rows + (from + p < length ? p : 0) * {row_format.entries}"
+  numbers = f"float row[{dim}]; {load_codes(row_format, row, 'row')}" if row_format.coded else f"const {kind}* row = {row};"
+  return f"""const {kind}* rows = cache + {row_of("from")} * {row_format.entries};
       for (int p = 0; p < {PREFILL_KEYS}; p++) {{
-        const {kind}* row = rows + (from + p < length ? p : 0) * {dim};
+        {numbers}
         float* to = keys + p / 16 * {dim * 16} + p % 16;
         for (int i = 0; i < {dim}; i++) to[i * 16] = row[i];
         for (int i = 0; i < {latent}; i++) values[p * {latent} + i] = row[i];
@@ -272,8 +277,8 @@ def mla_attention_prefill(q_latent:Tensor, query:Tensor, cache:Tensor, start:Ten
         weights, shrink = softmax so far, of the keys that a column's token sees
         context = context · shrink + values · weights
     context /= total"""
-  (T, H, L), dim = q_latent.shape, cache.shape[1]
-  columns, sums = T * H, L // 32 * 24  # of all jobs; vectors of a tile's context
+  (T, H, L), row_format = q_latent.shape, RowFormat.of(cache, q_latent.shape[2])
+  dim, columns, sums = row_format.dim, T * H, L // 32 * 24  # of all jobs; vectors of a tile's context
   jobs = -(-columns // QUERY_COLUMNS)
   body = f"""long first = start[0], length = first + {T};
   float keys[{PREFILL_KEYS * dim}], values[{PREFILL_KEYS * L}], Q[{QUERY_COLUMNS * dim}], P[{PREFILL_KEYS * COLUMNS}], \
@@ -284,7 +289,7 @@ top[{QUERY_COLUMNS}], total[{QUERY_COLUMNS}];
     for (int i = 0; i < {QUERY_TILES * sums}; i++) sums[i] = 0;
     {load_queries(L, dim, query.shape[1] // H, scale)}
     for (long from = 0; from <= first + (end - 1) / {H}; from += {PREFILL_KEYS}) {{
-      {load_keys(L, dim, TYPES[cache.dtype])}
+      {load_keys(row_format, TYPES[cache.dtype])}
       for (int t = 0; t < {QUERY_TILES} && begin + t * 12 < end; t++) {{
         long seen = first + (begin + t * 12 + 11) / {H} - from + 1;  /* of these positions, by the tile's last column */
         if (seen <= 0) continue;

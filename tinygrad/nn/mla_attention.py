@@ -12,7 +12,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens, mla_prefill, split_kv, split_plan
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Norm, Rope, Weight, branch, empty, launch, load4
-from tinygrad.nn.latent_cache import CacheRow, Pages, cache_row, visible_rows, write_rows
+from tinygrad.nn.latent_cache import CacheRow, Pages, RowFormat, cache_row, expanded, visible_rows, write_rows
 from tinygrad.nn.matmul import matmul
 from tinygrad.nn.matvec import Operand, linear_part, matvec
 from tinygrad.nn.norm_linear import as_half, attention_output, decode_target, few_target, mul_mat, prefill_target, single_segment
@@ -22,12 +22,12 @@ from tinygrad.nn.step import Step
 @primitive(outputs=lambda step, q, kv, k_b, norm, cache, rope, scale: (empty(q, step.tokens, *k_b.shape[:2]), cache))
 def latent_attention(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
   """q: (T, H·head), of each head the first `nope` numbers without position and the rotated ones; kv: float32 (T, L+R); k_b: (H, L, nope);
-  cache: (C, L+R) -> (T, H, L), softmax(query·key·scale)·value over each token's sequence up to itself, and the cache, with the tokens' rows
-  [RMSNorm(kv[:L]) | RoPE(kv[L:])] written"""
+  cache: (C, L+R), or of 8 bits (nn/latent_cache.py) -> (T, H, L), softmax(query·key·scale)·value over each token's sequence up to itself, and the
+  cache, with the tokens' rows [RMSNorm(kv[:L]) | RoPE(kv[L:])] written"""
   (H, L, nope), T = k_b.shape, step.tokens
   row = norm(kv[:, :L]).cat(rope.rotate(kv[:, L:], step), dim=-1)
-  cache = write_rows(step, cache, row)
-  keys, unseen = visible_rows(step, cache)           # (S, C, L+R), (T, C)
+  cache = write_rows(step, cache, row, L)
+  keys, unseen = visible_rows(step, cache, L)         # (S, C, L+R), (T, C)
   heads = q.reshape(T, H, -1).cast(dtypes.float)
   query = mul_mat(heads[..., :nope], k_b).cat(heads[..., nope:], dim=-1)
   scores = (query @ keys.transpose(-1, -2)) * scale  # (T, H, C)
@@ -57,12 +57,13 @@ def attention_plan(step:Step, shape:split_plan.PlanShape) -> Tensor:
 def splits_take(step:Step, k_b:Weight, cache:Tensor) -> bool:
   """Whether nn/split_kv.py serves the step"""
   (heads, latent, _), target = k_b.shape, decode_target(step, k_b, k_b.shape[2])
-  return target is not None and split_kv.takes(target, heads, latent, cache.shape[1] - latent)
+  return target is not None and split_kv.takes(target, heads, latent, RowFormat.of(cache, latent).rotated)
 
 def plan_shape(step:Step, k_b:Weight, cache:Tensor) -> split_plan.PlanShape|None:
   """What attention_plan is asked for. None: the step needs no plan"""
   if not step.few_tokens or not splits_take(step, k_b, cache): return None
-  return split_kv.plan_shape(target_of(k_b.device), *k_b.shape[:2], Pages.of(cache, step.tables))
+  heads, latent, _ = k_b.shape
+  return split_kv.plan_shape(target_of(k_b.device), heads, latent, Pages.of(cache, step.tables, latent))
 
 @attention_plan.form("decode", takes=lambda step, shape: step.few_tokens and target_of(step.start.device) is not None)
 def attention_plan_decode(step:Step, shape:split_plan.PlanShape) -> Tensor:
@@ -71,13 +72,13 @@ def attention_plan_decode(step:Step, shape:split_plan.PlanShape) -> Tensor:
   return split_plan.plan_launch(target, shape, step)
 
 @latent_attention.form("cpu_decode", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
-                       cpu.takes(k_b) and step.one_token and cpu.attention_takes(k_b.shape[1], cache.shape[1]))
+                       cpu.takes(k_b) and step.one_token and cpu.attention_takes(RowFormat.of(cache, k_b.shape[1])))
 def latent_attention_cpu(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
   q_latent, cache = cpu.latent_query_decode(q, kv, k_b, norm, cache, rope, step.start, step.tables)
   return cpu.mla_attention_decode(q_latent, q, cache, step.start, step.tables, scale), cache
 
 @latent_attention.form("cpu_few", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
-                       cpu.takes(k_b) and step.few_tokens and cpu.attention_takes(k_b.shape[1], cache.shape[1]))
+                       cpu.takes(k_b) and step.few_tokens and cpu.attention_takes(RowFormat.of(cache, k_b.shape[1])))
 def latent_attention_cpu_few(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
   q_latent, cache = cpu_few.latent_query_few(q, kv, k_b, norm, cache, rope, step.start, step.tables)
   return cpu.mla_attention_decode(q_latent, q, cache, step.start, step.tables, scale), cache
@@ -119,7 +120,7 @@ def latent_splits(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:T
 
 def latent_query(target:Target, step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   """What split_kv reads: the latent queries k_b·q_nope, as it takes them, and the cache with the tokens' rows written"""
-  (H, L, nope), T, pages = k_b.shape, step.tokens, Pages.of(cache, step.tables)
+  (H, L, nope), T, pages = k_b.shape, step.tokens, Pages.of(cache, step.tables, k_b.shape[1])
   tiles = split_kv.uses_tensor_cores(target, L, pages.dim - L)
   heads = split_kv.padded(H) if tiles else H
   def body(buffers:dict[str, UOp]) -> list[UOp]:
@@ -128,7 +129,7 @@ def latent_query(target:Target, step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm
     def out_index(token:UOp, row:UOp) -> UOp:
       return token * (heads * L) + (split_kv.query_place(head, row, L) if tiles else head * L + row)
     def store_rows(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:
-      row, number, blocks, stores = CacheRow(target, pages, L, norm.eps, threads, slot=SLOTS), block * H + head, (block.vmax + 1) * H, []
+      row, number, blocks, stores = CacheRow(target, pages, norm.eps, threads, slot=SLOTS), block * H + head, (block.vmax + 1) * H, []
       if T == 1: return cache_row(row, buffers, UOp.const(0), thread, wait_zero, number.eq(0))   # one block writes it, the others load nothing for it
       for turn, first in enumerate(range(0, T, blocks)):   # a block writes a token's row, if there are so many tokens
         loop, zero = branch(turn, first + number < T)
@@ -143,15 +144,16 @@ def latent_query(target:Target, step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm
   return q_latent, cache
 
 @latent_attention.form("prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
-                       (target := prefill_target(step, k_b, k_b.shape[2])) and mla_prefill.takes(target, k_b.shape[1], cache.shape[1]))
+                       (target := prefill_target(step, k_b, k_b.shape[2])) and mla_prefill.takes(target, RowFormat.of(cache, k_b.shape[1])))
 def latent_attention_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
-  """Three launches: the cache's rows; queries; attention. float32 or half q -> half (T, H, L)"""
-  (H, L, _), dim, target, threads = k_b.shape, cache.shape[1], target_of(k_b.device), 128
+  """Three launches: the cache's rows; queries; attention; and where rows have 8 bits one that expands them. float32 or half q -> half (T, H, L)"""
+  (H, L, _), pages, target, threads = k_b.shape, Pages.of(cache, step.tables, k_b.shape[1]), target_of(k_b.device), 128
   assert target is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, thread = UOp.special(step.tokens, "gidx0"), UOp.special(threads, "lidx0")
-    return cache_row(CacheRow(target, Pages.of(cache, step.tables), L, norm.eps, threads, slot=0), buffers, token, thread, token * 0)
+    return cache_row(CacheRow(target, pages, norm.eps, threads, slot=0), buffers, token, thread, token * 0)
   ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, "tables": step.tables}
-  cache = launch(f"cache_rows_{step.tokens}_{dim}", {"cache": cache}, ins, body)[0]
+  cache = launch(f"cache_rows_{step.tokens}_{pages.dim}", {"cache": cache}, ins, body)[0]
   q_latent = matmul(target, as_half(q).reshape(-1, H, q.shape[1] // H), k_b, dtype=dtypes.half)
-  return mla_prefill.mla_prefill(target, q_latent, q, cache, step, scale), cache
+  rows, of_rows = expanded(step, cache, L)
+  return mla_prefill.mla_prefill(target, q_latent, q, rows, of_rows, scale), cache

@@ -12,7 +12,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import Target, shuffle
 from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local, total
-from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages
+from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages, RowFormat
 from tinygrad.nn.matmul import SLAB, depth_of
 from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
@@ -21,9 +21,9 @@ BLOCK_TOKENS, STEP_POSITIONS, WARPS = 16, 32, 4   # of a block
 NEIGHBOURS = 4                                   # latent numbers beside each other that a lane has of a row
 SCORES_PITCH = STEP_POSITIONS + 8                # of a token's scores in shared memory: rows begin in other banks
 
-def takes(target:Target, latent:int, dim:int) -> bool:
+def takes(target:Target, row:RowFormat) -> bool:
   """Whether the warps share the latent numbers in whole products, and rows are whole slabs"""
-  return target.mma is not None and latent % (WARPS * NEIGHBOURS * target.mma.N) == 0 and dim % SLAB == 0
+  return target.mma is not None and row.latent % (WARPS * NEIGHBOURS * target.mma.N) == 0 and row.dim % SLAB == 0
 
 @dataclass(frozen=True)
 class PrefillLaunch:
@@ -42,7 +42,7 @@ def mla_prefill(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, step:Ste
   """q_latent: (T, H, L); q: (T, H·head_dim), each head's last R numbers rotated; cache: half (C, L+R), with the step's tokens written
   -> half (T, H, L), softmax(q·k·scale)·v, a token attending to the positions up to its own"""
   (tokens, heads, latent), dim = q_latent.shape, cache.shape[1]
-  shape = PrefillLaunch(target, Pages.of(cache, step.tables), tokens, heads, latent, q.shape[1] // heads, scale)
+  shape = PrefillLaunch(target, Pages.of(cache, step.tables, latent), tokens, heads, latent, q.shape[1] // heads, scale)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return prefill_kernel(shape, buffers)
   outs = {"context": empty(cache, tokens, heads, latent, dtype=dtypes.half)}
   ins = {"q_latent": q_latent, "q": q, "cache": cache, "start": step.start, "tables": step.tables}

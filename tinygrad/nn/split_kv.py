@@ -106,9 +106,9 @@ class SplitLaunch:
 
 def split_kv(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, step:Step, scale:float) -> tuple[Tensor, Tensor]:
   """q_latent: float32 (T, H, L), or half (T, padded(H), L) in the order of query_place where uses_tensor_cores; q: float32 (T, H, nope+R), the last R
-  numbers rotated; cache: half (C, L+R), written up to each token's position -> sums: float32 (splits, H, L), weighted sums of a split;
+  numbers rotated; cache: half (C, L+R) or of 8 bits, written up to each token's position -> sums: float32 (splits, H, L), weighted sums of a split;
   stats: float32 (splits, H, 2), its row_max (in base 2) and weight_sum. Splits that have no positions are not written."""
-  (_, heads, head_dim), latent, pages = q.shape, q_latent.shape[2], Pages.of(cache, step.tables)
+  (_, heads, head_dim), latent, pages = q.shape, q_latent.shape[2], Pages.of(cache, step.tables, q_latent.shape[2])
   splits, at_once = plan_splits(target, heads, latent, pages)
   plan = plan_shape(target, heads, latent, pages) if step.plan is not None else None
   if plan is not None: splits = plan.items
@@ -170,7 +170,7 @@ class Rows:
   def row(self, position:UOp) -> UOp:
     """The index of the row of one of their positions; of the last row, where the position is not written"""
     pages, split = self.split.shape.pages, self.split
-    return pages.row(self.page, position.minimum(split.last)) + split.wait_zero * pages.dim
+    return pages.row(self.page, position.minimum(split.last)) + split.wait_zero * pages.format.entries
 
 class SplitStep(NamedTuple):
   """A step of a split's loop. rows: those it reads; following: the page of what the next one reads; update: the store that keeps it till then"""
@@ -252,10 +252,9 @@ class SimtThread:
 
   def load_key(self, rows:Rows, position:UOp) -> list[UOp]:
     """The lane's share of a position's row, as float32; the first latent_share are its share of the value"""
-    row = rows.row(position)
-    places = [row + self.latent_number(i) for i in range(self.latent_share)] + \
-             [row + self.shape.latent + self.rope_number(i) for i in range(self.rope_share)]
-    return [self.buffers["cache"][place].load().cast(dtypes.float) for place in places]
+    cache, row = self.buffers["cache"], rows.row(position)
+    numbers = [self.latent_number(i) for i in range(self.latent_share)] + [self.shape.latent + self.rope_number(i) for i in range(self.rope_share)]
+    return [self.shape.pages.format.load(cache, row, number) for number in numbers]
 
   def scores(self, query:list[UOp], keys:list[list[UOp]], positions:list[UOp]) -> list[UOp]:
     """A head's scores of the warp's positions, in every lane"""
@@ -345,6 +344,12 @@ class HeadSoftmax(NamedTuple):
   weights: list[UOp]
   stores: list[UOp]
 
+class Piece(NamedTuple):
+  """Neighbouring numbers of a row that a lane has, if they are `inside` it; None: they are"""
+  number: UOp   # the first
+  count: int
+  inside: UOp|None
+
 class MmaThread:
   """A thread of split_kv_mma. Queries, rows of the cache and weights are half, two in a word; sums are float32. lane_group, in_group: PTX's groupID
   and threadID_in_group, which place a lane in the fragments. A product's sum does not depend on the order of its inner numbers, and its rows may be
@@ -359,8 +364,7 @@ class MmaThread:
     self.pairs = shape.latent // self.shares // (2 * self.mma.K)            # of products, on a warp's share of the latent numbers
     self.rope_pieces = rope // self.mma.K                     # of a row: the rotated inner numbers of a product
     self.own_pieces = -(-self.rope_pieces // self.shares)     # of a warp
-    self.key_words = 8 * self.pairs + 4 * self.own_pieces     # of a lane, for two rows
-    self.value_words = self.tiles * 4 * (LANE_NUMBERS // 2)
+    self.format = shape.pages.format
     self.own_heads = self.heads // warps                      # of a warp, in the softmax
     self.pitch, self.weights_pitch = shape.step + 4, shape.step + 16   # of a head in shared memory: a warp's lanes hit different banks
     index, block = UOp.special(shape.splits, "gidx0"), UOp.special(-(-shape.heads // self.heads), "gidx1")
@@ -371,6 +375,11 @@ class MmaThread:
     self.split = Split(shape, buffers, index, ahead=1)
     self.wait_zero = self.split.wait_zero
     self.first_head, self.first_latent = block * self.heads, self.warp * LATENT_PER_WARP
+    self.key_pieces = [Piece(self.pair_number(pair), LANE_NUMBERS, None) for pair in range(self.pairs)]
+    for number, inside in map(self.rope_number, range(self.own_pieces)): self.key_pieces.append(Piece(shape.latent + number, 4, inside))
+    self.value_piece = Piece(self.first_latent + self.lane_group * LANE_NUMBERS, LANE_NUMBERS, None)
+    self.key_words = 2 * sum(self.format.piece_words(piece.count) for piece in self.key_pieces)   # of a lane, for two rows
+    self.value_words = self.tiles * 4 * self.format.piece_words(self.value_piece.count)
 
   # ---- where things are ----
 
@@ -430,12 +439,17 @@ class MmaThread:
   def load_keys(self, keys:UOp, rows:Rows) -> UOp:
     """The stores behind loads of the numbers of the lane's two rows of the warp's tile, product by product"""
     own = [rows.row(rows.start + self.tile * TILE_POSITIONS + self.lane_group + row * 8) for row in range(2)]
-    places = [(self.buffers["cache"][row + self.pair_number(pair)], 4, rows.inside) for pair in range(self.pairs) for row in own]
-    for piece in range(self.own_pieces):
-      number, inside = self.rope_number(piece)
-      inside = rows.inside if inside is None else rows.inside & inside
-      places += [(self.buffers["cache"][row + self.shape.latent + number], 2, inside) for row in own]
-    return self.load(keys, places)
+    return self.load(keys, [place for piece in self.key_pieces for row in own for place in self.places(rows, row, piece)])
+
+  def places(self, rows:Rows, row:UOp, piece:Piece) -> list[tuple[UOp, int, UOp|None]]:
+    """What `load` takes, of a piece of one of these rows"""
+    inside = rows.inside if piece.inside is None else rows.inside & piece.inside
+    return [(*place, inside) for place in self.format.piece(self.buffers["cache"], row, piece.number, piece.count)]
+
+  def halves(self, registers:UOp, first:int, piece:Piece) -> list[UOp]:
+    """The numbers of a piece, whose words begin with the register `first`, two halves a word"""
+    words = [registers[first + i].load() for i in range(self.format.piece_words(piece.count))]
+    return self.format.halves(self.shape.target, words, piece.number)
 
   def first_values(self) -> UOp:
     values = self.words(self.value_words, 7)
@@ -444,19 +458,20 @@ class MmaThread:
   def load_values(self, values:UOp, rows:Rows) -> UOp:
     """The stores behind loads of eight latent numbers of each of the lane's positions of each tile, which are inner numbers of the weighted sums"""
     positions = [rows.start + tile * TILE_POSITIONS + self.in_group * 4 + i for tile in range(self.tiles) for i in range(4)]
-    number = self.first_latent + self.lane_group * LANE_NUMBERS
-    return self.load(values, [(self.buffers["cache"][rows.row(position) + number], 4, rows.inside) for position in positions])
+    return self.load(values, [place for position in positions for place in self.places(rows, rows.row(position), self.value_piece)])
 
   def partial_scores(self, queries:list[Words], keys:UOp, step:UOp) -> tuple[list[list[UOp]], UOp]:
     """A column's products of the warp's tile, over the warp's share of the numbers: (positions, heads); the store behind them"""
     count = self.columns * 4
     sums = UOp.placeholder((count + 1,), dtypes.float, slot=8, addrspace=AddrSpace.REG).after(step)
     done = UOp.group(*(sums[i].store(0.0) for i in range(count)))
-    words = [keys[i].load() for i in range(self.key_words)]
-    pairs = [(pair * 8, 4, half * 2) for pair in range(self.pairs) for half in range(2)]   # first word, of the second row, of the product
-    pieces = [(self.pairs * 8 + piece * 4, 2, 0) for piece in range(self.own_pieces)]
-    for product, (first, pitch, own) in enumerate(pairs + pieces):
-      a_words = [words[first + row * pitch + own + i] for i in range(2) for row in range(2)]
+    first, products = 0, []   # the words of both rows, by product
+    for piece in self.key_pieces:
+      pitch = self.format.piece_words(piece.count)
+      both = [self.halves(keys, first + row * pitch, piece) for row in range(2)]
+      first += 2 * pitch
+      products += [[both[row][own + i] for i in range(2) for row in range(2)] for own in range(0, piece.count // 2, 2)]
+    for product, a_words in enumerate(products):
       for column, query in enumerate(queries):
         behind = sums.after(done)
         done = behind[count].store(self.mma.accumulate(a_words, query[product], [behind[column * 4 + i] for i in range(4)]))
@@ -525,9 +540,10 @@ class MmaThread:
     own_weights = [weights[head + tile * TILE_POSITIONS + self.in_group * 4] for head in heads for tile in range(self.tiles)]
     b_words = self.words(len(own_weights) * 2, 9)
     b_words = b_words.after(self.load(b_words, [(place, 2, None) for place in own_weights]))
-    words = [[[values[(tile * 4 + position) * 4 + i].load() for position in range(4)] for i in range(4)] for tile in range(self.tiles)]
+    pitch = self.format.piece_words(self.value_piece.count)
+    words = [[self.halves(values, (tile * 4 + position) * pitch, self.value_piece) for position in range(4)] for tile in range(self.tiles)]
     for tile, product in ((tile, product) for tile in range(self.tiles) for product in range(4)):
-      first, second, third, fourth = words[tile][product]   # two numbers of each of four positions; a row's are two positions'
+      first, second, third, fourth = (of_position[product] for of_position in words[tile])   # two numbers of each; a row's are two positions'
       a_words = [byte_perm(self.shape.target, *pair, halves) for pair in ((first, second), (third, fourth)) for halves in (LOW_HALVES, HIGH_HALVES)]
       for column in range(self.columns):
         behind, own = sums.after(done), (column * self.tiles + tile) * 2
@@ -580,7 +596,7 @@ def mla_combine_columns(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, 
   return Columns(combine_launch(target, sums, stats, cache, step, columns_like(sums, heads, step.tokens, latent), columns=True))
 
 def combine_launch(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Step, context:Tensor, columns:bool=False) -> Tensor:
-  (splits, heads, latent), pages = sums.shape, Pages.of(cache, step.tables)
+  (splits, heads, latent), pages = sums.shape, Pages.of(cache, step.tables, sums.shape[2])
   plan = plan_shape(target, heads, latent, pages) if step.plan is not None else None
   shape = CombineLaunch(target, pages, splits, heads, latent, plan_splits(target, heads, latent, pages)[1], plan, columns)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return combine_kernel(shape, buffers)
