@@ -260,7 +260,8 @@ def settings_of(args:argparse.Namespace) -> tuple[Settings, wire.Load]:
   settings = Settings(find_model(args.model), args.model, host=host, port=port, api_keys=api_keys(args), cors_origins=tuple(args.cors_origin),
                       sampling=sampling, **{name: value for name, value in own.items() if value is not None})
   context = sys.maxsize if args.max_context == 0 else args.max_context
-  return settings, wire.Load(str(settings.model), context, args.cache_tokens, args.max_stall_ms, args.warm, sampling, args.threads)
+  return settings, wire.Load(str(settings.model), context, args.cache_tokens, args.max_stall_ms, args.warm, sampling, args.threads,
+                             args.cache_bits)
 
 def serve(args:argparse.Namespace) -> int:
   """The server, until it ends. Returns the exit code. Raises UserError, GGUFError, ValueError."""

@@ -38,6 +38,7 @@ class Load(msgspec.Struct, tag="load"):
   warm: bool = False
   sampling: dict[str, Any] = {}
   threads: int|None = None
+  cache_bits: int = 16
 
 class Add(msgspec.Struct, tag="add"):
   """A request. id: chosen by the link, never twice. sampling: fields of Sampling that are not its defaults. stop: tokens that end the answer. limit:

@@ -161,7 +161,8 @@ class Worker:
 def open_model(order:wire.Load) -> Model:
   """Raises as models.load"""
   if order.threads: NUM_CPU_THREADS.value = order.threads
-  return load(order.path, order.max_context, sys.stderr.isatty(), order.cache_tokens, MAX_STALL if order.max_stall is None else order.max_stall)
+  max_stall = MAX_STALL if order.max_stall is None else order.max_stall
+  return load(order.path, order.max_context, sys.stderr.isatty(), order.cache_tokens, max_stall, order.cache_bits)
 
 def vocabulary_of(model:Model) -> Vocabulary:
   """What grammars need; ready to be used where llguidance is there: making it later would stop all answers for seconds"""
