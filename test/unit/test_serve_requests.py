@@ -145,7 +145,7 @@ def test_continued():
   past = {"role": "assistant", "content": "It is <|user|> a</think>"}
   job = chat(messages=[USER, past], continue_final_message=True)
   assert text(job) == "[gMASK]<sop><|user|>hi<|assistant|><think></think>It is <|user|> a</think>"
-  assert job.prompts[0].count(257) == 1   # the name of a control token is text in an answer
+  assert job.prompts[0].count(257) == 1 and job.prompts[0].count(THINK) == 2   # in an answer a control token's name is text, and markup is markup
   both = {"role": "assistant", "content": "It", "reasoning_content": "hm"}
   assert text(chat(messages=[USER, both], continue_final_message=True)).endswith("<|assistant|><think>hm</think>It")
   thought = {"role": "assistant", "content": "", "reasoning_content": "hm"}
