@@ -23,6 +23,9 @@ SIGNATURE = "none"
 
 # ---- structs ----
 
+class Result(Part, kw_only=True):
+  """A part of a tool's result"""
+  tool_name: str|None = None
 class Block(Part, kw_only=True):
   """A part of a message's content, of any type"""
   thinking: str|None = None
@@ -32,7 +35,7 @@ class Block(Part, kw_only=True):
   name: str|None = None
   input: dict[str, Any]|None = None
   tool_use_id: str|None = None
-  content: str|list[Part]|None = None
+  content: str|list[Result]|None = None
   is_error: bool|None = None
 class BlockMessage(msgspec.Struct):
   role: Literal["user", "assistant", "system"]
@@ -48,10 +51,16 @@ class BlockToolChoice(msgspec.Struct):
   name: str|None = None
   disable_parallel_tool_use: bool|None = None
 class BlockThinking(msgspec.Struct):
-  """budget_tokens is a hint"""
+  """budget_tokens is a hint, and so is display, but for `omitted`"""
   type: Literal["enabled", "disabled", "adaptive"]
   budget_tokens: int|None = None
-  display: Literal["summarized", "omitted"]|None = None
+  display: str|None = None
+class ContextEdit(msgspec.Struct):
+  type: str
+  keep: Any = None
+class ContextManagement(msgspec.Struct):
+  """Hints, but for thinking of past turns that is kept"""
+  edits: list[ContextEdit]|None = None
 class OutputFormat(msgspec.Struct, rename={"definition": "schema"}):
   type: Literal["json_schema"]
   definition: dict[str, Any]
@@ -68,6 +77,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
   tool_choice: BlockToolChoice|None = None
   thinking: BlockThinking|None = None
   output_config: OutputConfig|None = None
+  context_management: ContextManagement|None = None
 
 class MessagesRequest(CountRequest, kw_only=True):
   """min_p and seed are ours"""
@@ -98,7 +108,10 @@ def messages_of(m:BlockMessage, where:str) -> list[Message]:
         if not block.name: wrong(f"{at}.name", "a name", block.name)
         calls.append(ToolCall(FunctionCall(block.name, block.input or {}), block.id))
       case "user", "tool_result":
-        result = text_of(block.content, f"{at}.content")
+        content = block.content or ""
+        # a search among tools: what it found stands among the request's tools
+        if not isinstance(content, str): content = [Part("text", p.tool_name or "") if p.type == "tool_reference" else p for p in content]
+        result = text_of(content, f"{at}.content")
         results.append(Message("tool", f"Error: {result}" if block.is_error else result, tool_call_id=block.tool_use_id))
       case _: wrong(f"{at}.type", {"user": "text or tool_result", "assistant": "text, thinking or tool_use", "system": "text"}[m.role], block.type)
   said.content, said.reasoning_content, said.tool_calls = "".join(texts) if texts else None, "".join(thoughts) or None, calls or None
@@ -123,7 +136,10 @@ def chat_of(r:CountRequest) -> ChatRequest:
   chat = ChatRequest(messages=messages)
   if r.tools: chat.tools = [tool_of(tool, f"tools[{n}]") for n, tool in enumerate(r.tools)]
   if r.tool_choice: chat.tool_choice, chat.parallel_tool_calls = choice_of(r.tool_choice), not r.tool_choice.disable_parallel_tool_use
-  if r.thinking: chat.thinking = Thinking("disabled" if r.thinking.type == "disabled" else "enabled")
+  edits = r.context_management.edits or () if r.context_management else ()
+  keeps = any(edit.type.startswith("clear_thinking") and edit.keep == "all" for edit in edits)
+  if r.thinking or keeps:
+    chat.thinking = Thinking(("disabled" if r.thinking.type == "disabled" else "enabled") if r.thinking else None, False if keeps else None)
   if r.output_config:
     chat.reasoning_effort = r.output_config.effort
     if (form := r.output_config.format) is not None: chat.response_format = ResponseFormat(form.type, JsonSchema(definition=form.definition))

@@ -83,7 +83,7 @@ LACKING: dict[str, tuple[Any, ...]] = {
 # fields that a server may do without
 HINTS = frozenset("user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention cache_prompt id_slot prediction "
                   "verbosity request_id priority skip_special_tokens spaces_between_special_tokens "
-                  "client_metadata max_tool_calls prompt_cache_options cache_control context_management diagnostics inference_geo speed".split())
+                  "client_metadata max_tool_calls prompt_cache_options cache_control diagnostics inference_geo speed".split())
 _warned: set[str] = set()
 decoder = functools.cache(msgspec.json.Decoder)
 _AT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.S)
@@ -125,9 +125,13 @@ def check_unknown(raw:dict[str, msgspec.Raw], kind:type[msgspec.Struct]) -> None
       if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in lacking[name]): continue
       allowed = " or ".join(str(msgspec.json.encode(v), "utf-8") for v in lacking[name])
       raise ApiError(400, f"{name}: not supported{f' but as {allowed}' if allowed else ''}", name, "unsupported_parameter")
-    if name not in HINTS and name not in _warned and len(_warned) < 1000:
-      _warned.add(name)
-      log.warning(line_of({"unknown_field": name[:100], "of": kind.__name__}))
+    if name not in HINTS: warn_once(name, kind.__name__)
+
+def warn_once(name:str, of:str) -> None:
+  """A line in the log for what is left out of a request"""
+  if name not in _warned and len(_warned) < 1000:
+    _warned.add(name)
+    log.warning(line_of({"unknown_field": name[:100], "of": of}))
 
 # ---- structs ----
 
