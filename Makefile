@@ -1,7 +1,7 @@
 # make run     a prompt's answer and a decode benchmark on the built-in model
 # make serve   answers HTTP clients, and a chat in the browser, on http://127.0.0.1:8080 with the built-in model
 # make test    the tests
-# make setup   only what both need: .venv with the pins of pyproject.toml, a C compiler; quick when nothing is to be done
+# make setup   only what they need: .venv with the pins of pyproject.toml, a C compiler, the web chat's libraries; quick when nothing is to be done
 # make clean   removes .venv, caches and what the web chat fetched
 # PYTHON=… names the Python that .venv is made from; ARGS=… goes to llm.py --serve or to pytest
 

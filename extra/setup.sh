@@ -76,12 +76,17 @@ npm() {
 }
 fetch_libraries() {
   npm_works || pip --retries 1 "$(pins 'p["optional-dependencies"]["web"]')" || return
-  mkdir -p $web/vendor
-  cp $web/package.json $web/package-lock.json $web/vendor/
-  npm ci --prefix $web/vendor --ignore-scripts --omit=optional --no-audit --no-fund --fetch-retries=1 --fetch-retry-mintimeout=1000 || return
-  cp $web/package-lock.json $web/vendor/fetched.json
+  all=.venv/npm   # of each package its sources, too
+  rm -rf $web/vendor $all
+  mkdir -p $web/vendor $all
+  cp $web/package.json $web/package-lock.json $all
+  npm ci --prefix $all --ignore-scripts --omit=optional --no-audit --no-fund --fetch-retries=1 --fetch-retry-mintimeout=1000 || return
+  (cd $all/node_modules && cp -R marked/lib/marked.esm.js dompurify/dist/purify.es.mjs @highlightjs/cdn-assets/es/highlight.min.js \
+    katex/dist/katex.mjs katex/dist/katex.min.css katex/dist/fonts "$OLDPWD/$web/vendor/") || return
+  rm -rf $all
+  cp $web/package-lock.json $web/vendor/
 }
-if ! cmp -s $web/package-lock.json $web/vendor/fetched.json; then
+if ! cmp -s $web/package-lock.json $web/vendor/package-lock.json; then
   say "fetching the web chat's libraries with npm"
   fetch_libraries >/dev/null 2>&1 || say "could not: the web chat shows plain text until you type, online: make setup"
 fi

@@ -36,12 +36,10 @@ def logprob_of(row: int, token: int, count: int) -> Logprob:
   return Logprob(values[token], sorted(enumerate(values), key=lambda pair: (-pair[1], pair[0]))[:count])
 
 class Rule:
-  """A constraint: which tokens may come next follows from those that came. ends: after how many it raises; slow: seconds a mask takes, now and then"""
-  def __init__(self, seed: int, ends: int | None = None, slow: float = 0.0):
-    self.seed, self.ends, self.slow, self.seen = seed, ends, slow, []
+  """A constraint: which tokens may come next follows from those that came. slow: seconds that a mask takes, now and then"""
+  def __init__(self, seed: int, slow: float = 0.0): self.seed, self.slow, self.seen = seed, slow, []
   def again(self) -> Rule: return Rule(self.seed)
   def mask(self) -> np.ndarray:
-    if len(self.seen) == self.ends: raise ValueError("planted: no more")
     at = len(self.seen) * 31 + sum(self.seen) + self.seed
     if at % 3 == 0: time.sleep(self.slow)
     return bits_of({token for token in range(VOCAB) if (token + at) % 5 < 2})

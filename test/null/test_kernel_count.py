@@ -9,6 +9,7 @@ from extra.bench import batch_count, count_kernels, no_device, render_kernels, s
 from tinygrad import Device, Tensor
 from tinygrad.apps.capture import collected_calls
 from tinygrad.apps.engine.runner import Runner
+from tinygrad.apps.engine.sampling import Features
 from tinygrad.apps.mla import Config, Transformer
 from tinygrad.nn.intrinsics import HOPPER, TARGETS, target_of
 
@@ -46,6 +47,18 @@ def test_multiplying_is_counting(to: str):
   assert kernels == len(calls) and sum(n for n, _ in kinds) == Config.from_gguf(f).n_blocks == 4
   longer = with_blocks(f, [0, 0, 1, 2, 3, 3])
   assert count_kernels(longer, to, max_context=256)[0] - kernels == kinds[0][1] + kinds[-1][1]
+
+@pytest.mark.parametrize("to", ["CUDA", "METAL", "CPU"])
+def test_what_only_those_who_ask_pay(to: str):
+  """A mask: one more launch. Probabilities: the total, the likeliest, and what logs them"""
+  with no_device(to):
+    batch = Runner(Transformer.from_gguf(stand_in("small-glm"), 256)).batch_of(8)
+    def launches(features: Features) -> int:
+      batch.features = features
+      return len(batch.record(compiled=False).calls)
+    plain = launches(Features())
+    more = [launches(features) - plain for features in (Features(mask=True), Features(logprobs=True), Features(mask=True, logprobs=True))]
+  assert plain == count_kernels(stand_in("small-glm"), to, max_context=256, parallel=8)[0] and more == ([1, 3, 4] if to == "CPU" else [1, 5, 6])
 
 def test_what_metal_takes():
   """GLM at full size: few kernels in few batches, none past the threadgroup memory"""

@@ -15,7 +15,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope, rope_table
-from tinygrad.nn import cpu, cutoff, embedding, mla_attention, moe, norm_linear
+from tinygrad.nn import cpu, cutoff, embedding, likeliest, mla_attention, moe, norm_linear
 from tinygrad.nn.primitive import PRIMITIVES, Primitive, plain_ops
 from tinygrad.nn.routing import Routing
 from tinygrad.nn.latent_cache import Pages
@@ -108,6 +108,13 @@ def rows_of_embedding(kind: T) -> Callable:
 def positions(tokens: int) -> tuple:
   tables = tensor(np.tile(np.int32([[4, 0], [0, 5]]), (tokens, 1))[:tokens])
   return ids(*range(41, 41 + tokens)), ids(*range(tokens)), tables, tensor(np.full((tokens, 4), -1, np.int32))
+def totalled(n: int) -> Callable:
+  def of(tokens: int) -> tuple: return (x := floats(tokens, n)), likeliest.likeliest(x, 3).realize()
+  return of
+def told(tokens: int) -> tuple:
+  others = tensor(np.arange(5 * tokens, dtype=np.int32).reshape(tokens, 5))
+  log = tensor(np.full((tokens, 4, 6, 2), -1, np.int32))
+  return floats(tokens, 301), floats(tokens, 1).reshape(-1), ids(*range(7, 7 + tokens)), others, ids(*range(42, 42 + tokens)), log
 def to_cut(weighed: bool) -> Callable:
   def of(tokens: int) -> tuple:
     x, target = floats(tokens, 301), np.arange(3, 3 + tokens)
@@ -185,6 +192,10 @@ CASES = [
   *(Case(embedding.embedding, kind.name, rows_of_embedding(kind), cpu_((1, 19)) + gpus((1, 19))) for kind in (T.Q4_0, T.Q6_K)),
   *(Case(embedding.argmax, str(n), lambda tokens, n=n: (floats(tokens, n),), cpu_((1, 7)) + gpus((1, 7))) for n in (5, 20001)),
   Case(embedding.advance, "some are there", positions, cpu_((1, 7)) + gpus((1, 7))),
+  *(Case(likeliest.likeliest, f"{count} of {n}", lambda tokens, n=n, count=count: (floats(tokens, n), count), cpu_((1, 7)) + gpus((1, 3)))
+    for n, count in ((5, 5), (301, 20), (20001, 20), (40, 1))),
+  *(Case(likeliest.log_total, str(n), totalled(n), gpus((1, 3))) for n in (5, 20001)),
+  Case(likeliest.tell, "five others", told, cpu_((1, 7)) + gpus((1, 7))),
   Case(cutoff.cutoff, "of a number", to_cut(False), cpu_((1, 7)) + gpus((1,))),
   Case(cutoff.cutoff, "of a share", to_cut(True), cpu_((1, 7)) + gpus((2,))),
 ]

@@ -12,13 +12,14 @@ from tinygrad.apps.serve import wire
 from tinygrad.apps.serve.link import DRAINING, FAILED, Handle, Link, Unavailable
 from tinygrad.apps.serve.worker import PATIENCE, Broken, Worker
 
-CONTEXT = 512
+CONTEXT = 2048
+STALL = 3600.0   # seconds: all prompts are read before a step, so that fewer sizes of a batch are recorded
 SECONDS = 60   # that anything may take
 
 class Running:
   """A link, and the loop that it lives on, which runs only while a test waits"""
   def __init__(self, path: Any = BUILT_IN):
-    self.loop, self.link = asyncio.Runner(), Link(wire.Load(str(path), CONTEXT))
+    self.loop, self.link = asyncio.Runner(), Link(wire.Load(str(path), CONTEXT, max_stall=STALL))
     self(self.link.start())
   def __call__(self, work: Coroutine[Any, Any, Any]) -> Any: return self.loop.run(asyncio.wait_for(work, SECONDS))
   def close(self) -> None:
@@ -177,36 +178,58 @@ def test_no_model():
   assert running.link.state == FAILED
   running.close()
 
-# argv: a model; whether it is loaded before the worker's number is told
-PARENT = """
-import asyncio, sys
+PARENT = f"""
+import asyncio
 from tinygrad.apps.serve import wire
 from tinygrad.apps.serve.link import Link
 async def main():
-  link = Link(wire.Load(sys.argv[1]))
+  link = Link(wire.Load({str(BUILT_IN)!r}))
   await link.start()
-  if sys.argv[2] == "ready":
-    await link.wait_ready()
-    link.add([1, 2, 3], {}, [])
+  await link.wait_ready()
+  link.add([1, 2, 3], {{}}, [])
   print(link.process.pid, flush=True)
   await asyncio.sleep(100)
 asyncio.run(main())
 """
 
-@pytest.mark.parametrize("when", ["loading", "ready"])
-def test_the_parent_dies(when: str):
-  parent = subprocess.Popen([sys.executable, "-c", PARENT, str(BUILT_IN), when], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+def there(pid: int) -> bool:
+  """Whether a process, which may be another's child, runs"""
+  state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+  return bool(state.strip()) and not state.startswith("Z")
+
+def test_the_parent_dies():
+  parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True)
   assert parent.stdout is not None
   worker = int(parent.stdout.readline())
+  assert there(worker)
   parent.kill()
   parent.wait()
   parent.stdout.close()
-  def alive() -> bool:
-    try: return open(f"/proc/{worker}/stat").read().rpartition(")")[2].split()[0] != "Z" if os.path.isdir("/proc") else os.kill(worker, 0) is None
-    except (OSError, ProcessLookupError): return False
   end = time.monotonic() + 10
-  while alive() and time.monotonic() < end: time.sleep(.02)
-  assert not alive()
+  while there(worker):
+    if time.monotonic() > end:
+      os.kill(worker, signal.SIGKILL)
+      pytest.fail("the engine's process outlives its parent")
+    time.sleep(.02)
+
+def test_the_parent_dies_while_the_worker_is_busy():
+  """Loading, for one, may take minutes"""
+  code = """
+import socket, sys, time
+from tinygrad.apps.serve.worker import end_with_the_other
+end_with_the_other(socket.socket(fileno=int(sys.argv[1])))
+print(flush=True)
+time.sleep(100)
+"""
+  mine, its = socket.socketpair()
+  with its: child = subprocess.Popen([sys.executable, "-c", code, str(its.fileno())], cwd=ROOT, pass_fds=[its.fileno()], stdout=subprocess.PIPE)
+  try:
+    assert child.stdout is not None and child.stdout.readline() == b"\n" and child.poll() is None
+    mine.close()
+    assert child.wait(10) == 1
+  finally:
+    child.kill()
+    child.communicate()
 
 def test_imports_no_engine():
   """The process with HTTP needs nothing that knows a device"""

@@ -5,6 +5,7 @@ for one, every token is judged by the oracle's logits, in 15; test/external/test
 from __future__ import annotations
 import math, random
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np, pytest
@@ -17,7 +18,7 @@ from tinygrad import Device
 from tinygrad.apps.engine import runner as runner_module
 from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.engine.runner import Runner
-from tinygrad.apps.engine.sampling import Sampling
+from tinygrad.apps.engine.sampling import Sampling, mask_words
 from tinygrad.apps.engine.sequence import BatchRow, Request, Sequence, State
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import Transformer
@@ -121,6 +122,47 @@ def test_too_few_pages(alone: Alone):
   assert list(engine.generate(alone.prompts[0], LONGEST)) == alone.says(alone.prompts[0])   # leaves rows behind
   for r, s in zip(requests, run(engine, requests, random.Random(0)), strict=True): assert s.produced == alone.says(list(r.ids))
   assert engine.preempted and engine.evicted
+
+# ---- probabilities and constraints ----
+
+class Some:
+  """A constraint: of each `every` neighbouring tokens one, which follows from how many came"""
+  def __init__(self, vocab: int, every: int): self.vocab, self.every, self.came = vocab, every, 0
+  def mask(self) -> np.ndarray:
+    bits = np.arange(32 * mask_words(self.vocab)) % self.every == self.came % self.every
+    return np.packbits(bits & (np.arange(len(bits)) < self.vocab), bitorder="little").view(np.uint32)
+  def accept(self, token: int) -> None:
+    assert token % self.every == self.came % self.every
+    self.came += 1
+
+def of_all_kinds(prompts: list[list[int]], vocab: int, limit: int) -> list[Request]:
+  """Rows that ask for probabilities, or are held to something, or both, beside rows that are neither"""
+  kinds = [(None, 0, Sampling()), (5, 0, Sampling()), (None, 7, Sampling(1.0, seed=2)), (20, 3, Sampling()), (0, 0, Sampling(.7, 30, seed=3))]
+  return [Request(ids, sampling, limit=limit, logprobs=n, constraint=Some(vocab, every) if every else None)
+          for ids, (n, every, sampling) in zip(prompts, kinds)]
+
+def assert_told(s: Sequence, logits: np.ndarray, limit: float) -> None:
+  """logits: after each of its ids but the last. The worst row's error, of the chosen token and of the likeliest, in their order"""
+  wide = logits[s.prompt - 1:].astype(np.float64)
+  odds = wide - wide.max(1, keepdims=True)
+  odds -= np.log(np.exp(odds).sum(1, keepdims=True))
+  assert len(s.logprobs) == len(s.produced) == len(odds)
+  for row, token, (value, top) in zip(odds, s.produced, s.logprobs):
+    assert abs(value - row[token]) < limit and len(top) == s.told
+    found = np.array([value for _, value in top])
+    assert np.abs(found - row[[token for token, _ in top]]).max(initial=0) < limit and (np.diff(found) <= 0).all()
+    assert np.abs(found - np.sort(row)[::-1][:len(top)]).max(initial=0) < limit
+
+def test_probabilities_and_constraints(alone: Alone):
+  """Each says what it says alone. Probabilities are the model's own, whatever the row is held to and however it is drawn"""
+  engine, prompts = Pressed(alone.runner, PAGES, max_stall=math.inf), [p for p in alone.prompts if len(p) < 2 * PAGE]
+  def requests() -> list[Request]: return of_all_kinds(prompts, alone.runner.vocab_size, LONGEST)
+  for s, request in zip(run(engine, requests(), random.Random(0), waits=(0,)), requests(), strict=True):
+    engine.forget()
+    if request.constraint is None: want = alone.says(request.ids, request.sampling)
+    else: want, = (own.produced for own in run(engine, [replace(request, logprobs=None)], random.Random(0)))
+    assert (s.produced, s.reason) == (want, "length"), s.error
+    if s.told is not None: assert_told(s, engine.logits(s.ids[:-1]), 1e-4)
 
 # ---- rows that are not there ----
 
@@ -268,6 +310,15 @@ def test_together_on_a_mock(mocked: Mocked):
     assert s.reason == "length"
     mocked.assert_likely(s)
   assert mocked.runner.batch is mocked.runner.batch_of(mocked.together)
+
+def test_probabilities_and_constraints_on_a_mock(mocked: Mocked):
+  engine, rng = Pressed(mocked.runner, PAGES), random.Random(1)
+  prompts = [list(mocked.request(rng, 0, 1 + i, 3).ids) for i in range(5)]
+  each = run(engine, of_all_kinds(prompts, 320, 3)[1:4 if mocked.rows > 2 else 3], rng, waits=(0,))
+  for s in each:
+    assert s.reason == "length" and len(s.produced) == 3, s.error
+    logits, _ = forward(mocked.path, s.ids[:-1])
+    if s.told is not None: assert_told(s, logits, 6 * (2 * mocked.limit) ** .5 * logits.std())
 
 def test_rows_that_are_not_there_on_a_mock(mocked: Mocked): assert_page_0_alone(mocked.runner, mocked.together)
 

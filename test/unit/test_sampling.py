@@ -9,9 +9,10 @@ from mockmetal import on_metal
 from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.apps.capture import collected_calls
 from tinygrad.apps.engine import sampling
-from tinygrad.apps.engine.sampling import Features, Sampling, counted, gumbel, random_bits, sample, scores, token_counts
+from tinygrad.apps.engine.sampling import Features, Sampling, allowed, counted, gumbel, mask_words, random_bits, sample, scores, token_counts
 from tinygrad.engine.realize import to_program_cache
 from tinygrad.nn.cutoff import cutoff
+from tinygrad.nn.likeliest import likeliest, log_total
 from tinygrad.nn.primitive import plain_ops
 
 class Sampler:
@@ -243,21 +244,24 @@ def random_row(rng: np.random.Generator) -> Sampling:
                   maybe(rng.uniform(-2, 2), 0.0), maybe({int(i): rng.choice([-np.inf, 3.0, -1.0]) for i in rng.integers(0, 300, 40)}, {}))
 
 class Rows:
-  """S rows of everything that `sample` takes"""
-  def __init__(self, rng: np.random.Generator, rows: list[Sampling], vocab: int):
+  """S rows of everything that `sample` takes; of those with a mask, which are `masked`, a third of the tokens are allowed"""
+  def __init__(self, rng: np.random.Generator, rows: list[Sampling], vocab: int, masked: tuple[int, ...] = ()):
     self.sampling, S = rows, len(rows)
     self.logits = np.round(rng.standard_normal((S, vocab)) * 3, 1).astype(np.float32)   # with many ties
     produced = [rng.integers(0, vocab, 30).tolist() for _ in range(S)]
     self.counts = np.stack([counts_of(vocab, tuple(rng.integers(0, vocab, 50).tolist()), tuple(p)) for p in produced])
     self.bias = np.stack([s.bias_row(vocab) for s in self.sampling])
     self.position = rng.integers(0, 1 << 17, S).astype(np.int32)
+    self.allowed, self.masked = np.ones((S, 32 * mask_words(vocab)), bool), masked
+    for i in masked: self.allowed[i] = rng.random(self.allowed.shape[1]) < .3
+    self.mask = np.packbits(self.allowed, 1, "little").view(np.uint32)
   def __call__(self, function: Callable[..., Tensor], rows: list[int]) -> np.ndarray:
     """What function, sample or scores, gives for a batch of these rows"""
     features = Features()
-    for i in rows: features |= self.sampling[i].features
+    for i in rows: features |= self.sampling[i].features | Features(mask=i in self.masked)
     values = np.float32([self.sampling[i].values() for i in rows])
     keys = np.uint32([[self.sampling[i].seed, 0] for i in rows])
-    arrays = self.logits[rows], values, keys, self.position[rows], self.counts[rows], self.bias[rows]
+    arrays = self.logits[rows], values, keys, self.position[rows], self.counts[rows], self.bias[rows], self.mask[rows]
     logits, *others = (Tensor(a).realize() for a in arrays)
     return function(logits, features, *others).numpy()
 
@@ -274,6 +278,50 @@ def test_a_row_of_a_batch_is_the_row_alone(device: str, vocab: int):
     assert tokens.dtype == np.int32 and tokens.tolist() == points.argmax(1).tolist() and np.array_equal(points[::-1], back)
     for i in everyone: assert np.array_equal(batch(scores, [i])[0], points[i]), batch.sampling[i]
     assert batch(sample, [1]).tolist() == [tokens[1]] == [batch.logits[1].argmax()]   # greedy, which no draw has a part in
+
+# ---- masks and probabilities ----
+
+@pytest.mark.parametrize("device,vocab", [("CPU", 1000), ("CUDA", 301), ("METAL", 301), ("plain ops", 64)])
+def test_a_row_with_a_mask(device: str, vocab: int):
+  """Nothing else is drawn; the others are what they are where there is no mask, to the bit"""
+  with DEVICES[device]():
+    batch = Rows(np.random.default_rng(vocab), [replace(s, bias={}) for s in MIX[:4]], vocab, masked=(0, 1))
+    points, tokens = batch(scores, [*range(4)]), batch(sample, [*range(4)])
+    assert tokens.tolist() == points.argmax(1).tolist()
+    for i in range(4): assert np.array_equal(batch(scores, [i])[0], points[i]) and batch.allowed[i, tokens[i]]
+    assert np.array_equal(np.isinf(points[1]), ~batch.allowed[1, :vocab])
+    batch.masked = ()
+    assert all(np.array_equal(batch(scores, [i])[0], points[i]) for i in (2, 3)) and not np.array_equal(batch(scores, [1])[0], points[1])
+
+def test_masks_come_first(logits: np.ndarray):
+  """A row draws from what its mask leaves, as if there were no more tokens"""
+  s = Sampling(1.1, 25, .9, repeat_penalty=1.2, bias={3: 9.0, 4: -1.0})
+  batch = Rows(np.random.default_rng(4), [replace(s, seed=i) for i in range(400)], V, masked=(*range(400),))
+  batch.logits[:], batch.counts[:], batch.allowed[:], batch.mask[:] = logits, counts_of(V, (1, 2, 3)), batch.allowed[0], batch.mask[0]
+  assert not batch.allowed[0, 3]
+  want = probabilities(np.where(batch.allowed[0, :V], logits, -1e9), s, (1, 2, 3))
+  assert_drawn_from(batch(sample, [*range(400)]), want)
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1000])
+def test_bits_of_a_mask(vocab: int):
+  bits = np.random.default_rng(vocab).random((3, vocab)) < .5
+  packed = np.packbits(np.pad(bits, ((0, 0), (0, -vocab % 32))), 1, "little").view(np.uint32)
+  assert packed.shape[1] == mask_words(vocab) and np.array_equal(allowed(Tensor(packed), vocab).numpy(), bits)
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_total_of_a_row(device: str):
+  """As float64 has it, and the same bits whoever is beside it"""
+  x = np.random.default_rng(0).standard_normal((5, 20001)).astype(np.float32) * np.float32([[1], [30], [.01], [3], [3]])
+  x[3], x[4, ::2] = -1e30, -np.inf
+  def total(rows: np.ndarray) -> np.ndarray:
+    t = Tensor(rows).realize()
+    return log_total(t, likeliest(t, 2)).numpy()
+  with DEVICES[device]():
+    got = total(x)
+    for i in range(5): assert total(x[i:i + 1])[0] == got[i]
+  wide = x.astype(np.float64)
+  want = wide.max(1) + np.log(np.exp(wide - wide.max(1, keepdims=True)).sum(1))
+  assert np.abs(got - want)[[0, 1, 2, 4]].max() < 1e-5 and got[3] == np.float32(-1e30)
 
 def test_many_mixes():
   """One graph; the rows alone in it too"""

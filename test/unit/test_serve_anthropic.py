@@ -190,6 +190,18 @@ def test_thinking_that_is_kept(server: Server, client: anthropic.Anthropic):
                            extra_body={"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": keep}]}})
     assert f"<|assistant|>{prompt}<|user|>c" in prompts(server)[-1]
 
+def test_tools_found_later(server: Server, client: anthropic.Anthropic):
+  """The prompt's beginning stays, and they may be called"""
+  asked: dict[str, Any] = {"messages": [user("find it")], "tools": TOOLS[:1]}
+  client.messages.create(model="any", max_tokens=9, **asked)
+  found = user([{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "tool_name": "count"}]}])
+  search = assistant([{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "tool_use", "id": "1", "name": "weigh", "input": {}}])
+  m = ask(server, client, "</think>" + call("count", n=2), messages=[user("find the question"), search, found],
+          tools=[*TOOLS[:1], {**TOOLS[1], "defer_loading": True}])
+  first, last = prompts(server)[-3].rpartition("find")[0], prompts(server)[-1]
+  assert last.startswith(first) and last.partition("<tool_response>")[2].startswith('{"name":"count","description":"counts","parameters":{"type":')
+  assert m.content[0].name == "count" and m.content[0].input == {"n": 2}
+
 def test_tool_choice(server: Server, client: anthropic.Anthropic):
   ask(server, client, "</think>a", tools=TOOLS, tool_choice={"type": "none"})
   assert "weigh" not in prompts(server)[-1] and order(server).grammar is None

@@ -7,6 +7,7 @@ import openai, pytest
 from serve_client import Says, ScriptedLink, Server, serving, talking_voice, until
 from tinygrad.apps.models import BUILT_IN
 from tinygrad.apps.serve import app, requests, service, wire
+from tinygrad.apps.serve.answer import PlainText
 from tinygrad.apps.serve.link import DRAINING, FAILED, LOADING, READY
 from tinygrad.apps.serve.requests import ChatRequest
 from tinygrad.apps.serve.settings import Settings
@@ -84,7 +85,7 @@ def test_the_page(tmp_path: Path, monkeypatch):
       assert (status, found) == (200, text) and headers["content-security-policy"].startswith("default-src 'self'; ")
       assert headers["x-content-type-options"] == "nosniff"
     assert "javascript" in s.ask("/sub/a.js")[2]["content-type"]
-    for path in ("/../secret", "/%2e%2e/secret", "/sub/../../secret", "/sub", "/gone.js", "//etc/passwd"):
+    for path in ("/../secret", "/%2e%2e/secret", "/sub/../../secret", "/sub", "/gone.js", "//etc/passwd", "/%00", "/" + "x" * 5000, "/%ff%fe"):
       assert s.ask(path)[0] == 401 and s.ask(path, X_Api_Key="one")[0] == 404
 
 def test_no_page(server: Server, monkeypatch, tmp_path):
@@ -116,6 +117,13 @@ def test_a_fault_of_ours(server: Server, monkeypatch, log):
   assert fault["error"] == "ZeroDivisionError" and fault["id"] == headers["x-request-id"]
   monkeypatch.undo()
   assert server.ask(CHAT, body())[0] == 200
+
+def test_a_fault_of_ours_in_a_stream(server: Server, monkeypatch, log):
+  monkeypatch.setattr(PlainText, "push", lambda *a: 1 // 0)
+  code, text, headers = server.ask("/v1/completions", {"prompt": "a", "stream": True})
+  assert code == 200 and f"the request's id is {headers['x-request-id']}" in text and text.endswith("data: [DONE]\n\n")
+  assert any("traceback" in line for line in log())
+  until(lambda: idle(server))
 
 def test_the_log(server: Server, log):
   for n, stream in enumerate((False, True)): server.ask(CHAT, body("a secret thing", stream=stream, max_tokens=3), X_Request_Id=f"log-{n}")
@@ -244,13 +252,13 @@ def test_openapi(server: Server):
 def test_a_body_too_long():
   with serving(max_body=1000) as s:
     assert s.ask(CHAT, body())[0] == 200
-    code, answer, headers = s.ask(CHAT, body("x" * 100_000))
-    assert code == 413 and "at most 1000" in answer["error"]["message"] and headers["connection"] == "close"
+    code, answer, _ = s.ask(CHAT, body("x" * 100_000))
+    assert code == 413 and "at most 1000" in answer["error"]["message"]
     # without its length told: it is not read on
     c = http.client.HTTPConnection("127.0.0.1", int(s.url.rpartition(":")[2]), timeout=20)
     c.request("POST", CHAT, iter([b"x" * 600] * 3), encode_chunked=True, headers={"Transfer-Encoding": "chunked"})
     response = c.getresponse()
-    assert response.status == 413 and "more than the 1000 bytes" in response.read().decode()
+    assert response.status == 413 and response.getheader("connection") == "close" and "more than the 1000 bytes" in response.read().decode()
     assert s.app.state.service.held == 0 and s.ask(CHAT, body())[0] == 200
 
 def test_large_bodies_together():
@@ -285,6 +293,25 @@ def test_the_queue(settings: dict[str, Any], words: str, monkeypatch):
     for c in asked: assert b" 200 OK" in c.recv(1 << 16)
     until(lambda: idle(s))
     assert s.ask(CHAT, body())[0] == 200
+
+def test_the_queue_while_a_body_comes(monkeypatch):
+  """One is refused before its body has come, and one whose body comes when the queue is full by then"""
+  with serving(max_queued=1) as s:
+    go, data = threading.Event(), json.dumps(body()).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    s.link.script = {"wait": Says("</think>done", silent=go)}
+    with connected(s) as early, connected(s) as late:
+      early.sendall(head + data[:5])
+      until(lambda: s.app.state.service.held == 5)
+      with post(s, body("wait")) as first:
+        until(lambda: s.link.queued == 1)
+        late.sendall(head)
+        assert b" 429 " in late.recv(1 << 16)
+        monkeypatch.setattr(service, "decode", lambda *a: pytest.fail("it was read"))
+        early.sendall(data[5:])
+        assert b" 429 " in early.recv(1 << 16)
+        go.set()
+        assert b" 200 OK" in first.recv(1 << 16)
 
 def test_large_requests(server: Server):
   tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["x" * 1000] * 1000}}}

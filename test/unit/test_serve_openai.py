@@ -122,7 +122,7 @@ def test_logprobs_end_with_the_text(server: Server, client: openai.OpenAI, at_on
   asked = Asked(server, client, Says("</think>abSTOPc", at_once), logprobs=True, stop="STOP")
   assert "".join(c.token for c in asked.logprobs) == "</think>ab"
   asked = Asked(server, client, Says("</think>abST", at_once), logprobs=True, stop="STOP")
-  assert "".join(c.token for c in asked.logprobs) == "</think>abST"
+  assert "".join(c.token for c in asked.logprobs) == "</think>abST" and asked.text == "abST"
 
 # ---- tools ----
 

@@ -1,14 +1,15 @@
 """The server as whoever starts it meets it: its lines, its port, its signals, its limits of connections. What it answers is other tests' matter."""
 from __future__ import annotations
-import argparse, json, resource, signal, socket, subprocess, sys, time
+import argparse, asyncio, json, resource, signal, socket, subprocess, sys, threading, time
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, Iterator
 from urllib.request import urlopen
-import pytest
+import pytest, uvicorn
 from on_terminal import CTRL_C, Terminal, environ
 from tinygrad.apps import llm
 from tinygrad.apps.models import BUILT_IN, ROOT, UserError
+from tinygrad.apps.serve import connection
 from tinygrad.apps.serve.connection import MAX_HEAD
 from tinygrad.apps.serve.settings import Settings
 
@@ -18,7 +19,7 @@ import json, sys, types
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
-def create_app(link, settings):
+def create_app(link, settings, voice):
   async def health(request): return JSONResponse(link.state, 200 if link.state == "ready" else 503)
   async def answer(request):
     handle = link.add([1, 2, 3], {}, [], int(request.query_params["n"]))
@@ -36,12 +37,16 @@ llm.run()
 """, "--max-context", "2048"]
 SECONDS = 60
 
+FILES = 1024   # that a process may have open at first, as systems have it
+
 class Served:
   """A server of its own port, as a process"""
   def __init__(self, *flags: str):
     self.process = subprocess.Popen([*COMMAND, "--serve", "127.0.0.1:0", *flags], cwd=ROOT, env=environ({}), text=True, bufsize=1,
-                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=self.few_files)
     self.port = int(self.line("listening on http://127.0.0.1:").rpartition(":")[2])
+  @staticmethod
+  def few_files() -> None: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
   def line(self, begin: str) -> str:
     assert self.process.stdout is not None
     line = self.process.stdout.readline()
@@ -80,13 +85,13 @@ def exchange(sock: socket.socket, request: bytes) -> tuple[int, Any]:
 
 def test_a_signal_drains(another: Served):
   """The port is open at once; what runs ends; what comes is told; a connection that has nothing to say holds nobody up"""
-  idle, answer = another.connect(), another.ask("/answer?n=300")
+  idle, answer = another.connect(), another.ask("/answer?n=2000")
   ids, end = json.loads(answer.readline())
   another.process.send_signal(signal.SIGTERM)
   another.line("ending: 1 answer may go on for 30 s")
   with pytest.raises(OSError, match="503"): another.ask("/health")
   lines = [json.loads(line) for line in answer]
-  assert len(ids) + sum(len(more) for more, _ in lines) == 300 and lines[-1][1] == "length" and end is None
+  assert len(ids) + sum(len(more) for more, _ in lines) == 2000 and lines[-1][1] == "length" and end is None
   assert another.ended() == (0, "", "")
   idle.close()
 
@@ -105,7 +110,7 @@ def test_ctrl_c_on_a_terminal():
   try:
     port = int(terminal.until("listening on http://127.0.0.1:") and terminal.until("\r\n"))
     terminal.until("ready: ")
-    answer = urlopen(f"http://127.0.0.1:{port}/answer?n=200", timeout=SECONDS)
+    answer = urlopen(f"http://127.0.0.1:{port}/answer?n=2000", timeout=SECONDS)
     answer.readline()
     terminal.type(CTRL_C)
     assert json.loads(answer.readlines()[-1])[1] == "length"
@@ -146,14 +151,35 @@ def test_what_is_no_http(served: Served):
   with served.connect() as sock: status, error = exchange(sock, b"\x16\x03\x01 hello\r\n\r\n")
   assert status == 400 and error["error"]["type"] == "invalid_request_error"
 
+def test_a_head_that_does_not_come(monkeypatch: pytest.MonkeyPatch):
+  """Whoever does not say in time what is asked for is left; an answer may take longer"""
+  monkeypatch.setattr(connection, "HEAD_SECONDS", .3)
+  async def app(scope: Any, receive: Any, send: Any) -> None:
+    await asyncio.sleep(.8)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+    await send({"type": "http.response.body", "body": b"1"})
+  server = uvicorn.Server(uvicorn.Config(app, http=connection.Connection, lifespan="off", log_config=None))
+  with socket.create_server(("127.0.0.1", 0)) as listening:
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+      silent, half, asks = (socket.create_connection(listening.getsockname(), SECONDS) for _ in range(3))
+      half.sendall(b"GET / HTTP/1.1\r\nHost:")
+      with silent, half, asks:
+        for _ in range(2): assert exchange(asks, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") == (200, 1)
+        assert silent.recv(1) == half.recv(1) == b""
+    finally:
+      server.should_exit = True
+      thread.join(SECONDS)
+
 def test_idle_connections(served: Served):
-  """More than a process may have files at first, and the others are answered meanwhile"""
+  """More than the files that a process may have at first, and the others are answered meanwhile"""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  if hard != resource.RLIM_INFINITY and hard < 4000: pytest.skip(f"this system allows {hard} open files")
-  resource.setrlimit(resource.RLIMIT_NOFILE, (4000, hard))
+  if hard != resource.RLIM_INFINITY and hard < 4 * FILES: pytest.skip(f"this system allows {hard} open files")
+  resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4 * FILES), hard))
   idle = []
   try:
-    idle = [served.connect() for _ in range(2000)]
+    idle = [served.connect() for _ in range(2 * FILES)]
     with served.ask("/health") as answer: assert json.load(answer) == "ready"
     assert exchange(idle[-1], b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") == (200, "ready")
   finally:

@@ -2,13 +2,17 @@
 from __future__ import annotations
 import dataclasses, json, logging, math
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 import pytest
 from serve_client import END, talking_voice
+from templates import GLM
+from tinygrad.apps.chat import Chat
+from tinygrad.apps.engine.constraint import GrammarError, Vocabulary, constraint_of
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.serve import requests, wire
 from tinygrad.apps.serve.requests import ApiError, ChatRequest, CompletionRequest, Job, chat_job, completion_job, decode
 from tinygrad.apps.serve.settings import Settings
+from tinygrad.apps.serve.text import Voice
 
 VOICE = talking_voice(sampling=Sampling(temperature=.5, top_p=.9))
 SETTINGS = Settings(Path("none"), "none")
@@ -141,7 +145,7 @@ def test_continued():
   past = {"role": "assistant", "content": "It is <|user|> a</think>"}
   job = chat(messages=[USER, past], continue_final_message=True)
   assert text(job) == "[gMASK]<sop><|user|>hi<|assistant|><think></think>It is <|user|> a</think>"
-  assert job.prompts[0].count(257) == 1   # the name of a control token is text in an answer
+  assert job.prompts[0].count(257) == 1 and job.prompts[0].count(THINK) == 2   # in an answer a control token's name is text, and markup is markup
   both = {"role": "assistant", "content": "It", "reasoning_content": "hm"}
   assert text(chat(messages=[USER, both], continue_final_message=True)).endswith("<|assistant|><think>hm</think>It")
   thought = {"role": "assistant", "content": "", "reasoning_content": "hm"}
@@ -273,5 +277,43 @@ def test_calls_that_are_held_to_a_grammar(fields: dict[str, Any], held: bool):
 def test_a_schema_that_no_call_can_be_held_to():
   strange = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {"a": {"type": "string", "pattern": "x"}}}}}
   assert fails(chat, tools=[strange]).param == "tools"
-  assert fails(chat, tools=[TOOL], response_format={"type": "json_object"}).param == "response_format"
-  chat(tools=[TOOL], tool_choice="none", response_format={"type": "json_object"})
+
+def test_a_form_or_calls():
+  form = {"response_format": {"type": "json_object"}}
+  for tool in (TOOL, STRICT):
+    grammar = chat(tools=[tool], **form).grammar
+    assert grammar is not None and grammar.kind == "lark" and grammar.after == THINK and "answer | calls" in grammar.source
+    both, lean = follows(grammar), follows(chat(tools=[tool], tool_choice="required", **form).grammar)
+    call = "<tool_call>add<arg_key>a</arg_key><arg_value>5</arg_value></tool_call>"
+    assert (both('{"x": 1}'), both(call), both("text")) == (True, True, False) and (lean('{"x": 1}'), lean(call)) == (False, True)
+  assert chat(tools=[TOOL], tool_choice="none", **form).grammar == chat(**form).grammar
+  assert fails(chat, tools=[TOOL], guided_choice=["a"]).param == "guided_choice"
+
+def follows(grammar: wire.Grammar|None) -> Callable[[str], bool]:
+  """Whether an answer is as the grammar has it"""
+  assert grammar is not None
+  t = VOICE.tokenizer
+  vocabulary = Vocabulary(t.table, t.special_tokens.values(), [END], t.encode_bytes, t.n_vocab)
+  def judge(text: str) -> bool:
+    constraint = constraint_of(grammar.kind, grammar.source, None, vocabulary)
+    try:
+      for token in [*t.encode(text, special=True), END]:
+        assert constraint.mask()[token // 32] >> token % 32 & 1
+        constraint.accept(token)
+    except (AssertionError, GrammarError): return False
+    return True
+  return judge
+
+GOOD = {'"a"': '{"a": 5}', r"/a\/b\/c/": "a/b/c", "%json {": "[1, 2]"}
+OPENS = Voice(VOICE.tokenizer, Chat("talker", GLM.replace("else '<think>'", "else ''"), VOICE.tokenizer), template="<think>")
+@pytest.mark.parametrize("fields,shown", [({"guided_json": SCHEMA}, '"a"'), ({"guided_regex": r"a/b\/c"}, r"/a\/b\/c/"),
+                                          ({"guided_json": {}}, "%json {")])
+def test_grammars_behind_reasoning_that_the_model_opens(fields: dict[str, Any], shown: str):
+  think = VOICE.tokenizer.special_tokens["<think>"]
+  for off in (False, True):
+    extra = {"reasoning_effort": "none"} if off else {}
+    job = chat_job(decode(json.dumps({"messages": [USER], **fields, **extra}).encode(), ChatRequest), OPENS, SETTINGS, CAPACITY)
+    assert job.grammar is not None and job.grammar.after is None and (job.grammar.kind != "lark") == off
+    for text, may in ((GOOD[shown], True), ("nothing", False), (f"<think>hm</think>\n{GOOD[shown]}", not off), ("<think>hm</think>no", False)):
+      assert follows(job.grammar)(text) == may
+    if not off: assert f"(<[{think}]> TEXT <[{THINK}]>)? GAP? answer" in job.grammar.source and shown in job.grammar.source

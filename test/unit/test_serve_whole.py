@@ -31,8 +31,8 @@ def test_chat(server: Server, client: openai.OpenAI):
   timings = chunks[-1].model_extra["timings"]
   assert timings["predicted_n"] == 20 and timings["predicted_per_second"] > 0 and timings["prompt_ms"] > 0
   assert timings["cache_n"] + timings["prompt_n"] == 10 and timings["cache_n"] == chunks[-1].usage.prompt_tokens_details.cached_tokens
-  ends = client.chat.completions.create(**ASK, stop="sequence")
-  assert ends.choices[0].finish_reason == "stop" and "sequence" not in ends.choices[0].message.content and text.startswith(ends.choices[0].message.content)
+  ends = client.chat.completions.create(**ASK, stop="sequence").choices[0]
+  assert ends.finish_reason == "stop" and "sequence" not in ends.message.content and text.startswith(ends.message.content)
 
 def test_messages(server: Server):
   c = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)

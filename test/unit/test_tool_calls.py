@@ -225,7 +225,7 @@ MENDED = {
   "glm: cut in a mark": glm("So.\n<tool_call", A("So.\n<tool_call")),
   "glm: no such tool": glm("So. " + call("fly", to="Oslo") + "Well.", A("So. " + call("fly", to="Oslo") + "Well.")),
   "glm: no such tool, in reasoning": glm("Perhaps " + call("fly") + "?</think>No.", R("Perhaps " + call("fly") + "?"), A("No."), prompt="<think>"),
-  "glm: no name": glm("<tool_call></tool_call>", A("<tool_call></tool_call>")),
+  "glm: no name": glm("<tool_call></tool_call>stop</tool_call>", A("<tool_call></tool_call>stop</tool_call>")),
   "glm: a name and more": glm("<tool_call>clock, please</tool_call>", A("<tool_call>clock, please</tool_call>")),
   "glm: other marks in text": glm("Write <arg_key>k</arg_key>.</tool_call>", A("Write <arg_key>k</arg_key>.</tool_call>")),
   "glm: strings": glm(call("note", text='  "a"\n\\n\t<b> é\x01 1'), C("note", {"text": '  "a"\n\\n\t<b> é\x01 1'})),
@@ -235,14 +235,14 @@ MENDED = {
   "glm: marks in a string": glm(call("note", text="a <tool_call> b"), C("note", {"text": "a <tool_call> b"})),
   "glm: Python's literals": glm(call("weigh", exact="True") + call("run", a="None", b="{'x': [True]}") + call("note", meta="{'x': [True]}"),
                                 C("weigh", {"exact": True}), C("run", {"a": None, "b": "{'x': [True]}"}), C("note", {"meta": {"x": [True]}})),
-  "glm: no JSON": glm(call("weigh", grams="much") + call("run", n="NaN", big="1e999", deep="[" * 1200), C("weigh", {"grams": "much"}),
-                      C("run", {"n": "NaN", "big": "1e999", "deep": "[" * 1200})),
+  "glm: no JSON": glm(call("weigh", grams="much") + call("run", n="NaN", big="1e999", deep="[" * 1200, deeper="[" * 70 + "]" * 70),
+                      C("weigh", {"grams": "much"}), C("run", {"n": "NaN", "big": "1e999", "deep": "[" * 1200, "deeper": "[" * 70 + "]" * 70})),
   "glm: encoded twice": glm(call("note", tags='"[\\"a\\"]"', meta='"{}"') + call("clock_set", hour='"7"'), C("note", {"tags": ["a"], "meta": {}}),
                             C("clock_set", {"hour": 7})),
   "glm: types by schema": glm(call("mixed", maybe="null", either="5", level="low", free="5", ref=" 7 ") +
-                              call("mixed", maybe="5", either="x", ref="[]"),
+                              call("mixed", maybe="5", either='"x"', ref="[]"),
                               C("mixed", {"maybe": None, "either": 5, "level": "low", "free": 5, "ref": 7}),
-                              C("mixed", {"maybe": "5", "either": "x", "ref": []})),
+                              C("mixed", {"maybe": "5", "either": '"x"', "ref": []})),
   "glm: keys that no schema has": glm(call("clock", town="5", **{"a b": "x"}), C("clock", {"town": 5, "a b": "x"})),
   "glm: blanks": glm("\n\nSo. \n", A("So. \n")),
   "glm: blanks without marks": glm("\n\nSo. \n", A("\n\nSo. \n"), prompt="x"),
@@ -250,7 +250,9 @@ MENDED = {
   "glm: reasoning alone": glm("on and on\n", R("on and on\n"), prompt="<think>"),
   "glm: </think> again": glm("\n</think>\n\nSo.", A("So."), prompt="</think>"),
   "glm: half a character": glm("é\ufffd" + call("clock", city="Zürich"), A("é\ufffd"), C("clock", {"city": "Zürich"})),
-  "hermes: another order": hermes('<tool_call>{"arguments": {"hour": 1}, "name": "clock_set"}</tool_call>', C("clock_set", {"hour": 1})),
+  "hermes: another order": hermes('<tool_call>{"arguments": {"hour": 1}, "name": "clock_set"}</tool_call>'
+                                  '<tool_call>{"parameters": {"hour": 2}, "name": "clock_set"}</tool_call>', C("clock_set", {"hour": 1}),
+                                  C("clock_set", {"hour": 2})),
   "hermes: more in it": hermes('<tool_call>{"id": 7, "name": "clock_set", "type": "function", "arguments": {"hour": 1}}</tool_call>'
                                '<tool_call>{"name": "stop", "id": "<a>", "arguments": {}}</tool_call>', C("clock_set", {"hour": 1}), C("stop", {})),
   "hermes: more behind it": hermes('<tool_call>{"name": "clock_set", "arguments": {"hour": 1}, "id": "</tool_call>"}</tool_call>So.',
@@ -266,11 +268,12 @@ MENDED = {
                                           C("note", {"text": "a\n\tb \\x ' \\u12 😀 \ufffd!"})),
   "hermes: Python": hermes("<tool_call>{'name': 'run', 'arguments': {'a': True, 'b': None, 'c': \"it's\", 'd': 'say \"no\"'}}</tool_call>",
                            C("run", {"a": True, "b": None, "c": "it's", "d": 'say "no"'})),
-  "hermes: commas": hermes('<tool_call>{"name": "run", "arguments": {"a": [1, 2,], "b" 3 "c": 4,}}</tool_call>',
-                           C("run", {"a": [1, 2], "b": 3, "c": 4})),
-  "hermes: bare words": hermes('<tool_call>{name: run, arguments: {a: Oslo, b: 01, c: }}</tool_call>', C("run", {"a": "Oslo", "b": "01"})),
-  "hermes: brackets": hermes('<tool_call>{"name": "run", "arguments": {"a": [1, {"b": 2], "c": 3}}</tool_call>',
-                             C("run", {"a": [1, {"b": 2}], "c": 3})),
+  "hermes: commas": hermes('<tool_call>{"name": "run", "arguments": {"a": [1, 2,], "b" 3 "c": 4, "d":, "e": 5,}}</tool_call>',
+                           C("run", {"a": [1, 2], "b": 3, "c": 4, "e": 5})),
+  "hermes: bare words": hermes('<tool_call>{name: run, arguments: {a: Oslo, b: 01, c: 1e999, d: }}</tool_call>',
+                               C("run", {"a": "Oslo", "b": "01", "c": "1e999"})),
+  "hermes: brackets": hermes('<tool_call>{"name": "run", "arguments": {"a": [1, {"b": 2], "c": [{"d": } 3]}}</tool_call>',
+                             C("run", {"a": [1, {"b": 2}], "c": [{}, 3]})),
   "hermes: a bracket lacks": hermes('<tool_call>{"name": "run", "arguments": {"a": [1</tool_call>So.', C("run", {"a": [1]}), A("So.")),
   "hermes: marks in a string": hermes('<tool_call>{"name": "note", "arguments": {"text": "</tool_call><tool_call>"}}</tool_call>',
                                       C("note", {"text": "</tool_call><tool_call>"})),
@@ -283,6 +286,8 @@ MENDED = {
   "hermes: cut before arguments": hermes('<tool_call>{"name": "run", "argu', C("run", {})),
   "hermes: no such tool": hermes('So. <tool_call>\n{"name": "fly", "arguments": {"to": "</tool_call>"}}\n</tool_call> Well.',
                                  A('So. <tool_call>\n{"name": "fly", "arguments": {"to": "</tool_call>"}}\n</tool_call> Well.')),
+  "hermes: a call in what is none": hermes('<tool_call>{"name": "fly", "arguments": {"to": "<tool_call>{"name": "stop"}</tool_call>',
+                                           A('<tool_call>{"name": "fly", "arguments": {"to": "'), C("stop", {})),
   "hermes: no JSON": hermes("<tool_call>fly</tool_call>", A("<tool_call>fly</tool_call>")),
   "hermes: no name": hermes('<tool_call>{"arguments": {}}</tool_call>', A('<tool_call>{"arguments": {}}</tool_call>')),
   "hermes: nothing": hermes("<tool_call>\n</tool_call>", A("<tool_call>\n</tool_call>")),
@@ -292,6 +297,7 @@ MENDED = {
                          C("stop", {"a": json.loads("[" * 62 + "1" + "]" * 62)})),
   "r1: no arguments": r1("<S><C>function<sep>stop</C></S>", C("stop", {})),
   "r1: no section": r1('So.\n<C>function<sep>clock\n```json\n{"city": "Rome"}\n```</C>', A("So."), C("clock", {"city": "Rome"})),
+  "r1: no ends": r1('<S><C>function<sep>clock\n```json\n{"city": "Rome"}\n```', C("clock", {"city": "Rome"})),
   "r1: no fence": r1('<S><C>function<sep>clock\n{"city": "Rome"}</C></S>', C("clock", {"city": "Rome"})),
   "r1: no such tool": r1("<S><C>function<sep>fly\n```json\n{}\n```</C></S>",
                          A("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>fly\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>")),
@@ -361,6 +367,8 @@ def test_json_is_an_object_at_any_moment():
       sent, text = sent + cut.push(text[:k]), text[k:]
       assert isinstance(json.loads(sent + closed(cut)), dict), sent
     assert sent + cut.close() == expected and json.dumps(json.loads(expected), allow_nan=False).encode()
+  long = Json()
+  assert json.loads(long.push('{"a": ' + "1" * 5000 + "}")) == {"a": "1" * 5000}   # Python reads no number so long
 
 def test_a_call_is_told_as_it_comes():
   toy = Toy("GLM")
@@ -386,6 +394,13 @@ def test_half_a_character():
   half, ids = toy.token(b"\xc3"), toy.cut(toy.parts("<tool_call>note<arg_key>text</arg_key><arg_value>"))
   events = [e for i in [half, *ids, half, half] for e in p.push(i)] + p.flush()
   assert parsed(joined(events)) == [A("\ufffd"), Call("note", {"text": "\ufffd\ufffd"})]
+
+def test_a_control_token_is_no_text():
+  """It ends a string that was not ended; its name may stand there"""
+  said = kimi('<C>note<A>{"text": "a</C>So.').said
+  for spelled, expected in ((False, [Call("note", {"text": "a"}), A("So.")]), (True, [Call("note", {"text": "a<|tool_call_end|>So."})])):
+    toy = Toy("Kimi", spelled)
+    assert parsed(parse(toy, toy.cut(toy.parts(said)), TOOLS)) == expected
 
 def test_without_tools_calls_are_text():
   for name, said, expected in (("GLM", call("stop"), call("stop")), ("Kimi", kimi("a<S><C>functions.stop:0<A>{}").said, "afunctions.stop:0{}")):
@@ -509,8 +524,9 @@ def section(form:str, *calls:str) -> str:
   f = next(f for f in FORMS if f.name == form)
   return f.section + f.between.join(calls) + (f.ends[-1] if f.section else "")
 
-@pytest.mark.parametrize("spelled", [False, True])
-@pytest.mark.parametrize("form", WRITTEN)
+GRAMMARS = pytest.mark.parametrize("form,spelled", [*((form, False) for form in WRITTEN), ("GLM", True), ("hermes", True), ("Kimi", True)])
+
+@GRAMMARS
 def test_a_grammar_takes_calls_alone(form:str, spelled:bool):
   v, calls = Bytes(form, spelled), WRITTEN[form]
   def takes(said:str, **how:Any) -> bool: return v.accepts(said, STRICT, **how)
@@ -520,17 +536,17 @@ def test_a_grammar_takes_calls_alone(form:str, spelled:bool):
   for said in ("", "So.", "So. " + section(form, calls[0]), section(form, calls[0])[:-1], section(form, calls[0]) + "So.",
                section(form, calls[0]).replace("clock", "fly"), section(form, calls[1]).replace("hour", "year"),
                section(form, calls[0]).replace("-2", "two"), "<think>Hm</think>" + section(form, calls[0])): assert not takes(said), said
+  assert form != "GLM" or not takes(call("clock", city="a</tool_call>b"))
   assert takes("<think>Hm</think>\n" + section(form, *calls), thinks=True) and takes(section(form, *calls), thinks=True)
   for said in ("", "So.", "So.\n" + section(form, *calls), section(form, *calls)): assert takes(said, choice="auto"), said
   assert takes("<think>Hm</think>So. " + section(form, calls[0]), choice="auto", thinks=True)
   assert not takes("So. " + section(form, calls[0]).replace("clock", "fly"), choice="auto")
   assert not takes(section(form, *calls), choice="auto", parallel=False)
 
-@pytest.mark.parametrize("spelled", [False, True])
-@pytest.mark.parametrize("form", WRITTEN)
+@GRAMMARS
 def test_what_a_grammar_lets_pass_is_calls(form:str, spelled:bool):
   v, rng, ended = Bytes(form, spelled), random.Random(form), 0
-  for n in range(30):
+  for n in range(16):
     if (ids := v.draw(v.guide(STRICT, strict=STRICT, parallel=n % 2 == 0), rng, 400)) is None: continue
     found = parsed(parse(v.toy, ids, STRICT))
     ended += 1
@@ -540,4 +556,28 @@ def test_what_a_grammar_lets_pass_is_calls(form:str, spelled:bool):
       for key, value in c.arguments.items():
         schema = STRICT[c.name]["properties"].get(key)
         assert kinds(schema, STRICT[c.name]) & TYPES[type(value)], v.toy.decode(ids)
-  assert ended > 5
+  assert ended > 2
+
+def test_values_under_a_grammar():
+  """Where a string is written without quotes: choices, lengths, keys without a schema"""
+  v = Bytes("GLM")
+  def takes(said:str, schema:dict) -> bool: return v.accepts(said, {"f": {"type": "object", "properties": {"a": schema}}})
+  for schema, good, bad in (({"enum": ["x", 'y "z', 3, ""]}, ["x", 'y "z', "3", ""], ["z", '"x"']), ({"const": "x"}, ["x"], ["y"]),
+                            ({"type": "string", "minLength": 1, "maxLength": 2}, ["a", "\n\n"], ["", "abc"]),
+                            ({"type": "boolean"}, ["true"], ["True"]), ({"type": ["string", "null"]}, ["null", "a"], []),
+                            ({"type": "array", "items": {"type": "integer"}}, ["[1, 2]", "[]"], ['["a"]']),
+                            ({"type": "string", "pattern": "^a+$"}, ["b"], [])):   # a pattern is for strict tools, and not for them here
+    assert all(takes(call("f", a=text), schema) for text in good) and not any(takes(call("f", a=text), schema) for text in bad), schema
+  assert v.accepts(call("run", any="thing", more="5"), TOOLS) and v.accepts(call("run"), TOOLS)
+  reference = {"f": {"properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a", "b"], "$defs": {"n": {"type": "integer"}}}}
+  assert v.accepts(call("f", a="1", b="x"), reference)
+  assert not any(v.accepts(said, reference) for said in (call("f", a="x", b="x"), call("f", a="1")))
+
+@pytest.mark.parametrize("schema", [
+  {"properties": {"a": {"type": "string", "pattern": "a+"}}}, {"properties": {"a": {"type": "string", "format": "date"}}}, {"allOf": []},
+  {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "object"}]}}}, {"$ref": "#/$defs/a"}])
+def test_what_a_grammar_cannot_hold(schema:dict):
+  glm_family, hermes_family = (Family(f) for f in FORMS if f.name in ("GLM", "hermes"))
+  with pytest.raises(ValueError, match="^tool f: strict: "): call_grammar(glm_family, {"f": schema}, strict={"f"})
+  assert all(call_grammar(*how)[0] == "lark" for how in ((glm_family, {"f": schema}), (hermes_family, {"f": schema}, "required", True, {"f"})))
+  with pytest.raises(ValueError, match="no form of calls"): call_grammar(Family(None), {"f": {}})

@@ -11,13 +11,13 @@ from scripted_server import CUT, END, WAIT, WEB, Script, calls, reasons, refusal
 from tinygrad.apps.models import ROOT
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
-if CHROMIUM is None or not (WEB / "vendor/node_modules").is_dir():
+if CHROMIUM is None or not (WEB / "vendor/package-lock.json").is_file():
   missing = "chromium; type: sudo apt-get install chromium" if CHROMIUM is None else "libraries for the page; type: make setup"
   warnings.warn(f"the web chat is not tested: no {missing}")
   pytest.skip(f"no {missing}", allow_module_level=True)
 
 PHONE = dict(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
-expect.set_options(timeout=5000)
+expect.set_options(timeout=15000)
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
@@ -243,6 +243,7 @@ def test_edit_regenerate_branches(page: Page, script: Script):
   button(answer(page), "Another answer").click()
   expect(answer(page)).to_contain_text("A2")
   expect(answer(page).locator(".branches")).to_have_text("2/2")
+  expect(page.get_by_label("Message", exact=True)).to_be_focused()
   button(answer(page), "Version before").click()
   expect(answer(page)).to_contain_text("A1")
   user(page).hover()

@@ -201,10 +201,18 @@ def _kinds(schema:Any, root:Any, seen:set[str], depth:int) -> frozenset[str]:
     if isinstance(schema.get(several), list): return frozenset(k for s in schema[several] for k in _kinds(s, root, seen, depth - 1))
   return ANY
 
+def depth(value:Any) -> int:
+  """How many lists and dicts lie around the innermost value, and 1"""
+  level, n = [value], 0
+  while level: level, n = [x for v in level if isinstance(v, (list, dict)) for x in (v.values() if isinstance(v, dict) else v)], n + 1
+  return n
+
 def typed(text:str, allowed:frozenset[str]) -> str:
   """A value's text to JSON: what it is as JSON, where a type that is allowed; else a literal of Python's, else a string"""
   word = text.strip()
-  try: value = decode(LITERALS.get(word, word))
+  try:
+    value = decode(LITERALS.get(word, word))
+    if depth(value) > MAX_DEPTH: raise ValueError("nested too deep")
   except ValueError:
     # an object or list that is none yet: half of one, or Python's
     if "string" in allowed or word[:1] not in ("{", "["): return encode(text)
@@ -411,7 +419,9 @@ class Parser:
       self.control = marked.watch(*(m for m, i in marked.ids.items() if i in tokenizer.control))   # in a string of it
     self.trim = tokenizer.decode(prompt[-len(CLOSE) - 8:]).rstrip().endswith((OPEN, CLOSE))
 
-  def push(self, token:int) -> list[Event]: return list(self._trimmed(self.reasoning.push(token)))
+  def push(self, token:int) -> list[Event]:
+    events = self.reasoning.push(token)
+    return list(self._trimmed(events)) if events else events
 
   def flush(self) -> list[Event]:
     """What was held back, at the end. A call that has begun is completed."""

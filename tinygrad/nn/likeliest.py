@@ -1,4 +1,4 @@
-"""The largest logits of each row, in their order, and what a step says of them and of the token that it chose.
+"""The largest logits of each row, in their order; the total that makes probabilities of logits; and what a step says of both.
 
 A number and its place are one whole number, its key: the `ordered` bits above, the place's complement below. No two are equal, and of two equal
 numbers the lower place has the larger key. So the next largest is the largest below the last one, and nothing is taken out or marked.
@@ -6,12 +6,13 @@ numbers the lower place has the larger key. So the next largest is the largest b
 On a GPU, two launches: every block finds the largest of its part of the row, one block those of all parts.
 """
 from __future__ import annotations
+import math
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn import cpu
 from tinygrad.nn.cutoff import ordered
 from tinygrad.nn.intrinsics import Target, shuffle, target_of
-from tinygrad.nn.kernel import empty, launch, local
+from tinygrad.nn.kernel import block_sum, empty, exp, launch, local, sum_in_order
 from tinygrad.nn.primitive import primitive
 from tinygrad.uop.ops import Ops
 
@@ -79,7 +80,7 @@ def likeliest_decode(x:Tensor, count:int) -> Tensor:
     for number in range(-(-V // (BLOCKS * THREADS))):
       place = (number * BLOCKS + block) * THREADS + thread
       value = ordered(buffers["x"][row * V + place.minimum(V - 1)].load())
-      key = (value.cast(dtypes.uint64) << 32) | (PLACES - place.cast(dtypes.uint64))
+      key = (value.cast(dtypes.uint64) << 32) | (place.cast(dtypes.int) ^ -1).cast(dtypes.uint32).cast(dtypes.uint64)
       keys.append((place < V).where(key, none))
     turn, key, step = descending(target, keys, thread, count)
     place = ((row * BLOCKS + block) * count + turn).valid(thread.eq(0))
@@ -95,6 +96,38 @@ def likeliest_decode(x:Tensor, count:int) -> Tensor:
     return [UOp.group(step, buffers["y"][(row * count + turn).valid(thread.eq(0))].store(found)).end(turn)]
   keys, = launch(f"likeliest_part_{V}_{count}_{S}", {"keys": empty(x, S, BLOCKS, count, dtype=dtypes.uint64)}, {"x": x}, of_blocks)
   return launch(f"likeliest_whole_{count}_{S}", {"y": empty(x, S, count, dtype=dtypes.int32)}, {"keys": keys}, of_all)[0]
+
+# ---- the total ----
+
+@primitive(outputs=lambda x, best: empty(x, x.shape[0]))
+def log_total(x:Tensor, best:Tensor) -> Tensor:
+  """float32 (S, V), and int32 (S, C), its likeliest -> float32 (S,), the logarithm of Σ exp(x), the same whatever rows are beside it: here as the sum
+  is of whole numbers, in kernels by a fixed order"""
+  largest = x.max(axis=1)
+  shares = ((x - largest.unsqueeze(1)).exp() * 2.0 ** 40).cast(dtypes.uint64)
+  return largest + (shares.sum(1).cast(dtypes.float) * 2.0 ** -40).log()
+
+@log_total.form("decode", takes=lambda x, best: target_of(x.device) is not None)
+def log_total_decode(x:Tensor, best:Tensor) -> Tensor:
+  target, (S, V), C = target_of(x.device), x.shape, best.shape[1]
+  assert target is not None
+  def of_blocks(buffers:dict[str, UOp]) -> list[UOp]:
+    block, row, thread = UOp.special(BLOCKS, "gidx0"), UOp.special(S, "gidx1"), UOp.special(THREADS, "lidx0")
+    largest = buffers["x"][row * V + buffers["best"][row * C].load().maximum(0).minimum(V - 1).cast(dtypes.weakint)].load()
+    shares = []
+    for number in range(-(-V // (BLOCKS * THREADS))):
+      place = (number * BLOCKS + block) * THREADS + thread
+      shares.append((place < V).where(exp(buffers["x"][row * V + place.minimum(V - 1)].load() - largest), 0.0))
+    share = block_sum(target, sum_in_order(shares), thread, THREADS, 0)
+    return [buffers["sums"][(row * BLOCKS + block).valid(thread.eq(0))].store(share),
+            buffers["largest"][row.valid(block.eq(0) & thread.eq(0))].store(largest)]
+  def of_all(buffers:dict[str, UOp]) -> list[UOp]:
+    row, thread = UOp.special(S, "gidx0"), UOp.special(BLOCKS, "lidx0")
+    share = block_sum(target, buffers["sums"][row * BLOCKS + thread].load(), thread, BLOCKS, 0)
+    return [buffers["y"][row.valid(thread.eq(0))].store(buffers["largest"][row].load() + share.log2() * math.log(2))]
+  outs = {"sums": empty(x, S, BLOCKS), "largest": empty(x, S)}
+  sums, largest = launch(f"log_total_part_{V}_{S}", outs, {"x": x, "best": best}, of_blocks)
+  return launch(f"log_total_whole_{S}", {"y": empty(x, S)}, {"sums": sums, "largest": largest}, of_all)[0]
 
 # ---- what is said ----
 

@@ -3,8 +3,9 @@
 Masks are computed in worker threads, several at once: a sequence's for the next token is begun when its last one is known, while the device runs the
 model on it, and is needed when that is done (engine.py)."""
 from __future__ import annotations
-import functools, os, threading
+import functools, importlib, os, threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import ModuleType
 from typing import TYPE_CHECKING, Callable, Iterable, Protocol, Sequence
 import numpy as np
 from tinygrad.apps.engine.sampling import mask_words
@@ -70,22 +71,21 @@ class After:
 # ---- grammars ----
 
 KINDS = "json_schema", "regex", "lark"
-# between the parts of JSON, at most so many blanks: a model that likes them would go on without end
-WHITESPACE = r"[ \n\r\t]{1,40}"
+# between two parts of JSON: one blank, or a line's end and what the next is set in by. A model that likes blanks would else go on without end
+WHITESPACE = r"( |\r?\n[ \t]{0,20})"
 
 class GrammarError(ValueError):
   """What is no grammar, or was not followed. str(e) is one line."""
 
 def _line(text:str) -> str: return " ".join(text.replace("<non-verbose/>", "").split())[:300]
 
-def _matcher() -> type[llguidance.LLMatcher]:
-  try: from llguidance import LLMatcher
+def _llguidance() -> ModuleType:
+  try: return importlib.import_module("llguidance")
   except ImportError as e: raise GrammarError("grammars need llguidance, which is not installed: pip install llguidance==1.9.1") from e
-  return LLMatcher
 
 def _in_own_form(kind:str, source:str) -> str:
   """As llguidance has grammars; whether it is one is not looked at"""
-  matcher = _matcher()
+  matcher = _llguidance().LLMatcher
   if kind == "regex": return matcher.grammar_from_regex(source)
   if kind == "lark": return matcher.grammar_from_lark(source)
   if kind != "json_schema": raise GrammarError(f"grammar: expected {', '.join(KINDS)}, found {_line(repr(kind))}")
@@ -95,7 +95,7 @@ def _in_own_form(kind:str, source:str) -> str:
 def check(kind:str, source:str) -> None:
   """Raises GrammarError for what is no grammar, and where llguidance is missing. It takes no vocabulary: whether that has the special tokens which
   a grammar names is not looked at."""
-  if error := _matcher().validate_grammar(_in_own_form(kind, source)): raise GrammarError(f"{kind}: {_line(error)}")
+  if error := _llguidance().LLMatcher.validate_grammar(_in_own_form(kind, source)): raise GrammarError(f"{kind}: {_line(error)}")
 
 class Vocabulary:
   """What grammars need of a tokenizer"""
@@ -108,14 +108,15 @@ class Vocabulary:
     self.eos_token_id, self.bos_token_id = self.stop[0], None
     self.lock, self.made = threading.Lock(), None
 
-  def __call__(self, text:bytes) -> list[int]: return self.encode(text)   # llguidance asks for this, and for the names above
+  def __call__(self, text:bytes) -> list[int]:
+    """llguidance asks for this, of what a grammar leaves no choice about, and for tokens and the ids by these names"""
+    return self.encode(text)
 
   def tokenizer(self) -> llguidance.LLTokenizer:
     """Made with the first call, which takes a second or two for a large vocabulary"""
-    _matcher()
-    from llguidance import LLTokenizer, TokenizerWrapper
+    library = _llguidance()
     with self.lock:
-      if self.made is None: self.made = LLTokenizer(TokenizerWrapper(self), eos_token=self.stop)
+      if self.made is None: self.made = library.LLTokenizer(library.TokenizerWrapper(self), eos_token=self.stop)
       return self.made
 
 class Grammar:
@@ -125,13 +126,14 @@ class Grammar:
 
   @functools.cached_property
   def matcher(self) -> llguidance.LLMatcher:
-    from llguidance import LLParserLimits
-    matcher = _matcher()(self.vocabulary.tokenizer(), _in_own_form(self.kind, self.source), log_level=0, limits=LLParserLimits(verbose_errors=False))
+    library = _llguidance()
+    limits = library.LLParserLimits(verbose_errors=False)
+    matcher = library.LLMatcher(self.vocabulary.tokenizer(), _in_own_form(self.kind, self.source), log_level=0, limits=limits)
     self._raise_error(matcher)
     return matcher
 
   def mask(self) -> np.ndarray:
-    mask = np.frombuffer(self.matcher.compute_bitmask(), np.uint32)[:mask_words(self.vocabulary.size)]  # which may have a word more
+    mask = np.frombuffer(self.matcher.compute_bitmask(), np.uint32)[:mask_words(self.vocabulary.size)]   # it may have a word more
     self._raise_error(self.matcher)
     return mask
 

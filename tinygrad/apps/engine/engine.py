@@ -32,10 +32,10 @@ def tokens_of(ids:Iterable[int], vocab:int) -> list[int]:
   shape = getattr(ids, "shape", None)
   if not isinstance(ids, Iterable) or isinstance(ids, (str, bytes)) or (shape is not None and len(shape) != 1):
     raise ValueError(f"tokens: expected a list of numbers, found {type(ids).__name__}{'' if shape is None else f' of shape {shape}'}")
-  tokens = [_whole("token", i) for i in ids]
+  tokens = list(ids) if isinstance(ids, list) and {*map(type, ids)} <= {int} else [_whole("token", i) for i in ids]  # long ones come as ints
   if not tokens: raise ValueError("no tokens: give at least one")
-  if (wrong := next((i for i in tokens if not 0 <= i < vocab), None)) is not None:
-    raise ValueError(f"token {str(wrong)[:40]}: expected 0 to {vocab - 1}")
+  if min(tokens) < 0 or max(tokens) >= vocab:
+    raise ValueError(f"token {str(next(i for i in tokens if not 0 <= i < vocab))[:40]}: expected 0 to {vocab - 1}")
   return tokens
 
 class ContextFull(Exception):

@@ -12,13 +12,13 @@ from typing import Sequence
 import numpy as np
 from tinygrad import Device, Tensor, UOp
 from tinygrad.apps.capture import Replay, compile_parts, enqueue, read, seen_by_host, to_device, write, write_row
-from tinygrad.apps.engine.sampling import VALUES, Features, Sampling, counted, log_total, mask_words, sample, token_counts
+from tinygrad.apps.engine.sampling import VALUES, Features, Sampling, counted, mask_words, sample, token_counts
 from tinygrad.apps.engine.sequence import TOP, BatchRow, Logprob
 from tinygrad.apps.mla import Transformer
 from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.embedding import advance
 from tinygrad.nn.intrinsics import target_of
-from tinygrad.nn.likeliest import likeliest, tell
+from tinygrad.nn.likeliest import likeliest, log_total, tell
 from tinygrad.nn.step import Step
 
 ROWS = 1, 2, 4, 8, 16, 32, 64   # of recorded decode steps; a batch takes the least that holds it
@@ -50,7 +50,8 @@ def next_tokens(step:Step, logits:Tensor, draw:Draw, token:Tensor, log:Tensor) -
   moved, logged = advance(step.start, chosen, step.tables, log)
   if draw.odds is None: return chosen, moved, logged
   # behind `advance`, whose own result orders the two: it moves `start` on unseen
-  return chosen, moved, logged, tell(logits, log_total(logits), chosen, likeliest(logits, draw.odds.shape[2] - 1), moved, draw.odds)
+  best = likeliest(logits, draw.odds.shape[2] - 1)
+  return chosen, moved, logged, tell(logits, log_total(logits, best), chosen, best, moved, draw.odds)
 
 class Batch:
   """What decode steps of `size` rows read and write on the device. A row that is not there has a table of zeros: it stands still, and writes what is
@@ -287,6 +288,7 @@ class Runner:
     for batch in batches:
       self.batch = batch
       self.launch()
+      if features.mask: self.draw({})
     self.wait()
     self.launched.clear()
 

@@ -105,14 +105,6 @@ def allowed(mask:Tensor, vocab:int) -> Tensor:
   bits = (mask.unsqueeze(2) >> Tensor.arange(32, dtype=dtypes.uint32).to(mask.device)) & 1
   return bits.reshape(mask.shape[0], -1)[:, :vocab].eq(1)
 
-# ---- probabilities ----
-
-def log_total(logits:Tensor) -> Tensor:
-  """float32 (S, V) -> float32 (S,), the logarithm of Σ exp(logits)"""
-  largest = logits.max(axis=1)
-  shares = ((logits - largest.unsqueeze(1)).exp() * 2.0 ** 40).cast(dtypes.uint64)
-  return largest + (shares.sum(1).cast(dtypes.float) * 2.0 ** -40).log()
-
 # ---- the draw ----
 
 def random_bits(key:Tensor, counter:Tensor, count:int) -> Tensor:

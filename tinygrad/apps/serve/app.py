@@ -1,6 +1,6 @@
 """The application: its routes, and what holds for every request: a key, an id, limits, an error's form, a line in the log."""
 from __future__ import annotations
-import asyncio, contextlib, hmac, logging, re, secrets, stat, sys, time, traceback
+import asyncio, contextlib, hmac, logging, re, secrets, stat, sys, time
 from pathlib import Path
 from typing import Any, AsyncIterator, Awaitable, Callable, NamedTuple
 import msgspec
@@ -20,8 +20,8 @@ from tinygrad.apps.serve.anthropic import CountRequest, MessagesRequest
 from tinygrad.apps.serve.link import READY, Link
 from tinygrad.apps.serve.openai import json_response
 from tinygrad.apps.serve.openapi import document
-from tinygrad.apps.serve.requests import (ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, conversation, line_of, log,
-                                           prompt_of, wrong)
+from tinygrad.apps.serve.requests import (ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, conversation, encoded, failed,
+                                           log, prompt_of, wrong)
 from tinygrad.apps.serve.responses import ResponsesRequest
 from tinygrad.apps.serve.service import Service
 from tinygrad.apps.serve.settings import Settings
@@ -135,8 +135,12 @@ class Page(StaticFiles):
     return response
   def has(self, path:str) -> bool:
     """Whether there is a file for this path of a URL"""
-    found = self.lookup_path(path.removeprefix("/") or "index.html")[1]
+    try: found = self.lookup_path(path.removeprefix("/") or "index.html")[1]
+    except (OSError, ValueError): return False   # no name that a file can have
     return found is not None and stat.S_ISREG(found.st_mode)
+  async def __call__(self, scope:Scope, receive:Receive, send:Send) -> None:
+    if scope["method"] in ("GET", "HEAD") and not self.has(scope["path"]): raise HTTPException(404)
+    await super().__call__(scope, receive, send)
 
 class Front:
   """What stands before the routes. Every answer gets an id; errors get their route's form; the log gets a line."""
@@ -163,13 +167,12 @@ class Front:
         if not status: await self.refuse(e, scope, receive, answer)
       except Gone: status = 499
       except Exception as e:
-        log.error(line_of({"id": number, "error": type(e).__name__, "traceback": traceback.format_exc()}))
-        failed = ApiError(500, f"the server failed ({type(e).__name__}); the request's id is {number}")
-        if not status: await self.refuse(failed, scope, receive, answer)
+        error = failed(e, number)
+        if not status: await self.refuse(error, scope, receive, answer)
     finally:
       line = {"method": scope["method"], "path": scope["path"][:200], "status": status, "ms": round((time.perf_counter() - start) * 1e3, 1),
               "id": number, **scope.get("said", {})}
-      log.info(line_of(line))
+      log.info(encoded(line))
 
   def check(self, scope:Scope, headers:Headers) -> None:
     """Raises ApiError for a request without a key, where it needs one"""

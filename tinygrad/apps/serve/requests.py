@@ -3,17 +3,17 @@
 null is as good as a missing field. A field that asks for what there is not, or that nobody could mean, is an ApiError which names it. Unknown fields
 are ignored, and said once each. Strings become tokens here, so all of this runs in a thread (service.py)."""
 from __future__ import annotations
-import dataclasses, functools, logging, re, secrets
+import dataclasses, functools, logging, re, secrets, traceback
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Iterator, Literal, NoReturn, TypeVar
 import msgspec
 from tinygrad.apps.chat import MessageError
-from tinygrad.apps.engine.constraint import GrammarError, check
+from tinygrad.apps.engine.constraint import WHITESPACE, GrammarError, check
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.gguf import GGUFError
-from tinygrad.apps.reasoning import CLOSE
+from tinygrad.apps.reasoning import CLOSE, OPEN
 from tinygrad.apps.serve import wire
 from tinygrad.apps.serve.settings import Settings
 from tinygrad.apps.serve.text import Voice
@@ -27,9 +27,9 @@ MAX_STOPS = 64
 MAX_GRAMMAR = 1 << 18    # characters: a schema of four times as many takes seconds to compile
 MAX_TOP = 20             # likeliest tokens beside a chosen one
 
-def line_of(data:dict[str, Any]) -> str:
-  """Of the log"""
-  return str(msgspec.json.encode(data), "utf-8")
+def encoded(value:Any) -> str:
+  """As JSON"""
+  return str(msgspec.json.encode(value), "utf-8")
 
 # ---- errors ----
 
@@ -51,6 +51,11 @@ class ApiError(Exception):
   def anthropic(self) -> dict[str, Any]:
     return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(self.status, "invalid_request_error"), "message": self.message}}
 
+def failed(e:Exception, number:str) -> ApiError:
+  """What a client is told of a fault of ours, which the log has whole. number: the request's id"""
+  log.error(encoded({"id": number, "error": type(e).__name__, "traceback": "".join(traceback.format_exception(e))}))
+  return ApiError(500, f"the server failed ({type(e).__name__}); the request's id is {number}")
+
 def wrong(param:str, expected:str, found:object) -> NoReturn:
   """Raises the error of a field's value"""
   raise ApiError(400, f"{param}: expected {expected}, found {shown(found)}", param)
@@ -67,8 +72,9 @@ def naming(names:dict[str, str]) -> Iterator[None]:
     raise
 def shown(value:object) -> str:
   """A value, as an error shows it"""
-  text = value if isinstance(value, str) and value.isidentifier() else repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
-  return " ".join(text[:80].split())
+  if isinstance(value, str): text = value[:80] if value[:80].isidentifier() else repr(value[:80])
+  else: text = repr(value)[:80] if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value).__name__
+  return " ".join(text.split())
 
 # ---- reading ----
 
@@ -123,7 +129,7 @@ def check_unknown(raw:dict[str, msgspec.Raw], kind:type[msgspec.Struct]) -> None
     if name in lacking:
       value = msgspec.json.decode(raw[name])
       if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in lacking[name]): continue
-      allowed = " or ".join(str(msgspec.json.encode(v), "utf-8") for v in lacking[name])
+      allowed = " or ".join(encoded(v) for v in lacking[name])
       raise ApiError(400, f"{name}: not supported{f' but as {allowed}' if allowed else ''}", name, "unsupported_parameter")
     if name not in HINTS: warn_once(name, kind.__name__)
 
@@ -131,7 +137,7 @@ def warn_once(name:str, of:str) -> None:
   """A line in the log for what is left out of a request"""
   if name not in _warned and len(_warned) < 1000:
     _warned.add(name)
-    log.warning(line_of({"unknown_field": name[:100], "of": of}))
+    log.warning(encoded({"unknown_field": name[:100], "of": of}))
 
 # ---- structs ----
 
@@ -201,9 +207,11 @@ class Function(msgspec.Struct, omit_defaults=True):
   description: str|None = None
   parameters: dict[str, Any]|None = None
   strict: bool|None = None
-class Tool(msgspec.Struct):
+class Tool(msgspec.Struct, omit_defaults=True):
+  """defer_loading: may be called, but the prompt does not begin with it: a search among tools shows it later"""
   type: Literal["function"]
   function: Function
+  defer_loading: bool|None = None
 class FunctionName(msgspec.Struct):
   name: str
 class ToolChoice(msgspec.Struct):
@@ -333,7 +341,8 @@ def prompt_of(c:Conversation, voice:Voice) -> list[int]:
   """The ids of a conversation's prompt. Raises ApiError."""
   if voice.chat is None: raise ApiError(400, f"the model has no chat template: {voice.chat_error}", "messages")
   if c.tools and voice.family.form is None: raise ApiError(400, "tools: the model's chat template knows none", "tools", "unsupported_parameter")
-  variables = c.variables | ({"tools": [msgspec.to_builtins(tool) for tool in c.tools]} if c.tools else {})
+  tools = [msgspec.to_builtins(tool) for tool in c.tools if not tool.defer_loading]
+  variables = c.variables | ({"tools": tools} if tools else {})
   try:
     messages = tools_in_history(c.messages, voice.family.as_text)
     if not c.continued: return voice.chat.render(messages, add_generation_prompt=c.generation_prompt, **variables)
@@ -447,10 +456,9 @@ def talk_job(r:Generation, c:Conversation, voice:Voice, settings:Settings, capac
   if least >= capacity: too_long(least, capacity, "messages", "at least ")
   ids = prompt_of(c, voice)
   check_context(ids, capacity, "messages")
-  grammar, calls = grammar_source(r), call_source(c, ids, voice)
-  if grammar and c.tools: raise ApiError(400, f"{grammar[0]}: not supported beside tools that may be called", grammar[0], "unsupported_parameter")
+  grammar = grammar_of(held_to(r, c, ids, voice), [ids], voice)
   tools = {tool.function.name: tool.function.parameters or {} for tool in c.tools}
-  return job_of(r, [ids], voice, settings, logprobs=logprobs, grammar=grammar_of(calls or grammar, [ids], voice), tools=tools, parallel=c.parallel)
+  return job_of(r, [ids], voice, settings, logprobs=logprobs, grammar=grammar, tools=tools, parallel=c.parallel)
 
 def completion_job(r:CompletionRequest, voice:Voice, settings:Settings, capacity:int) -> Job:
   """Raises ApiError"""
@@ -479,29 +487,42 @@ def completion_job(r:CompletionRequest, voice:Voice, settings:Settings, capacity
 
 def grammar_source(r:Generation) -> tuple[str, str, str]|None:
   """(the field that gives it, wire.Grammar's kind, its text); None where an answer may be any text. Raises ApiError."""
-  def encoded(schema:dict[str, Any]|str) -> str: return schema if isinstance(schema, str) else str(msgspec.json.encode(schema), "utf-8")
   found: list[tuple[str, str, str]] = []
   if (f := r.response_format) is not None and f.type != "text":
     schema = f.json_schema.definition if f.json_schema is not None else f.definition
     if f.type == "json_schema" and schema is None: wrong("response_format.json_schema.schema", "a schema", None)
-    found.append(("response_format", "json_schema", encoded(schema if schema is not None else {"type": "object"})))
+    found.append(("response_format", "json_schema", encoded({"type": "object"} if schema is None else schema)))
   for name, kind in (("json_schema", "json_schema"), ("guided_json", "json_schema"), ("guided_regex", "regex"), ("grammar", "lark"),
                      ("guided_grammar", "lark")):
-    if value := getattr(r, name): found.append((name, kind, encoded(value)))
-  if r.guided_choice: found.append(("guided_choice", "lark", "start: " + " | ".join(map(encoded_text, r.guided_choice))))
+    if (value := getattr(r, name)) not in (None, ""): found.append((name, kind, value if isinstance(value, str) else encoded(value)))
+  if r.guided_choice: found.append(("guided_choice", "lark", "start: " + " | ".join(map(encoded, r.guided_choice))))
   if len(found) > 1: raise ApiError(400, f"{found[0][0]}: expected no {found[1][0]} beside it", found[0][0])
   return found[0] if found else None
 
-def encoded_text(text:str) -> str: return str(msgspec.json.encode(text), "utf-8")
-
-def call_source(c:Conversation, ids:list[int], voice:Voice) -> tuple[str, str, str]|None:
-  """As grammar_source, of an answer that has to be a call, or whose calls have to hold to the letter. Raises ApiError."""
+def held_to(r:Generation, c:Conversation, ids:list[int], voice:Voice) -> tuple[str, str, str]|None:
+  """As grammar_source, of an answer to a conversation: a form, calls, or either; behind reasoning where the model may open that itself. Raises
+  ApiError."""
+  given, thinks, marks = grammar_source(r), voice.may_think(ids), voice.tokenizer.special_tokens
   strict = {tool.function.name for tool in c.tools if tool.function.strict}
-  if not c.tools or c.choice == "auto" and not strict: return None
-  name = "tools" if c.choice == "auto" else "tool_choice"
   tools = {tool.function.name: tool.function.parameters or {} for tool in c.tools}
-  try: return (name, *call_grammar(voice.family, tools, c.choice, c.parallel, strict, voice.may_think(ids)))
-  except ValueError as e: raise ApiError(400, f"tools: {e}", "tools", "invalid_grammar") from None
+  def calls(choice:str) -> str:
+    try: return call_grammar(voice.family, tools, choice, c.parallel, strict, thinks)[1]
+    except ValueError as e: raise ApiError(400, f"tools: {e}", "tools", "invalid_grammar") from None
+  if tools and c.choice != "auto": return "tool_choice", "lark", calls(c.choice)
+  if given is None: return ("tools", "lark", calls("auto")) if strict else None
+  thinks = thinks and {OPEN, CLOSE} <= marks.keys()
+  if not tools and not thinks: return given
+  name, kind, source = given
+  if kind == "lark":
+    if tools: raise ApiError(400, f"{name}: not supported beside tools that may be called", name, "unsupported_parameter")
+    return given
+  checked(name, kind, source)
+  if kind == "json_schema": answer = f"%json {encoded(msgspec.json.decode(source) | {'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+  else: answer = "/" + re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", source, flags=re.S) + "/"
+  thought = f"(<[{marks[OPEN]}]> TEXT <[{marks[CLOSE]}]>)? " if thinks else ""
+  start = f"start: {thought}GAP? answer{' | calls' if tools else ''}\nanswer: {answer}\n"
+  # the grammar of calls has these terminals, too
+  return name, "lark", start + ("calls" + calls("required").removeprefix("start") if tools else "TEXT: /(?s:.*)/\nGAP: /\\n{1,2}/\n")
 
 def grammar_of(given:tuple[str, str, str]|None, prompts:list[list[int]], voice:Voice) -> wire.Grammar|None:
   """given: as grammar_source has it. Checked, as far as it can be without a model. Raises ApiError."""

@@ -2,7 +2,7 @@
 
 A first SIGTERM or SIGINT drains: what runs may end, and what comes is refused. A second one ends all at once."""
 from __future__ import annotations
-import asyncio, contextlib, errno, logging, os, resource, signal, socket, ssl, sys
+import asyncio, contextlib, errno, gc, logging, os, resource, signal, socket, ssl, sys
 from typing import Iterator
 import uvicorn, uvloop
 from tinygrad.apps.serve import wire
@@ -11,7 +11,7 @@ from tinygrad.apps.serve.link import FAILED, Link, Unavailable
 from tinygrad.apps.serve.settings import Settings
 
 BACKLOG = 2048         # connections that wait to be accepted
-FILES = 1 << 16        # connections at once, where the system lets a process have so many
+FILES = 1 << 16, 10240   # open at once, the most that the system allows of these
 IDLE_SECONDS = 75      # that a connection is kept between two requests
 CLOSE_SECONDS = 5      # that the last bytes of answers have to be read in
 
@@ -37,11 +37,16 @@ def check_certificate(settings:Settings) -> None:
   except (OSError, ValueError) as e: raise ServeError(f"--ssl-certfile {settings.ssl_certfile}, --ssl-keyfile {settings.ssl_keyfile}: {e}") from None
 
 def allow_many_files() -> None:
+  """As many as the system lets a process have: each connection is one"""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-  if soft != resource.RLIM_INFINITY and soft < wanted: resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+  for wanted in FILES:
+    if hard != resource.RLIM_INFINITY: wanted = min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted: return
+    try: return resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except ValueError: continue   # a Mac has a lower limit than the one that it tells
 
-def announce(line:str) -> None: print(line, flush=True)
+def announce(line:str) -> None:
+  with contextlib.suppress(OSError): print(line, flush=True)   # whoever read may have left
 
 # ---- the process ----
 
@@ -73,16 +78,18 @@ class Process:
   async def run(self, sock:socket.socket) -> int:
     """Until a signal, or until the model turns out not to load -> the exit code. Raises ServeError, GGUFError."""
     from tinygrad.apps.serve.app import create_app
+    from tinygrad.apps.serve.text import Voice
     for which in (signal.SIGINT, signal.SIGTERM): asyncio.get_running_loop().add_signal_handler(which, self.on_signal, which)
     try:
       await self.link.start()
-      self.server = Server(self.settings, create_app(self.link, self.settings))
+      voice = await asyncio.to_thread(Voice.from_file, self.settings.model, self.settings.alias, self.settings.sampling)
+      self.server = Server(self.settings, create_app(self.link, self.settings, voice))
+      gc.freeze()   # a vocabulary is not looked at again while answers run
       told = asyncio.create_task(self.tell())
       if self.ending is not None: self.server.should_exit = True   # the signal came before
       await self.server.serve([sock])
-      await self.link.close()
-      await told
-    finally: self.link.kill()
+    finally: await self.link.close()
+    await told
     if self.failed: raise ServeError(self.failed)
     return int(self.link.state == FAILED)
 

@@ -12,7 +12,7 @@ from tinygrad.apps.reasoning import Piece
 from tinygrad.apps.serve.answer import Gone, Reply, Usage, Whole
 from tinygrad.apps.serve.link import DRAINING, FAILED, LOADING, READY, Link, Unavailable
 from tinygrad.apps.serve.metrics import Metrics
-from tinygrad.apps.serve.requests import ApiError, Job, decode, line_of, log
+from tinygrad.apps.serve.requests import ApiError, Job, decode, encoded, failed, log
 from tinygrad.apps.serve.settings import Settings
 from tinygrad.apps.serve.text import Voice
 from tinygrad.apps.tool_calls import CallArguments, CallBegins, CallEnds, Event
@@ -109,7 +109,7 @@ class Service:
       return struct, build(struct)
     try:
       if queued: self.check_room()
-      if self.settings.log_prompts: log.info(line_of({"id": request.scope.get("request_id"), "request": body.decode(errors="replace")}))
+      if self.settings.log_prompts: log.info(encoded({"id": request.scope.get("request_id"), "request": body.decode(errors="replace")}))
       self.reading += 1
       try: return await asyncio.get_running_loop().run_in_executor(self.big if len(body) > BIG else self.small, work)
       finally: self.reading -= 1
@@ -234,6 +234,8 @@ class EventStream:
         else: await all_of([self._pump(reply) for reply in self.replies])
         last = self.form.end(self.replies)
       except ApiError as e: last = self.form.error(e)
+      except Gone: raise
+      except Exception as e: last = self.form.error(failed(e, scope.get("request_id", "")))
       await send({"type": "http.response.body", "body": last, "more_body": False})
     finally:
       watcher.cancel()

@@ -89,11 +89,12 @@ class Worker:
     failed = False
     for number, served in list(self.served.items()):
       s, ended = served.sequence, served.sequence.state is State.ENDED
-      if served.told == len(s.ids) - s.prompt and not ended: continue
+      told, there = served.told, len(s.ids) - s.prompt
+      if told == there and not ended: continue
       if (news := self.news.get(number)) is None: news = self.news[number] = wire.News(number, [])
-      news.ids += s.ids[s.prompt + served.told:]
-      news.logprobs += [wire.Logprob(*logprob) for logprob in s.logprobs[served.told:]]
-      news.cached, served.told = s.cached, len(s.ids) - s.prompt
+      news.ids += s.ids[s.prompt + told:]
+      if s.logprobs: news.logprobs += [wire.Logprob(*logprob) for logprob in s.logprobs[told:]]
+      news.cached, served.told = s.cached, there
       if ended:
         news.end, news.why, news.times = s.reason, "" if s.error is None else one_line(s.error), wire.Times(**vars(s.times))
         failed |= s.error is not None

@@ -103,6 +103,11 @@ function show(chat) {
   draw();
   drawList();
   document.body.classList.remove("with-sidebar");
+  focusPrompt();
+}
+
+// On a phone it would open the keyboard
+function focusPrompt() {
   if (matchMedia("(pointer: fine)").matches) $("#prompt").focus();
 }
 
@@ -134,6 +139,7 @@ async function answer(chat, parent) {
   keep(chat);
   draw();
   drawList();
+  if (document.activeElement === document.body) focusPrompt();   // the button that asked for it is gone
   const saving = setInterval(() => { if (chats.has(chat.id)) keep(chat); }, 1000);
   try {
     for await (const chunk of api.chat(request, run.controller.signal)) {

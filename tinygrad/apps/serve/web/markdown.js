@@ -2,7 +2,6 @@
 // that a model writes goes through DOMPurify. Formulas are built by KaTeX as elements, not as markup: no inline style needs the policy's leave.
 import {copyButton, h} from "./dom.js";
 
-const VENDOR = "./vendor/node_modules";
 const LIVE_CODE = 8000;   // a longer code block is coloured when it has ended: colouring it at each frame would be seen
 
 let marked, purify, hljs, katex;
@@ -11,15 +10,15 @@ let marked, purify, hljs, katex;
 export async function loadLibraries() {
   try {
     const [m, p, hl, k] = await Promise.all([
-      import(`${VENDOR}/marked/lib/marked.esm.js`),
-      import(`${VENDOR}/dompurify/dist/purify.es.mjs`),
-      import(`${VENDOR}/@highlightjs/cdn-assets/es/highlight.min.js`),
-      import(`${VENDOR}/katex/dist/katex.mjs`),
+      import("./vendor/marked.esm.js"),
+      import("./vendor/purify.es.mjs"),
+      import("./vendor/highlight.min.js"),
+      import("./vendor/katex.mjs"),
     ]);
     [purify, hljs, katex] = [p.default, hl.default, k.default];
     purify.addHook("afterSanitizeAttributes", tame);
     marked = new m.Marked({gfm: true, breaks: true, renderer: {html, image: linkToImage, checkbox}, extensions: [blockMath, inlineMath]});
-    document.head.append(h("link", {rel: "stylesheet", href: `${VENDOR}/katex/dist/katex.min.css`}));
+    document.head.append(h("link", {rel: "stylesheet", href: "vendor/katex.min.css"}));
     return true;
   } catch (error) {
     console.warn("plain text:", error);
