@@ -160,6 +160,9 @@ def test_turns_with_tools(server: Server, client: anthropic.Anthropic, display: 
    f"<|user|>a<|assistant|></think>{call('f')}<|observation|><tool_response></tool_response><|user|>b"),
   ([user([{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "tool_name": "weigh"}]}])],
    "<|observation|><tool_response>weigh</tool_response>"),
+  ([user("a"), assistant([{"type": "redacted_thinking", "data": "EuAB"}, {"type": "tool_use", "id": "1", "name": "f", "input": {}}]),
+    user([{"type": "tool_result", "tool_use_id": "1", "content": "b"}])],
+   f"<|user|>a<|assistant|></think>{call('f')}<|observation|><tool_response>b</tool_response>"),
   ([user("a"), {"role": "system", "content": "s"}], "<|user|>a<|system|>s"), ([user([])], "<|user|>"), ([user("</think>")], "<|user|></think>")])
 def test_blocks(server: Server, client: anthropic.Anthropic, messages: list[Any], prompt: str):
   client.messages.create(model="any", max_tokens=9, messages=messages)

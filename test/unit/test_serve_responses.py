@@ -156,7 +156,7 @@ def test_sealed_reasoning(server: Server, client: openai.OpenAI):
   r = ask(server, client, "hm é</think>a", include=["reasoning.encrypted_content"])
   assert base64.b64decode(r.output[0].encrypted_content.partition(".")[2]).decode() == "hm é"
   assert ask(server, client, "hm</think>a").output[0].encrypted_content is None
-  for foreign in ("gAAAAABo", "reasoning.!", "reasoning.gA", ""):   # another server's
+  for foreign in ("gAAAAABo", "Z0FBQUFBQm9mb3JlaWduZZ", "reasoning.!", "reasoning.gA", ""):   # another server's
     thought = {"type": "reasoning", "summary": [], "encrypted_content": foreign}
     ask(server, client, "</think>a", input=[{"role": "user", "content": "the question"}, thought])
     assert prompts(server)[-1].endswith("the question<|assistant|></think><|assistant|><think>")
