@@ -114,11 +114,11 @@ def test_ping(server: Server, client: anthropic.Anthropic):
   import threading
   say = threading.Event()
   server.link.script = {"question": Says("</think>a", silent=say)}
-  pings = 0
+  pings = lines = 0
   with client.messages.with_streaming_response.create(model="", max_tokens=9, messages=[user("question")], stream=True) as response:
     for line in response.iter_lines():
-      pings += line == 'data: {"type":"ping"}'
-      if pings == 3: say.set()
+      pings, lines = pings + (line == 'data: {"type":"ping"}'), lines + 1
+      if pings == 3 or lines == 30: say.set()
   assert pings >= 3
 
 # ---- conversations ----
@@ -158,6 +158,11 @@ def test_turns_with_tools(server: Server, client: anthropic.Anthropic, display: 
   ([user("a"), assistant([{"type": "tool_use", "id": "1", "name": "f", "input": {}}]),
     user([{"type": "text", "text": "b"}, {"type": "tool_result", "tool_use_id": "1"}])],
    f"<|user|>a<|assistant|></think>{call('f')}<|observation|><tool_response></tool_response><|user|>b"),
+  ([user([{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "tool_name": "weigh"}]}])],
+   "<|observation|><tool_response>weigh</tool_response>"),
+  ([user("a"), assistant([{"type": "redacted_thinking", "data": "EuAB"}, {"type": "tool_use", "id": "1", "name": "f", "input": {}}]),
+    user([{"type": "tool_result", "tool_use_id": "1", "content": "b"}])],
+   f"<|user|>a<|assistant|></think>{call('f')}<|observation|><tool_response>b</tool_response>"),
   ([user("a"), {"role": "system", "content": "s"}], "<|user|>a<|system|>s"), ([user([])], "<|user|>"), ([user("</think>")], "<|user|></think>")])
 def test_blocks(server: Server, client: anthropic.Anthropic, messages: list[Any], prompt: str):
   client.messages.create(model="any", max_tokens=9, messages=messages)
@@ -180,6 +185,25 @@ def test_going_on(server: Server, client: anthropic.Anthropic):
 def test_thinking(server: Server, client: anthropic.Anthropic, thinking: Any, end: str):
   client.messages.create(model="any", max_tokens=9, messages=[user("a")], **({"thinking": thinking} if thinking else {}))
   assert prompts(server)[-1].endswith("<|assistant|>" + end)
+
+def test_thinking_that_is_kept(server: Server, client: anthropic.Anthropic):
+  past = [user("a"), assistant([{"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "text", "text": "b"}]), user("c")]
+  for keep, prompt in (("all", "<think>hm</think>b"), ({"type": "thinking_turns", "value": 1}, "</think>b")):
+    client.messages.create(model="any", max_tokens=9, messages=past,
+                           extra_body={"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": keep}]}})
+    assert f"<|assistant|>{prompt}<|user|>c" in prompts(server)[-1]
+
+def test_tools_found_later(server: Server, client: anthropic.Anthropic):
+  """The prompt's beginning stays, and they may be called"""
+  asked: dict[str, Any] = {"messages": [user("find it")], "tools": TOOLS[:1]}
+  client.messages.create(model="any", max_tokens=9, **asked)
+  found = user([{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "tool_name": "count"}]}])
+  search = assistant([{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "tool_use", "id": "1", "name": "weigh", "input": {}}])
+  m = ask(server, client, "</think>" + call("count", n=2), messages=[user("find the question"), search, found],
+          tools=[*TOOLS[:1], {**TOOLS[1], "defer_loading": True}])
+  first, last = prompts(server)[-3].rpartition("find")[0], prompts(server)[-1]
+  assert last.startswith(first) and last.partition("<tool_response>")[2].startswith('{"name":"count","description":"counts","parameters":{"type":')
+  assert m.content[0].name == "count" and m.content[0].input == {"n": 2}
 
 def test_tool_choice(server: Server, client: anthropic.Anthropic):
   ask(server, client, "</think>a", tools=TOOLS, tool_choice={"type": "none"})
@@ -213,7 +237,8 @@ def test_structure(server: Server, client: anthropic.Anthropic):
 
 def test_hints(server: Server, client: anthropic.Anthropic):
   m = ask(server, client, "</think>a", metadata={"user_id": "u"}, service_tier="auto", cache_control={"type": "ephemeral"}, speed="fast",
-          output_config={"effort": "high"}, extra_body={"mcp_servers": [], "context_management": {"edits": []}},
+          output_config={"effort": "high"}, thinking={"type": "adaptive", "display": "updates"},
+          extra_body={"mcp_servers": [], "context_management": {"edits": [{"type": "clear_tool_uses_1"}]}},
           extra_headers={"anthropic-beta": "x-1"})
   assert m.content[0].text == "a"
 

@@ -156,7 +156,7 @@ def test_sealed_reasoning(server: Server, client: openai.OpenAI):
   r = ask(server, client, "hm é</think>a", include=["reasoning.encrypted_content"])
   assert base64.b64decode(r.output[0].encrypted_content.partition(".")[2]).decode() == "hm é"
   assert ask(server, client, "hm</think>a").output[0].encrypted_content is None
-  for foreign in ("gAAAAABo", "reasoning.!", "reasoning.gA", ""):   # another server's
+  for foreign in ("gAAAAABo", "Z0FBQUFBQm9mb3JlaWduZZ", "reasoning.!", "reasoning.gA", ""):   # another server's
     thought = {"type": "reasoning", "summary": [], "encrypted_content": foreign}
     ask(server, client, "</think>a", input=[{"role": "user", "content": "the question"}, thought])
     assert prompts(server)[-1].endswith("the question<|assistant|></think><|assistant|><think>")
@@ -182,6 +182,12 @@ def test_items(server: Server, client: openai.OpenAI, items: list[Any], prompt: 
 def test_instructions(server: Server, client: openai.OpenAI):
   r = ask(server, client, "</think>a", instructions="Be brief.", metadata={"a": "b"})
   assert prompts(server)[-1].startswith("[gMASK]<sop><|system|>Be brief.<|user|>") and r.instructions == "Be brief." and r.metadata == {"a": "b"}
+
+def test_other_tools_beside_functions(server: Server, client: openai.OpenAI):
+  """As Codex offers them"""
+  tools: list[Any] = [{"type": "web_search", "external_web_access": False}, *TOOLS, {"type": "custom", "name": "x"}]
+  r = ask(server, client, "</think>" + call("count"), tools=tools)
+  assert r.output[0].name == "count" and [t.type for t in r.tools] == ["function"] * 2 and "web_search" not in prompts(server)[-1]
 
 def test_effort(server: Server, client: openai.OpenAI):
   r = ask(server, client, "a", reasoning={"effort": "none", "summary": "auto"})
@@ -229,8 +235,8 @@ USER = {"role": "user", "content": "hi"}
   ("previous_response_id", {"previous_response_id": "resp_1"}), ("conversation", {"conversation": "conv_1"}), ("background", {"background": True}),
   ("prompt", {"prompt": {"id": "pmpt_1"}}), ("truncation", {"truncation": "auto"}), ("top_logprobs", {"top_logprobs": 2}),
   ("context_management", {"context_management": [{"type": "compaction"}]}), ("include", {"include": ["message.output_text.logprobs"]}),
-  ("tools[1].type", {"tools": [TOOLS[0], {"type": "web_search"}]}), ("tools[0].type", {"tools": [{"type": "custom", "name": "x"}]}),
-  ("tools[0].tools[0].type", {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}),
+  ("tools[0].type", {"tools": [{"type": "web_search"}]}), ("tools[0].type", {"tools": [{"type": "custom", "name": "x"}]}),
+  ("tools[0].type", {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}),
   ("tools[0].name", {"tools": [{"type": "function"}]}), ("tools[1].name", {"tools": [TOOLS[0]] * 2}),
   ("tool_choice.name", {"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}), ("tool_choice", {"tool_choice": "required"}),
   ("tool_choice.type", {"tools": TOOLS, "tool_choice": {"type": "file_search"}}), ("tool_choice", {"tool_choice": "perhaps"}),
@@ -271,6 +277,9 @@ def test_failure(server: Server, client: openai.OpenAI):
   assert events[-1].type == "response.failed" and events[-1].response.status == "failed" and events[-1].response.error.message == "a step raised"
   assert [item.type for item in events[-1].response.output] == ["reasoning"] and not server.link.handles
   assert [e.sequence_number for e in events] == list(range(len(events)))
+  server.link.script = {"question": Says("</think>" + call("count", n=1), error="a step raised")}   # a call that ended is done
+  events = list(client.responses.create(model="any", input="question", tools=TOOLS, stream=True))
+  assert [e.type for e in events[-2:]] == ["response.output_item.done", "response.failed"] and events[-1].response.output[0].arguments == '{"n": 1}'
 
 def test_who_goes_away_ends_it(server: Server, client: openai.OpenAI):
   server.link.script = {"question": Says("</think>on and ", endless=True)}

@@ -13,7 +13,7 @@ from tinygrad.apps.serve.answer import Reply, Usage, Whole, kept, packed
 from tinygrad.apps.serve.openai import json_response
 from tinygrad.apps.serve.requests import (ApiError, ChatRequest, Function, FunctionCall, FunctionName, Job, JsonSchema, Message, Part, ResponseFormat,
                                           Thinking, Tool, ToolCall, ToolChoice, chat_job, conversation, naming, prompt_of, text_of, wrong)
-from tinygrad.apps.serve.service import Blocks, EventStream, Service, sse
+from tinygrad.apps.serve.service import Blocks, EventStream, Service, encode, sse
 from tinygrad.apps.tool_calls import CallBegins, decode
 
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", ".function.name": ".name"}
@@ -23,6 +23,9 @@ SIGNATURE = "none"
 
 # ---- structs ----
 
+class Result(Part, kw_only=True):
+  """A part of a tool's result"""
+  tool_name: str|None = None
 class Block(Part, kw_only=True):
   """A part of a message's content, of any type"""
   thinking: str|None = None
@@ -32,7 +35,7 @@ class Block(Part, kw_only=True):
   name: str|None = None
   input: dict[str, Any]|None = None
   tool_use_id: str|None = None
-  content: str|list[Part]|None = None
+  content: str|list[Result]|None = None
   is_error: bool|None = None
 class BlockMessage(msgspec.Struct):
   role: Literal["user", "assistant", "system"]
@@ -43,15 +46,22 @@ class BlockTool(msgspec.Struct):
   description: str|None = None
   input_schema: dict[str, Any]|None = None
   strict: bool|None = None
+  defer_loading: bool|None = None
 class BlockToolChoice(msgspec.Struct):
   type: Literal["auto", "any", "tool", "none"]
   name: str|None = None
   disable_parallel_tool_use: bool|None = None
 class BlockThinking(msgspec.Struct):
-  """budget_tokens is a hint"""
+  """budget_tokens is a hint, and so is display, but for `omitted`"""
   type: Literal["enabled", "disabled", "adaptive"]
   budget_tokens: int|None = None
-  display: Literal["summarized", "omitted"]|None = None
+  display: str|None = None
+class ContextEdit(msgspec.Struct):
+  type: str
+  keep: Any = None
+class ContextManagement(msgspec.Struct):
+  """Hints, but for thinking of past turns that is kept"""
+  edits: list[ContextEdit]|None = None
 class OutputFormat(msgspec.Struct, rename={"definition": "schema"}):
   type: Literal["json_schema"]
   definition: dict[str, Any]
@@ -68,6 +78,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
   tool_choice: BlockToolChoice|None = None
   thinking: BlockThinking|None = None
   output_config: OutputConfig|None = None
+  context_management: ContextManagement|None = None
 
 class MessagesRequest(CountRequest, kw_only=True):
   """min_p and seed are ours"""
@@ -82,7 +93,15 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 # ---- a request as a chat's ----
 
-def messages_of(m:BlockMessage, where:str) -> list[Message]:
+def text_of_result(content:str|list[Result]|None, tools:dict[str, Function], where:str) -> str:
+  """What a search among tools found is shown as it is, so that the prompt's beginning stays. Raises ApiError."""
+  def shown(part:Result) -> Part:
+    if part.type != "tool_reference": return part
+    found = tools.get(part.tool_name or "")
+    return Part("text", f"{encode(found).decode()}\n" if found else part.tool_name or "")
+  return text_of([shown(part) for part in content] if isinstance(content, list) else content, where)
+
+def messages_of(m:BlockMessage, tools:dict[str, Function], where:str) -> list[Message]:
   """Results of tools, and what else the message says. Raises ApiError."""
   if isinstance(m.content, str): return [Message(m.role, m.content)]
   results, said, texts, thoughts, calls = list[Message](), Message(m.role), list[str](), list[str](), list[ToolCall]()
@@ -98,7 +117,7 @@ def messages_of(m:BlockMessage, where:str) -> list[Message]:
         if not block.name: wrong(f"{at}.name", "a name", block.name)
         calls.append(ToolCall(FunctionCall(block.name, block.input or {}), block.id))
       case "user", "tool_result":
-        result = text_of(block.content, f"{at}.content")
+        result = text_of_result(block.content, tools, f"{at}.content")
         results.append(Message("tool", f"Error: {result}" if block.is_error else result, tool_call_id=block.tool_use_id))
       case _: wrong(f"{at}.type", {"user": "text or tool_result", "assistant": "text, thinking or tool_use", "system": "text"}[m.role], block.type)
   said.content, said.reasoning_content, said.tool_calls = "".join(texts) if texts else None, "".join(thoughts) or None, calls or None
@@ -107,7 +126,7 @@ def messages_of(m:BlockMessage, where:str) -> list[Message]:
 def tool_of(tool:BlockTool, where:str) -> Tool:
   if tool.type not in (None, "custom"): wrong(f"{where}.type", "custom: the server runs no tools of its own", tool.type)
   if tool.input_schema is None: wrong(f"{where}.input_schema", "a schema", None)
-  return Tool("function", Function(tool.name, tool.description, tool.input_schema, tool.strict))
+  return Tool("function", Function(tool.name, tool.description, tool.input_schema, tool.strict), tool.defer_loading)
 
 def choice_of(choice:BlockToolChoice) -> Literal["none", "auto", "required"]|ToolChoice:
   if choice.type == "tool":
@@ -119,11 +138,15 @@ def chat_of(r:CountRequest) -> ChatRequest:
   """Raises ApiError"""
   system = r.system if isinstance(r.system, str) else text_of([b for b in r.system or () if not (b.text or "").startswith(BILLING)], "system")
   messages = [Message("system", system)] if system else []
-  for n, m in enumerate(r.messages): messages += messages_of(m, f"messages[{n}]")
-  chat = ChatRequest(messages=messages)
-  if r.tools: chat.tools = [tool_of(tool, f"tools[{n}]") for n, tool in enumerate(r.tools)]
+  tools = [tool_of(tool, f"tools[{n}]") for n, tool in enumerate(r.tools or ())]
+  by_name = {tool.function.name: tool.function for tool in tools}
+  for n, m in enumerate(r.messages): messages += messages_of(m, by_name, f"messages[{n}]")
+  chat = ChatRequest(messages=messages, tools=tools)
   if r.tool_choice: chat.tool_choice, chat.parallel_tool_calls = choice_of(r.tool_choice), not r.tool_choice.disable_parallel_tool_use
-  if r.thinking: chat.thinking = Thinking("disabled" if r.thinking.type == "disabled" else "enabled")
+  edits = r.context_management.edits or () if r.context_management else ()
+  keeps = any(edit.type.startswith("clear_thinking") and edit.keep == "all" for edit in edits)
+  if r.thinking or keeps:
+    chat.thinking = Thinking(("disabled" if r.thinking.type == "disabled" else "enabled") if r.thinking else None, False if keeps else None)
   if r.output_config:
     chat.reasoning_effort = r.output_config.effort
     if (form := r.output_config.format) is not None: chat.response_format = ResponseFormat(form.type, JsonSchema(definition=form.definition))

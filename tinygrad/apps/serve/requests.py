@@ -89,7 +89,7 @@ LACKING: dict[str, tuple[Any, ...]] = {
 # fields that a server may do without
 HINTS = frozenset("user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention cache_prompt id_slot prediction "
                   "verbosity request_id priority skip_special_tokens spaces_between_special_tokens "
-                  "client_metadata max_tool_calls prompt_cache_options cache_control context_management diagnostics inference_geo speed".split())
+                  "client_metadata max_tool_calls prompt_cache_options cache_control diagnostics inference_geo speed".split())
 _warned: set[str] = set()
 decoder = functools.cache(msgspec.json.Decoder)
 _AT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.S)
@@ -131,9 +131,13 @@ def check_unknown(raw:dict[str, msgspec.Raw], kind:type[msgspec.Struct]) -> None
       if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in lacking[name]): continue
       allowed = " or ".join(encoded(v) for v in lacking[name])
       raise ApiError(400, f"{name}: not supported{f' but as {allowed}' if allowed else ''}", name, "unsupported_parameter")
-    if name not in HINTS and name not in _warned and len(_warned) < 1000:
-      _warned.add(name)
-      log.warning(encoded({"unknown_field": name[:100], "of": kind.__name__}))
+    if name not in HINTS: warn_once(name, kind.__name__)
+
+def warn_once(name:str, of:str) -> None:
+  """A line in the log for what is left out of a request"""
+  if name not in _warned and len(_warned) < 1000:
+    _warned.add(name)
+    log.warning(encoded({"unknown_field": name[:100], "of": of}))
 
 # ---- structs ----
 
@@ -203,9 +207,11 @@ class Function(msgspec.Struct, omit_defaults=True):
   description: str|None = None
   parameters: dict[str, Any]|None = None
   strict: bool|None = None
-class Tool(msgspec.Struct):
+class Tool(msgspec.Struct, omit_defaults=True):
+  """defer_loading: may be called, but the prompt does not begin with it: a search among tools shows it later"""
   type: Literal["function"]
   function: Function
+  defer_loading: bool|None = None
 class FunctionName(msgspec.Struct):
   name: str
 class ToolChoice(msgspec.Struct):
@@ -335,7 +341,8 @@ def prompt_of(c:Conversation, voice:Voice) -> list[int]:
   """The ids of a conversation's prompt. Raises ApiError."""
   if voice.chat is None: raise ApiError(400, f"the model has no chat template: {voice.chat_error}", "messages")
   if c.tools and voice.family.form is None: raise ApiError(400, "tools: the model's chat template knows none", "tools", "unsupported_parameter")
-  variables = c.variables | ({"tools": [msgspec.to_builtins(tool) for tool in c.tools]} if c.tools else {})
+  tools = [msgspec.to_builtins(tool) for tool in c.tools if not tool.defer_loading]
+  variables = c.variables | ({"tools": tools} if tools else {})
   try:
     messages = tools_in_history(c.messages, voice.family.as_text)
     if not c.continued: return voice.chat.render(messages, add_generation_prompt=c.generation_prompt, **variables)

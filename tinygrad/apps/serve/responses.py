@@ -9,13 +9,14 @@ from tinygrad.apps.reasoning import REASONING
 from tinygrad.apps.serve.answer import Reply, Usage, Whole, kept, packed
 from tinygrad.apps.serve.openai import json_response
 from tinygrad.apps.serve.requests import (ApiError, ChatRequest, Function, FunctionCall, FunctionName, Job, JsonSchema, Message, Part, ResponseFormat,
-                                          Tool, ToolCall, ToolChoice, chat_job, naming, text_of, wrong)
+                                          Tool, ToolCall, ToolChoice, chat_job, naming, text_of, warn_once, wrong)
 from tinygrad.apps.serve.service import CALL, KEEP_ALIVE, Blocks, EventStream, Service, sse
 from tinygrad.apps.tool_calls import CallBegins, decode
 
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format.json_schema": "text.format", "response_format": "text.format",
          ".function.name": ".name"}
 ROLES = ("user", "assistant", "system", "developer")
+TOOLS = ("function", "namespace")
 ENCRYPTED = "reasoning.encrypted_content"
 
 # ---- structs ----
@@ -122,14 +123,16 @@ def add_item(messages:list[Message], item:Item, where:str) -> None:
     case found: wrong(f"{where}.type", "message, reasoning, function_call or function_call_output", found)
 
 def functions_of(tools:list[ItemTool], where:str, namespace:str|None=None) -> list[Tool]:
-  """Raises ApiError"""
+  """The functions among the tools. Codex offers others beside them, which are left out: no answer has to call one. Raises ApiError where there are
+  only others."""
   found: list[Tool] = []
   for n, tool in enumerate(tools):
     at = f"{where}[{n}]"
     if tool.type == "namespace" and namespace is None: found += functions_of(tool.tools or [], f"{at}.tools", tool.name)
-    elif tool.type != "function": wrong(f"{at}.type", "function: the server runs no tools of its own", tool.type)
+    elif tool.type != "function": warn_once(tool.type, "tools")
     elif not tool.name: wrong(f"{at}.name", "a name", tool.name)
     else: found.append(Tool("function", Function(full_name(namespace, tool.name), tool.description, tool.parameters, tool.strict)))
+  if tools and not found and namespace is None: wrong(f"{where}[0].type", "function: the server runs no tools of its own", tools[0].type)
   return found
 
 def choice_of(choice:Literal["none", "auto", "required"]|ItemToolChoice) -> Literal["none", "auto", "required"]|ToolChoice:
@@ -173,7 +176,8 @@ class ItemForm(Blocks):
       "id": f"resp_{secrets.token_hex(12)}", "object": "response", "created_at": int(time.time()), "model": service.voice.name,
       "instructions": r.instructions, "max_output_tokens": r.max_output_tokens, "metadata": r.metadata or {}, "background": False,
       "parallel_tool_calls": r.parallel_tool_calls is not False, "previous_response_id": None, "store": False, "truncation": "disabled",
-      "reasoning": {"effort": config.effort, "summary": None}, "text": text, "tools": r.tools or [], "tool_choice": r.tool_choice or "auto",
+      "reasoning": {"effort": config.effort, "summary": None}, "text": text,
+      "tools": [tool for tool in r.tools or () if tool.type in TOOLS], "tool_choice": r.tool_choice or "auto",
       "temperature": sampling.temperature if r.temperature is None else r.temperature, "top_p": sampling.top_p if r.top_p is None else r.top_p}
 
   def response(self, status:str, usage:Usage|None=None, error:dict[str, Any]|None=None) -> dict[str, Any]:
