@@ -11,6 +11,7 @@ from tinygrad.apps.models import BUILT_IN, ROOT, Model, load
 from tinygrad.apps.serve import wire
 from tinygrad.apps.serve.link import DRAINING, FAILED, Handle, Link, Unavailable
 from tinygrad.apps.serve.worker import PATIENCE, Broken, Worker
+from tinygrad.helpers import Context
 
 CONTEXT = 2048
 STALL = 3600.0   # seconds: all prompts are read before a step, so that fewer sizes of a batch are recorded
@@ -19,7 +20,7 @@ SECONDS = 60   # that anything may take
 class Running:
   """A link, and the loop that it lives on, which runs only while a test waits"""
   def __init__(self, path: Any = BUILT_IN):
-    self.loop, self.link = asyncio.Runner(), Link(wire.Load(str(path), CONTEXT, max_stall=STALL))
+    self.loop, self.link = asyncio.Runner(), Link(wire.Load(str(path), CONTEXT, max_stall=STALL, threads=1))
     self(self.link.start())
   def __call__(self, work: Coroutine[Any, Any, Any]) -> Any: return self.loop.run(asyncio.wait_for(work, SECONDS))
   def close(self) -> None:
@@ -41,7 +42,8 @@ running = pytest.fixture(scope="module")(started)
 another = pytest.fixture(started)
 
 @pytest.fixture(scope="module")
-def model() -> Model: return load(BUILT_IN, CONTEXT)
+def model() -> Iterator[Model]:
+  with Context(NUM_CPU_THREADS=1): yield load(BUILT_IN, CONTEXT)   # as the worker: several wait for each other long where other tests run
 
 async def whole(handle: Handle) -> wire.News:
   """All of its news as one"""
@@ -177,6 +179,12 @@ def test_no_model():
   with pytest.raises(Unavailable, match="no-such.gguf: cannot be read"): running(running.link.wait_ready())
   assert running.link.state == FAILED
   running.close()
+
+def test_closed_while_it_loads():
+  """Nobody waits for a model that is not wanted any more"""
+  running = Running()
+  running.close()
+  assert running.link.process is not None and running.link.process.returncode == -signal.SIGKILL and running.link.state == DRAINING
 
 PARENT = f"""
 import asyncio

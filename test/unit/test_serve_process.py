@@ -34,7 +34,7 @@ import tinygrad
 sys.modules["tinygrad.apps.serve.app"] = types.SimpleNamespace(create_app=create_app)
 from tinygrad.apps import llm
 llm.run()
-""", "--max-context", "2048"]
+""", "--max-context", "2048", "--threads", "1"]   # threads wait for each other long where other tests run
 SECONDS = 60
 
 FILES = 1024   # that a process may have open at first, as systems have it
@@ -85,18 +85,18 @@ def exchange(sock: socket.socket, request: bytes) -> tuple[int, Any]:
 
 def test_a_signal_drains(another: Served):
   """The port is open at once; what runs ends; what comes is told; a connection that has nothing to say holds nobody up"""
-  idle, answer = another.connect(), another.ask("/answer?n=2000")
+  idle, answer = another.connect(), another.ask("/answer?n=1000")
   ids, end = json.loads(answer.readline())
   another.process.send_signal(signal.SIGTERM)
   another.line("ending: 1 answer may go on for 30 s")
   with pytest.raises(OSError, match="503"): another.ask("/health")
   lines = [json.loads(line) for line in answer]
-  assert len(ids) + sum(len(more) for more, _ in lines) == 2000 and lines[-1][1] == "length" and end is None
+  assert len(ids) + sum(len(more) for more, _ in lines) == 1000 and lines[-1][1] == "length" and end is None
   assert another.ended() == (0, "", "")
   idle.close()
 
 def test_a_second_signal_ends_all(another: Served):
-  answer = another.ask("/answer?n=2000")
+  answer = another.ask("/answer?n=1000")
   answer.readline()
   another.process.send_signal(signal.SIGINT)
   another.line("ending: 1 answer")
@@ -110,7 +110,7 @@ def test_ctrl_c_on_a_terminal():
   try:
     port = int(terminal.until("listening on http://127.0.0.1:") and terminal.until("\r\n"))
     terminal.until("ready: ")
-    answer = urlopen(f"http://127.0.0.1:{port}/answer?n=2000", timeout=SECONDS)
+    answer = urlopen(f"http://127.0.0.1:{port}/answer?n=1000", timeout=SECONDS)
     answer.readline()
     terminal.type(CTRL_C)
     assert json.loads(answer.readlines()[-1])[1] == "length"
@@ -125,16 +125,19 @@ def test_a_signal_while_loading():
 
 # ---- beginnings that fail ----
 
-def refused(*flags: str) -> str:
-  p = subprocess.run([*COMMAND, *flags], cwd=ROOT, env=environ({}), capture_output=True, text=True, timeout=SECONDS)
+def refused(*flags: str, **env: str) -> str:
+  p = subprocess.run([*COMMAND, *flags], cwd=ROOT, env=environ(env), capture_output=True, text=True, timeout=SECONDS)
   assert p.returncode == 2 and p.stderr.count("\n") == 1, p
   return p.stderr.strip()
 
 def test_a_port_that_is_taken(served: Served):
   assert refused("--serve", f"127.0.0.1:{served.port}") == f"error: --serve 127.0.0.1:{served.port}: another program listens there"
-def test_a_model_that_does_not_load(tmp_path: Path):
+def test_a_file_that_is_no_model(tmp_path: Path):
   (tmp_path / "no.gguf").write_bytes(b"GGUF")
   assert "no.gguf" in refused("--serve", "127.0.0.1:0", "--model", str(tmp_path / "no.gguf"))
+def test_a_model_that_does_not_load():
+  """The engine's process finds out, and says it"""
+  assert refused("--serve", "127.0.0.1:0", DEV="NULL").startswith("error: the device NULL runs no kernels")
 
 # ---- connections ----
 
@@ -143,6 +146,8 @@ def test_a_head_that_is_too_long(served: Served):
     with served.connect() as sock:
       status, error = exchange(sock, b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * size + b"\r\n\r\n")
     assert status == 431 and error["error"]["message"] == f"the request's header has more than {MAX_HEAD} bytes"
+  with served.connect() as sock:   # one that does not end
+    assert exchange(sock, b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * (MAX_HEAD + 1))[0] == 431
   with served.connect() as sock:
     for _ in range(3):   # on one connection
       assert exchange(sock, b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * (MAX_HEAD - 1000) + b"\r\n\r\n") == (200, "ready")

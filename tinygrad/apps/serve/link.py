@@ -25,7 +25,7 @@ class Unavailable(Exception):
   """No request is taken. str(e) is one line."""
 
 class Handle:
-  """A request of the engine. tokens: of its prompt; begun: whether a token of its answer has come; ended: whether its end has come"""
+  """A request of the engine. tokens: of its prompt; begun: whether any news has come, which is a token or the end; ended: whether its end has come"""
   def __init__(self, link:Link, number:int, tokens:int):
     self.link, self.number, self.tokens, self.begun, self.ended = link, number, tokens, False, False
     self.held: wire.News|None = None                  # what has come, and was not taken
@@ -52,7 +52,7 @@ class Handle:
       held.ids += news.ids
       held.logprobs += news.logprobs
       held.end, held.why, held.cached, held.times = news.end, news.why, news.cached, news.times
-    self.begun, self.ended = self.begun or bool(news.ids), news.end is not None
+    self.begun, self.ended = True, news.end is not None
     if self.waiter is not None and not self.waiter.done(): self.waiter.set_result(None)
 
 class Link(asyncio.Protocol):
