@@ -46,4 +46,5 @@ class Voice:
     if thought: begun = thought if inside else OPEN + thought
     else: begun = ""
     if content and (thought or inside): begun += CLOSE
-    return prompt + (self.chat.encode_answer(begun + content) if self.chat else self.tokenizer.encode(begun + content))
+    assert self.chat is not None   # it made the prompt
+    return prompt + self.chat.encode_answer(begun + content)
