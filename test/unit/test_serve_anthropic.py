@@ -147,7 +147,7 @@ def test_turns_with_tools(server: Server, client: anthropic.Anthropic, display: 
   assert m.content[-1].text == "300 g."
 
 @pytest.mark.parametrize("messages,prompt", [
-  ([user([{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}])], "<|user|>ab"),
+  ([user([{"type": "text", "text": "a "}, {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}])], "<|user|>a b"),
   ([user("a"), assistant([{"type": "redacted_thinking", "data": "EuAB"}, {"type": "text", "text": "b"}]), user("c")],
    "<|user|>a<|assistant|></think>b<|user|>c"),
   ([user("a"), assistant([{"type": "thinking", "thinking": "hm", "signature": "EuAB"},
@@ -314,6 +314,7 @@ def test_failure(server: Server, client: anthropic.Anthropic):
 
 def test_who_goes_away_ends_it(server: Server, client: anthropic.Anthropic):
   server.link.script = {"question": Says("</think>on and ", endless=True)}
+  server.link.orders.clear()
   with client.messages.stream(model="", max_tokens=4000, messages=[user("question")]) as stream:
     for _ in stream.text_stream: break
-  until(lambda: not server.link.handles)
+  until(lambda: any(isinstance(o, wire.Abort) for o in server.link.orders))

@@ -283,8 +283,9 @@ def test_failure(server: Server, client: openai.OpenAI):
 
 def test_who_goes_away_ends_it(server: Server, client: openai.OpenAI):
   server.link.script = {"question": Says("</think>on and ", endless=True)}
+  server.link.orders.clear()
   stream = client.responses.create(model="any", input="question", stream=True)
   for event in stream:
     if event.type == "response.output_text.delta": break
   stream.close()
-  until(lambda: not server.link.handles)
+  until(lambda: any(isinstance(o, wire.Abort) for o in server.link.orders))
