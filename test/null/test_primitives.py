@@ -86,10 +86,10 @@ def gated(router: bool, kind: T) -> Callable:
 def dense(tokens: int) -> tuple:
   return step_of(tokens), floats(tokens, 64), norm(64), moe.FeedForward(load(T.Q4_0, 96, 64), load(T.Q4_0, 96, 64), load(T.Q5_1, 64, 96))
 def routing(gating: int) -> Routing: return Routing(3, gating, gating != 1, 1.8, tensor(0.1 * normal(7)) if gating == 2 else None)
-def chosen(gating: int, kind: T, rows: int) -> Callable:
+def chosen(gating: int, kind: T, rows: int, wide: int = 256) -> Callable:
   def of(tokens: int) -> tuple:
-    gate, up = experts(kind, 7, rows, 256), experts(kind, 7, rows, 256)
-    return step_of(tokens), floats(tokens, 256), norm(256), gate, up, floats(tokens, 7), routing(gating)
+    gate, up = experts(kind, 7, rows, wide), experts(kind, 7, rows, wide)
+    return step_of(tokens), floats(tokens, wide), norm(wide), gate, up, floats(tokens, 7), routing(gating)
   return of
 def down(shared: bool, kind: T) -> Callable:
   def of(tokens: int) -> tuple:
@@ -172,6 +172,7 @@ CASES = [
   Case(moe.expert_gate_up, "Q4_1 softmax", chosen(1, T.Q4_1, 36), sequences(3)),
   Case(moe.expert_gate_up, "Q6_K sigmoid", chosen(2, T.Q6_K, 21), cpu_() + gpus(metal="msl")),
   Case(moe.expert_gate_up, "Q5_K sigmoid", chosen(2, T.Q5_K, 20), sequences(8)),
+  Case(moe.expert_gate_up, "a unit that few lanes have", chosen(2, T.Q4_0, 32, 1056), gpus(metal="msl")),
   Case(moe.expert_gate_up, "F16 softmax of the chosen", chosen(3, T.F16, 36), cpu_() + gpus() + sequences(2)),
   Case(moe.expert_down, "Q5_K shared", down(True, T.Q5_K), cpu_(many=(27,)) + gpus(metal="msl") + sequences(5)),
   Case(moe.expert_down, "IQ4_NL", down(False, T.IQ4_NL), cpu_(many=(2,)) + gpus() + sequences(9)),

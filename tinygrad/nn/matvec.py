@@ -469,11 +469,11 @@ class _Part:
       wait_zero = pdl_wait(self.target, *self.norm_loads(), *choice.constants(self.thread, self.threads))
       vectors, squares, staged = self.stage(wait_zero)
       barrier = choice.barrier(self.thread, self.threads, wait_zero, staged)
-      weights = self.load(wait_zero)
+      weights = self.load(wait_zero, gated=False)
     vectors.after(barrier)
     stores, out = [], self.part.finish
     if isinstance(out, CodesOut): codes = local(self.layout.teams * self.group.columns * out.count, dtypes.float, self.slot + 4)
-    for sums, column, team, is_first in self.reduce(self.products(weights, vectors)):
+    for sums, column, team, is_first in self.reduce(self.products(weights, vectors, gated=choice is None)):
       if squares is not None: sums = self.normalize(sums, squares.of_column(column, barrier))
       job, inside = self.job(team)
       writes = both(both(is_first, inside), self.group.inside(column))
@@ -508,8 +508,9 @@ class _Part:
 
   # ---- weights ----
 
-  def load(self, wait_zero:UOp|None) -> Weights:
-    """The lane's units of the job's rows; without wait_zero, only those of matrices that are known"""
+  def load(self, wait_zero:UOp|None, gated:bool=True) -> Weights:
+    """The lane's units of the job's rows; without wait_zero, only those of matrices that are known. gated: zeros where there is no such unit or job.
+    Else whatever can be read: an index that was chosen depends on all that is staged, and tinygrad would take a gate for true in all of that."""
     job, inside = self.job(self.team)
     weights:Weights = []
     for row in self.part.rows_of(safe_index(job, inside)):
@@ -519,7 +520,7 @@ class _Part:
         if isinstance(matrix, DeferredMatrix):
           if wait_zero is None: continue
           matrix = matrix.of(wait_zero)
-        weights[-1].append(matrix(number, place.unit, both(inside, place.inside)))
+        weights[-1].append(matrix(number, place.unit, both(inside, place.inside) if gated else None))
     return weights
 
   def prefetch(self) -> tuple[Weights, UOp]:
@@ -583,11 +584,13 @@ class _Part:
 
   # ---- products ----
 
-  def products(self, weights:Weights, vectors:SharedVectors) -> list[list[UOp]]:
-    """Of each column, each row's product with its vector, as far as the lane has it"""
+  def products(self, weights:Weights, vectors:SharedVectors, gated:bool) -> list[list[UOp]]:
+    """Of each column, each row's product with its vector, as far as the lane has it. gated: as for load"""
     def of_column(column:int) -> list[UOp]:
       dots = [vectors.read(column, place) for place in self.lane_units]
-      return [sum_in_order(dot(unit) for dot, unit in zip(dots, row)) for row in weights]
+      def product(place:LaneUnit, dot:Callable[[Unit], UOp], unit:Unit) -> UOp:
+        return dot(unit) if gated or place.inside is None else place.inside.where(dot(unit), 0.0)
+      return [sum_in_order(map(product, self.lane_units, dots, row)) for row in weights]
     return [of_column(column) for column in range(self.group.columns)]
 
   def reduce(self, columns:list[list[UOp]]) -> list[TeamSums]:
