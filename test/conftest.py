@@ -15,23 +15,46 @@ if not hasattr(tinygrad, "OVERLAY"):
 # What `make test` has no time for on two cores, and leaves out: `make test ARGS=--all` runs it too. Each repeats, on another target, type or size,
 # what a test that stays proves of the same code.
 SLOW = [
-  r"metal/test_decode\.py::test_the_tokens_of_the_cpu\[0\]",                  # test_many's schedules have the portable kernels, too
-  r"null/test_mul_mat\.py::test_every_type",                                   # test_primitives has every type on both mocks
-  r"null/test_mul_mat\.py::test_shapes\[cuda-(Q4_0-16-2048|Q4_0-1-4128|Q6_K-3-1536|F16-3-4128)\]",
+  r"metal/test_decode\.py::test_the_tokens_of_the_cpu",                       # test_many's schedules run on METAL, and test_msl judges each kernel
+  r"metal/test_msl\.py::test_(shapes|every_type)\[(Q5_0-16|Q8_0-33|Q4_0-17|Q[25]_K|Q3_K)",
+  # test_primitives has every type on the mock of CUDA, and some on that of Metal
+  r"null/test_mul_mat\.py::test_every_type",
+  r"null/test_mul_mat\.py::test_shapes\[cuda-(Q4_0-16-2048|Q4_0-1-4128|Q4_0-5-(992|5120)|Q5_0-6-1408|Q6_K-3-1536|F16-3-4128)\]",
+  r"null/test_prefill\.py::test_every_type\[(?!Q4_K|Q8_0)",
+  r"null/test_few_tokens\.py::test_every_type\[(?!Q4_0|Q6_K)",
+  r"null/test_few_tokens\.py::test_(groups\[64-8-384|experts\[(16|33)|gate_up_beside_the_router\[(14-20|0-64))",
   r"null/test_primitives\.py::test_as_alone\[.*-METAL-",
   r"null/test_primitives\.py::test_(form|as_alone)\[.*-CUDA-decode-(5|7|8|9|19)\]",   # columns that tensor cores take but on cards without them
   r"null/test_primitives\.py::test_form\[.*-CPU-cpu_few-(12|13)\]",
-  r"null/test_primitives\.py::test_form\[.*-METAL-decode-(5|8|9|19)\]",
-  r"null/test_primitives\.py::test_form\[mul_mat (Q4_1|Q5_0|Q2_K|Q3_K|BF16|IQ4_XS)-METAL-",
-  r"null/test_few_tokens\.py::test_groups\[64-8-384\]",
-  r"null/test_cuda_decode\.py::test_decode\[metal-small-glm-",
-  r"null/test_architectures\.py::test_rendered\[sm_(75|80)\]",
-  r"unit/test_against_wheel\.py::test_cpu\[(2[2-9]|3|4)\d*0\]",
-  r"unit/test_against_wheel\.py::test_metal\[5[2-5]0\]",
-  r"unit/test_against_wheel\.py::test_backward\[convolutions-",
-  r"unit/test_cpu\.py::test_feed_forward_of_few\[(2|5|8|12|13)\]",
-  r"unit/test_quantized\.py::test_uses\[(Q4_1|Q5_0|Q5_1|Q2_K|Q3_K|BF16|IQ4_NL|F32)\]",
-  r"unit/test_mla\.py::test_every_type\[.*-7\]",
+  r"null/test_primitives\.py::test_form\[.*-METAL-(decode-(2|3|4|5|8|9|19)|prefill-)",
+  r"null/test_primitives\.py::test_form\[(cutoff|likeliest|log_total|tell) .*-(METAL|CPU-cpu_decode-7)",
+  r"null/test_primitives\.py::test_form\[(norm_linear (34|96)|expert_down IQ4_NL|gate_up IQ4_XS).*-METAL-",
+  r"null/test_primitives\.py::test_form\[mixture (.*-CUDA-prefill-19|few: .*-(9|16)\])",
+  r"null/test_primitives\.py::test_form\[mul_mat (?!Q4_0|Q6_K|MXFP4|a |id |many)[^-]*-METAL-",
+  r"null/test_architectures\.py::test_(rendered|forward\[sm_60)",
+  r"null/test_attention\.py::test_rows_of_(several\[9|(several|a_prompt)\[.*on_metal)",
+  r"null/test_cuda_decode\.py::test_decode\[(metal|cuda-small-ds)-",
+  r"null/test_prefill\.py::test_model\[small-ds-",
+  r"null/test_kernel_count\.py::test_((multiplying_is_counting|what_only_those_who_ask_pay)\[METAL|what_metal_takes|many\[.*METAL)",
+  r"null/test_waits\.py::test_nothing_of_others_before_the_wait\[small-(ds|youtu)-1\]",
+  r"unit/test_against_wheel\.py::test_cpu\[([4-8]0|\d\d\d)\]",
+  r"unit/test_against_wheel\.py::test_metal\[5[1-5]0\]",
+  r"unit/test_against_wheel\.py::test_backward(\[|_counts\[.*)convolutions-",
+  r"unit/test_bench\.py::test_count_of_several",
+  r"unit/test_cpu\.py::test_feed_forward_of_few",
+  r"unit/test_cpu\.py::test_(norm_linear|attention)_of_few\[(kept\d-)?(2|5|8|12|13)\]",
+  r"unit/test_cpu\.py::test_feed_forward_of_many\[27\]",
+  r"unit/test_cpu\.py::test_mul_mat\[(5-48|29-23)-(?!Q4_0|Q6_K)",
+  r"unit/test_fusion\.py::test_values\[METAL",
+  r"unit/test_many\.py::test_(together|too_few_pages)_on_a_mock",               # the schedules on the mocks are longer, and have few pages
+  r"unit/test_many\.py::test_.*on_a_mock\[CUDA-halves",
+  r"unit/test_many\.py::test_a_host_that_sees_no_ids",
+  r"unit/test_mla\.py::test_every_type\[(.*-7|small-(ds|youtu)-0)\]",
+  r"unit/test_quantized\.py::test_uses\[(Q4_1|Q5_0|Q5_1|Q2_K|Q3_K|BF16|IQ4_NL|IQ4_XS|F32)\]",
+  r"unit/test_sampling\.py::test_a_row_with_a_mask\[(CUDA|METAL|plain)",
+  r"unit/test_step\.py::test_two_sequences_at_different_positions\[8",
+  r"unit/test_sampling\.py::test_cutoff\[(plain|CUDA)",
+  r"unit/test_sampling\.py::test_a_row_of_a_batch_is_the_row_alone\[CUDA",
 ]
 
 def pytest_addoption(parser: pytest.Parser) -> None: parser.addoption("--all", action="store_true", help="run what takes long, too")
