@@ -282,7 +282,7 @@ class Toy:
 
 def test_one_message_a_step():
   toy = Toy()
-  for number in range(3): toy.add(number, [number + 1, 2], 20)
+  toy.say(*(wire.Add(number, [number + 1, 2], {}, [], 20) for number in range(3)))   # at once: they run beside each other
   steps: list[wire.Step] = []
   while sum(news.end is not None for step in steps for news in step.news) < 3: steps += toy.hear()
   assert max(len(step.news) for step in steps) == 3 and len(steps) <= 20 + 10
