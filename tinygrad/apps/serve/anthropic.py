@@ -10,10 +10,11 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 from tinygrad.apps.reasoning import ANSWER, REASONING
 from tinygrad.apps.serve.answer import Reply, Usage, Whole, kept, packed
-from tinygrad.apps.serve.openai import json_response
 from tinygrad.apps.serve.requests import (ApiError, ChatRequest, Function, FunctionCall, FunctionName, Job, JsonSchema, Message, Part, ResponseFormat,
                                           Thinking, Tool, ToolCall, ToolChoice, chat_job, conversation, naming, prompt_of, text_of, wrong)
-from tinygrad.apps.serve.service import Blocks, EventStream, Service, encode, sse
+from tinygrad.apps.serve.service import Blocks, Service, answered, encode, json_response, sse
+from tinygrad.apps.serve.settings import Settings
+from tinygrad.apps.serve.text import Voice
 from tinygrad.apps.tool_calls import CallBegins, decode
 
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", ".function.name": ".name"}
@@ -209,18 +210,16 @@ class MessageForm(Blocks):
   def end(self, replies:list[Reply]) -> bytes: return self.event("message_stop")
   def error(self, e:ApiError) -> bytes: return sse(e.anthropic(), "error")
 
-  def whole(self, w:Whole) -> dict[str, Any]:
+  def body(self, wholes:list[Whole]) -> dict[str, Any]:
+    w, = wholes
     self.events(w.reply, w.events)
     return {**self.head, "content": self.content, **ending(w.reply), "usage": usage_of(w.reply.usage)}
 
-async def messages(request:Request) -> ASGIApp:
-  service: Service = request.app.state.service
-  def job(r:MessagesRequest) -> Job:
-    with naming(NAMES): return chat_job(chat_of(r), service.voice, service.settings, service.capacity)
-  r, asked = await service.read(request, MessagesRequest, job, queued=True)
-  form, replies = MessageForm(service, r), service.start(asked)
-  if r.stream: return EventStream(service, request, replies, form)
-  return json_response(form.whole((await service.wholes(request, replies))[0]))
+def job_of(r:MessagesRequest, voice:Voice, settings:Settings, capacity:int) -> Job:
+  """Raises ApiError"""
+  with naming(NAMES): return chat_job(chat_of(r), voice, settings, capacity)
+
+async def messages(request:Request) -> ASGIApp: return await answered(request, MessagesRequest, job_of, MessageForm)
 
 async def count_tokens(request:Request) -> ASGIApp:
   service: Service = request.app.state.service

@@ -18,12 +18,11 @@ from tinygrad.apps.serve import anthropic, openai, responses
 from tinygrad.apps.serve.answer import Gone
 from tinygrad.apps.serve.anthropic import CountRequest, MessagesRequest
 from tinygrad.apps.serve.link import READY, Link
-from tinygrad.apps.serve.openai import json_response
 from tinygrad.apps.serve.openapi import document
 from tinygrad.apps.serve.requests import (ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, conversation, encoded, failed,
                                            log, prompt_of, wrong)
 from tinygrad.apps.serve.responses import ResponsesRequest
-from tinygrad.apps.serve.service import Service
+from tinygrad.apps.serve.service import Service, json_response
 from tinygrad.apps.serve.settings import Settings
 from tinygrad.apps.serve.text import Voice
 

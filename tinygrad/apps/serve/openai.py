@@ -4,17 +4,15 @@ import secrets, time
 from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 from tinygrad.apps.reasoning import REASONING, Piece
 from tinygrad.apps.serve.answer import Reply, TokenLogprob, Usage, Whole
 from tinygrad.apps.serve.requests import ApiError, ChatRequest, CompletionRequest, chat_job, completion_job, text_of
-from tinygrad.apps.serve.service import KEEP_ALIVE, EventStream, Service, encode, sse
+from tinygrad.apps.serve.service import KEEP_ALIVE, Service, answered, json_response, sse
 from tinygrad.apps.serve.text import Voice
 from tinygrad.apps.tool_calls import CallArguments, CallBegins, Event
 
 DONE = b"data: [DONE]\n\n"
-
-def json_response(data:Any, status:int=200, headers:dict[str, str]|None=None) -> Response:
-  return Response(encode(data), status, headers, "application/json")
 
 def usage_of(replies:list[Reply]) -> dict[str, Any]:
   usage = sum((reply.usage for reply in replies), Usage())
@@ -52,8 +50,10 @@ class Form:
     if not self.include_usage: return DONE
     return self.chunk([], usage=usage_of(replies), timings=replies[0].timings()) + DONE
   def error(self, e:ApiError) -> bytes: return sse(e.openai()) + DONE
-  def body(self, replies:list[Reply], choices:list[dict[str, Any]]) -> Response:
-    return json_response({**self.head, "choices": choices, "usage": usage_of(replies), "timings": replies[0].timings()})
+  def whole(self, w:Whole) -> dict[str, Any]: raise NotImplementedError
+  def body(self, wholes:list[Whole]) -> dict[str, Any]:
+    replies = [w.reply for w in wholes]
+    return {**self.head, "choices": [self.whole(w) for w in wholes], "usage": usage_of(replies), "timings": replies[0].timings()}
 
 class ChatForm(Form):
   what, prefix = "chat.completion", "chatcmpl"
@@ -96,12 +96,7 @@ class ChatForm(Form):
     logprobs = chat_logprobs(self.voice, w.chosen) if w.reply.job.logprobs is not None else None
     return {"index": w.reply.index, "message": message, "logprobs": logprobs, "finish_reason": w.reply.finish}
 
-async def chat(request:Request) -> Response:
-  service: Service = request.app.state.service
-  r, job = await service.read(request, ChatRequest, lambda r: chat_job(r, service.voice, service.settings, service.capacity), queued=True)
-  form, replies = ChatForm(service, r), service.start(job)
-  if r.stream: return EventStream(service, request, replies, form)
-  return form.body(replies, [form.whole(w) for w in await service.wholes(request, replies)])
+async def chat(request:Request) -> ASGIApp: return await answered(request, ChatRequest, chat_job, ChatForm)
 
 # ---- completions ----
 
@@ -127,12 +122,7 @@ class TextForm(Form):
 
   def whole(self, w:Whole) -> dict[str, Any]: return self.choice(w.reply, self.echoed(w.reply) + w.text, w.chosen, w.reply.finish)
 
-async def completions(request:Request) -> Response:
-  service: Service = request.app.state.service
-  r, job = await service.read(request, CompletionRequest, lambda r: completion_job(r, service.voice, service.settings, service.capacity), queued=True)
-  form, replies = TextForm(service, r), service.start(job)
-  if r.stream: return EventStream(service, request, replies, form)
-  return form.body(replies, [form.whole(w) for w in await service.wholes(request, replies)])
+async def completions(request:Request) -> ASGIApp: return await answered(request, CompletionRequest, completion_job, TextForm)
 
 # ---- models ----
 

@@ -7,10 +7,11 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 from tinygrad.apps.reasoning import REASONING
 from tinygrad.apps.serve.answer import Reply, Usage, Whole, kept, packed
-from tinygrad.apps.serve.openai import json_response
 from tinygrad.apps.serve.requests import (ApiError, ChatRequest, Function, FunctionCall, FunctionName, Job, JsonSchema, Message, Part, ResponseFormat,
                                           Tool, ToolCall, ToolChoice, chat_job, naming, text_of, warn_once, wrong)
-from tinygrad.apps.serve.service import CALL, KEEP_ALIVE, Blocks, EventStream, Service, sse
+from tinygrad.apps.serve.service import CALL, KEEP_ALIVE, Blocks, Service, answered, sse
+from tinygrad.apps.serve.settings import Settings
+from tinygrad.apps.serve.text import Voice
 from tinygrad.apps.tool_calls import CallBegins, decode
 
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format.json_schema": "text.format", "response_format": "text.format",
@@ -237,17 +238,15 @@ class ItemForm(Blocks):
     if self.kind: self.output.pop()   # what is not whole
     return self.event("failed", response=self.response("failed", error={"code": "server_error", "message": e.message}))
 
-  def whole(self, w:Whole) -> dict[str, Any]:
+  def body(self, wholes:list[Whole]) -> dict[str, Any]:
+    w, = wholes
     self.events(w.reply, w.events)
     return self.response(ended(w.reply), w.reply.usage)
 
 def ended(reply:Reply) -> str: return "incomplete" if reply.finish == "length" else "completed"
 
-async def respond(request:Request) -> ASGIApp:
-  service: Service = request.app.state.service
-  def job(r:ResponsesRequest) -> Job:
-    with naming(NAMES): return chat_job(chat_of(r), service.voice, service.settings, service.capacity)
-  r, asked = await service.read(request, ResponsesRequest, job, queued=True)
-  form, replies = ItemForm(service, r), service.start(asked)
-  if r.stream: return EventStream(service, request, replies, form)
-  return json_response(form.whole((await service.wholes(request, replies))[0]))
+def job_of(r:ResponsesRequest, voice:Voice, settings:Settings, capacity:int) -> Job:
+  """Raises ApiError"""
+  with naming(NAMES): return chat_job(chat_of(r), voice, settings, capacity)
+
+async def respond(request:Request) -> ASGIApp: return await answered(request, ResponsesRequest, job_of, ItemForm)

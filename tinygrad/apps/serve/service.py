@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Protocol, TypeVar
 import msgspec
 from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tinygrad.apps.gguf import GGUFError
 from tinygrad.apps.reasoning import Piece
 from tinygrad.apps.serve.answer import Gone, Reply, Usage, Whole
@@ -27,6 +28,9 @@ BODIES = 8               # bodies of the largest size that are held at once, as 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 Built = TypeVar("Built")
 encode = msgspec.json.Encoder().encode
+
+def json_response(data:Any, status:int=200, headers:dict[str, str]|None=None) -> Response:
+  return Response(encode(data), status, headers, "application/json")
 
 def sse(data:Any, event:str="") -> bytes:
   """A server-sent event"""
@@ -175,13 +179,16 @@ async def all_of(work:list[Any]) -> list[Any]:
   return [task.result() for task in tasks]
 
 class Form(Protocol):
-  """How a kind of endpoint writes a stream: bytes of server-sent events, which may be none. alive: those that only say that the server is there"""
+  """How a kind of endpoint writes an answer. Of a stream, bytes of server-sent events, which may be none. alive: those that only say that the server
+  is there"""
   alive: bytes
   def begin(self, replies:list[Reply]) -> bytes: ...
   def events(self, reply:Reply, events:list[Event]) -> bytes:
     """What came, and with reply.finish that it ended"""
   def end(self, replies:list[Reply]) -> bytes: ...
   def error(self, e:ApiError) -> bytes: ...
+  def body(self, wholes:list[Whole]) -> dict[str, Any]:
+    """What is sent in place of a stream"""
 
 class Blocks:
   """An answer as blocks, one after another, each of reasoning, of text, or a call: what the forms of such answers share. kind: of the block that is
@@ -264,3 +271,13 @@ class EventStream:
         if message["type"] != "http.disconnect": continue
         for reply in self.replies: reply.abort()
         return
+
+Answers = Callable[[Any, Voice, Settings, int], Job]   # a request's struct and the context's size to what is asked of the engine
+
+async def answered(request:Request, kind:type[msgspec.Struct], job:Answers, form_of:Callable[[Service, Any], Form]) -> ASGIApp:
+  """The answer to a request of this kind: a stream, or whole. Raises ApiError, Gone."""
+  service: Service = request.app.state.service
+  r, asked = await service.read(request, kind, lambda r: job(r, service.voice, service.settings, service.capacity), queued=True)
+  form, replies = form_of(service, r), service.start(asked)
+  if r.stream: return EventStream(service, request, replies, form)
+  return json_response(form.body(await service.wholes(request, replies)))
