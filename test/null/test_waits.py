@@ -54,7 +54,7 @@ def sources(model: str, rows: int = 1) -> dict[str, tuple[list[str], str]]:
     programs = [c.src[0] for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   return {p.arg.name: (buffers[p.arg.name], p.src[2].arg) for p in programs if p.arg.name in buffers}
 
-@pytest.mark.parametrize("model,rows", [("small-glm", 1), ("small-ds", 1), ("small-youtu", 1), ("small-youtu", 4)])
+@pytest.mark.parametrize("model,rows", [("small-glm", 1), ("small-glm", 4), ("small-ds", 1), ("small-youtu", 1), ("small-youtu", 4)])
 def test_nothing_of_others_before_the_wait(model: str, rows: int):
   kernels = sources(model, rows)
   assert len(kernels) > 10

@@ -18,7 +18,8 @@ and multiplies them with the vectors of up to COLUMNS tokens. What it does:
   finish(sums / rms(x), token, job)                 # the epilogue stores; the team's lanes have a column each
 
 Between some launches vectors are int8 (Codes): the kernel that makes them gathers the results of a block's jobs in shared memory and rounds them
-(CodesOut); the next has nothing to stage, and no barrier.
+(CodesOut); the next has nothing to stage, and no barrier. Where two launches would stage the same vectors, the first block of one stores what it has
+staged (Rounded), and those of the other copy that.
 
 Where a kernel chooses experts, the rows are known only behind the barrier, and the weights are loaded there: what is staged holds no registers then,
 and more blocks run at once.
@@ -44,7 +45,6 @@ FLOAT4_OF_UNIT = UNIT // 4
 STEPS = 6                          # units of a row that a lane takes before the row spans more warps
 WARPS, MANY_WARPS = 8, 16          # of a block; of a block of a launch of MANY_JOBS warps' work
 MANY_JOBS = 2048
-MOST_WARPS, MOST_JOBS = 32, 4096   # the same where nothing is staged: all warps that a multiprocessor has room for, if registers are few
 FEW_BLOCKS = 64                    # a launch of fewer blocks is cut finer
 ROUNDED = 1.5 * 2 ** 23            # added to a small float: the nearest integer stands in the lowest bits
 COLUMNS = (8, 4, 2, 1)             # tokens of a block: eight have their sums in registers, beside the weights
@@ -63,12 +63,12 @@ RowSegments = Sequence[tuple[Matrix|DeferredMatrix, UOp]]   # (matrix, row) for 
 @dataclass(frozen=True)
 class CodesOut:
   """An epilogue whose results are stored as Codes, words and scales. units: of a vector. A job has `count` results, neighbours.
-  values(sums, job) -> the job's. vector(token): the vector's number. number(job): that of the job's first result in it."""
+  values(sums, job, wait_zero) -> the job's. vector(token): the vector's number. number(job): that of the job's first result in it."""
   words: UOp
   scales: UOp
   units: int
   count: int
-  values: Callable[[list[UOp], UOp], list[UOp]]
+  values: Callable[[list[UOp], UOp, UOp], list[UOp]]
   vector: Callable[[UOp], UOp]
   number: Callable[[UOp], UOp]
 
@@ -79,11 +79,13 @@ class MatvecPart:
   rows_of(job) -> the job's rows, at most ROWS.
   finish(sums, token, job, is_writer, wait_zero) -> stores: the epilogue. sums are the rows' products with the token's vector. Only the lane with
   is_writer stores. Loads of other kernels' results add wait_zero to the index. Or a CodesOut.
-  integer: whether every matrix has integer codes."""
+  integer: whether every matrix has integer codes.
+  rounded: the buffers of a Rounded, where the first block stores the vectors. They are staged as int8, and have a norm."""
   jobs: int
   rows_of: Callable[[UOp], Sequence[RowSegments]]
   finish: Callable[[list[UOp], UOp, UOp, UOp, UOp], list[UOp]]|CodesOut
   integer: bool
+  rounded: tuple[UOp, UOp, UOp]|None = None
 
 def linear_part(rows:int, of:Callable[[UOp], RowSegments], y:UOp, integer:bool, out_index:Callable[[UOp, UOp], UOp]|None=None,
                 epilogue:Callable[[list[UOp], UOp, UOp], list[UOp]]|None=None, residual:UOp|None=None) -> MatvecPart:
@@ -116,10 +118,23 @@ def empty_codes(like:Tensor, vectors:int, width:int) -> Codes:
   units = width // UNIT
   return Codes(empty(like, vectors, 2, units, 4, dtype=dtypes.int), empty(like, vectors, units, 4))
 
-def named(x:Tensor|Codes, name:str) -> dict[str, Tensor]:
+class Rounded(NamedTuple):
+  """RMSNorm of vectors, as x times the norm's weight in int8 with a scale for a unit, as Int8Vectors has it, and 1/rms.
+  words: int32 (vectors, D / 4); scales: float32 (vectors, units, 3), of each unit the scale, and scale · Σ of each of its halves;
+  factors: float32 (vectors,), 1/rms"""
+  words: Tensor
+  scales: Tensor
+  factors: Tensor
+
+def empty_rounded(like:Tensor, vectors:int, width:int) -> Rounded:
+  """Memory that a launch will write"""
+  return Rounded(empty(like, vectors, width // 4, dtype=dtypes.int), empty(like, vectors, width // UNIT, 3), empty(like, vectors))
+
+def named(x:Tensor|Codes|Rounded, name:str) -> dict[str, Tensor]:
   """What x is made of, as a launch's inputs or outputs"""
-  return {name: x.words, f"{name}_scales": x.scales} if isinstance(x, Codes) else {name: x}
-def codes_in(buffers:dict[str, UOp], name:str) -> tuple[UOp, UOp]: return buffers[name], buffers[f"{name}_scales"]
+  return {name: x} if isinstance(x, Tensor) else {f"{name}_{field}": tensor for field, tensor in x._asdict().items()}
+def codes_in(buffers:dict[str, UOp], name:str) -> tuple[UOp, UOp]: return buffers[f"{name}_words"], buffers[f"{name}_scales"]
+def rounded_in(buffers:dict[str, UOp], name:str) -> tuple[UOp, UOp, UOp]: return *codes_in(buffers, name), buffers[f"{name}_factors"]
 
 class CodedUnit(NamedTuple):
   """32 numbers as int8: eight words, and the scale of each two"""
@@ -135,12 +150,14 @@ def load_codes(buffers:dict[str, UOp], name:str, units:int, vector:UOp, unit:UOp
 @dataclass(frozen=True)
 class Operand:
   """The vectors of a launch, one a token, which other kernels have written. segments: units of each. vector(token) loads it. norm: the weight of
-  an RMSNorm of it, and its epsilon. codes(token, segment, unit) loads a unit of a vector that is int8 already, in place of vector."""
+  an RMSNorm of it, and its epsilon. codes(token, segment, unit) loads a unit of a vector that is int8 already, in place of vector.
+  rounded: the buffers of a Rounded, in place of vector, and the number of the first token's."""
   segments: Sequence[int]
   vector: Callable[[UOp], Load4]|None
   norm: tuple[Load4, float]|None = None
   tokens: int = 1
   codes: Callable[[UOp, int, UOp], CodedUnit]|None = None
+  rounded: tuple[UOp, UOp, UOp, UOp|int]|None = None
 
   @property
   def units(self) -> int: return sum(self.segments)
@@ -235,10 +252,19 @@ def int8_words(target:Target, values:list[UOp], of_group:Callable[[UOp], UOp]) -
   words = [codes[i] | (codes[i + 1] << 8) | (codes[i + 2] << 16) | (codes[i + 3] << 24) for i in range(0, len(codes), 4)]
   return [word.cast(dtypes.int) for word in words], largest * (1 / 127)
 
+class StagedWord(NamedTuple):
+  """What a thread has made of a float4: a word, its unit's scale, and scale · Σ of its half of the unit"""
+  column: int
+  number: UOp
+  word: UOp
+  scale: UOp
+  half_sum: UOp
+
 class Int8Vectors:
   """Vectors as int8, four to a word: words 0–3 of unit u at u·4 of a vector, words 4–7 at (pitch + u)·4. Beside them as float32, at u·4: the unit's
   scale, and scale · Σ x of each of its halves."""
   def __init__(self, target:Target, units:int, columns:int, slot:int):
+    self.staged:list[StagedWord] = []   # by this thread
     self.target, self.units, self.pitch = target, units, self.pitch_of(units)
     self.words = local(columns * 2 * self.pitch * 4, dtypes.int, slot)
     self.meta = local(columns * units * 4, dtypes.float, slot + 1)
@@ -252,9 +278,13 @@ class Int8Vectors:
     target, j, unit = self.target, number % FLOAT4_OF_UNIT, number // FLOAT4_OF_UNIT   # eight neighbouring lanes hold a unit
     (word,), scale = int8_words(target, values, lambda largest: group_reduce(target, largest, FLOAT4_OF_UNIT, UOp.maximum))
     half_sum = group_sum(target, dot4(target, word, UOp.const(0x01010101, dtypes.int), UOp.const(0, dtypes.int)), FLOAT4_OF_UNIT // 2)
+    self.staged.append(StagedWord(column, number, word, scale, scale * half_sum.cast(dtypes.float)))
     half, of_half, meta = j // 4, j % 4, (column * self.units + unit) * 4
-    return [self.words[((column * 2 + half) * self.pitch + unit) * 4 + of_half].store(word), self.meta[meta.valid(j.eq(0))].store(scale),
-            self.meta[(meta + 1 + half).valid(of_half.eq(0))].store(scale * half_sum.cast(dtypes.float))]
+    return [self.words[self.word_index(column, number)].store(word), self.meta[meta.valid(j.eq(0))].store(scale),
+            self.meta[(meta + 1 + half).valid(of_half.eq(0))].store(self.staged[-1].half_sum)]
+  def word_index(self, column:int, number:UOp) -> UOp:
+    j, unit = number % FLOAT4_OF_UNIT, number // FLOAT4_OF_UNIT
+    return ((column * 2 + j // 4) * self.pitch + unit) * 4 + j % 4
   def after(self, barrier:UOp) -> None:
     self.words = self.words.after(barrier)
     self.meta = self.meta.after(barrier)
@@ -272,6 +302,19 @@ class Int8Vectors:
         sums.append(scaled(weights, weight_scale, minimum, scale * products.cast(dtypes.float), x_sum))
       return sum_in_order(sums)
     return dot
+
+class RoundedVectors(Int8Vectors):
+  """Int8Vectors that another kernel has made: a thread copies a word, and perhaps one of the unit's three numbers"""
+  def __init__(self, target:Target, operand:Operand, group:TokenGroup, wait_zero:UOp, slot:int):
+    super().__init__(target, operand.units, group.columns, slot)
+    self.operand, self.group, self.wait_zero = operand, group, wait_zero
+  def stage(self, column:int, number:UOp, values:list[UOp]) -> list[UOp]:
+    assert self.operand.rounded is not None
+    words, scales, _, first = self.operand.rounded
+    vector, j, unit = first + self.group.token(column), number % FLOAT4_OF_UNIT, number // FLOAT4_OF_UNIT
+    word = words[vector * (self.units * FLOAT4_OF_UNIT) + number + self.wait_zero].load()
+    scale = scales[(vector * self.units + unit) * 3 + j.minimum(2) + self.wait_zero].load()
+    return [self.words[self.word_index(column, number)].store(word), self.meta[((column * self.units + unit) * 4 + j).valid(j < 3)].store(scale)]
 
 class CodedVectors:
   """Vectors that are int8 already: nothing is staged"""
@@ -299,6 +342,7 @@ class CodedVectors:
 def vectors_of(target:Target, operand:Operand, integer:bool) -> type:
   """What a launch keeps its vectors in"""
   if operand.codes is not None: return CodedVectors
+  if operand.rounded is not None: return RoundedVectors
   if integer and target.dot4 is not None: return Int8Vectors
   return FloatVectors if FloatVectors.nbytes(operand.units) + 2048 <= target.shared_bytes else DeviceVectors   # the rest of the launch needs some too
 
@@ -307,7 +351,7 @@ def columns_of(target:Target, operand:Operand, parts:Sequence[MatvecPart], warps
   needed = len(parts) * warps * (1 + ROWS) * 4
   for part in parts:
     vectors = vectors_of(target, operand, part.integer)
-    if vectors in (FloatVectors, Int8Vectors): needed += vectors.nbytes(operand.units)
+    if vectors in (FloatVectors, Int8Vectors, RoundedVectors): needed += vectors.nbytes(operand.units)
   return next(columns for columns in COLUMNS if columns == 1 or columns <= operand.tokens and columns * needed <= target.shared_bytes)
 
 # ---- threads ----
@@ -322,16 +366,15 @@ class ThreadLayout:
   @property
   def threads(self) -> int: return self.span * self.teams
 
-def thread_layout(segments:Sequence[int], warp_lanes:int, jobs:int, coded:bool=False, runs:int=1) -> ThreadLayout:
+def thread_layout(segments:Sequence[int], warp_lanes:int, jobs:int, coded:bool=False, copies:bool=False) -> ThreadLayout:
   """The layout for a launch of so many jobs. A team is within a warp up to STEPS units a lane, over the most lanes that leave at most a tenth of them
-  idle. coded: the vectors are int8 already, so that a block's size costs nothing. runs: how often gidx1 runs it all, which the order of sums does
-  not depend on."""
+  idle. Larger blocks are for launches whose blocks make the vectors' int8. coded: they read it; copies: they copy it."""
   units, lanes, warps = sum(segments), warp_lanes, 1
   while sum(-(-length // (warp_lanes * warps)) for length in segments) > STEPS: warps += 1
   while warps == 1 and lanes > 1 and units < 0.9 * lanes * -(-units // lanes): lanes //= 2
   work = jobs * lanes * warps // warp_lanes
-  if coded: block_warps = MOST_WARPS if runs * work >= MOST_JOBS else WARPS
-  else: block_warps = MANY_WARPS if work >= MANY_JOBS else WARPS
+  if copies: block_warps = WARPS * warps
+  else: block_warps = MANY_WARPS if work >= MANY_JOBS and not coded else WARPS
   teams = max(block_warps // warps, 1) * (warp_lanes // lanes)
   # too few jobs to fill the machine: smaller blocks, and a team over as many lanes as a row has units
   while teams > 1 and jobs < FEW_BLOCKS * teams and teams * lanes * warps >= 2 * warp_lanes: teams //= 2
@@ -386,12 +429,13 @@ class Choice(Protocol):
     """The barrier behind which the rows are known. The first of those that it takes has the sources `before`."""
 
 def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_stores:ExtraStores|None=None, choice:Choice|None=None,
-           items:int=1, runs:int=1) -> list[UOp]:
+           items:int=1) -> list[UOp]:
   """The stores of a launch over gidx0, each part in blocks of its own, those of all groups of tokens side by side: they share what they read.
   items: how many times a token runs all this, by gidx1, which is the caller's, in operand and parts. Where the caller's gidx1 numbers tokens too,
-  the layout, and with it the order of sums, is still that of one token alone; runs: how many tokens it numbers.
+  the layout, and with it the order of sums, is still that of one token alone.
   extra_stores and choice are for a launch of one part."""
-  layouts = [thread_layout(operand.segments, target.lanes, items * part.jobs, operand.codes is not None, runs) for part in parts]
+  layouts = [thread_layout(operand.segments, target.lanes, items * part.jobs, operand.codes is not None, operand.rounded is not None)
+             for part in parts]
   threads = max(layout.threads for layout in layouts)
   columns = columns_of(target, operand, parts, threads // target.lanes)
   blocks = [-(-part.jobs // layout.teams) * group_count(operand.tokens, columns) for part, layout in zip(parts, layouts)]
@@ -471,18 +515,20 @@ class _Part:
       barrier = choice.barrier(self.thread, self.threads, wait_zero, staged)
       weights = self.load(wait_zero, gated=False)
     vectors.after(barrier)
-    stores, out = [], self.part.finish
+    stores, beside, out = [], [], self.part.finish
     if isinstance(out, CodesOut): codes = local(self.layout.teams * self.group.columns * out.count, dtypes.float, self.slot + 4)
     for sums, column, team, is_first in self.reduce(self.products(weights, vectors, gated=choice is None)):
-      if squares is not None: sums = self.normalize(sums, squares.of_column(column, barrier))
-      job, inside = self.job(team)
+      factor, (job, inside) = self.factor(squares, column, barrier, wait_zero), self.job(team)
+      if factor is not None: sums = [value * factor for value in sums]
       writes = both(both(is_first, inside), self.group.inside(column))
       if isinstance(out, CodesOut):
         place = (column * self.layout.teams + team) * out.count
-        stores += [codes[(place + i).valid(both(is_first, inside))].store(value) for i, value in enumerate(out.values(sums, job))]
+        stores += [codes[(place + i).valid(both(is_first, inside))].store(value) for i, value in enumerate(out.values(sums, job, wait_zero))]
       else: stores += out(sums, self.group.token(column), job, writes, wait_zero)
+      if self.part.rounded is not None and factor is not None:
+        beside.append(self.part.rounded[2][self.group.token(column).valid(writes & job.eq(0))].store(factor))
     if isinstance(out, CodesOut): stores = self.code_stores(out, codes.after(UOp(Ops.BARRIER, src=tuple(stores))))
-    return stores + (extra_stores(self.block_of_all, self.thread, self.threads, wait_zero) if extra_stores else [])
+    return stores + beside + (extra_stores(self.block_of_all, self.thread, self.threads, wait_zero) if extra_stores else [])
 
   def job(self, team:UOp) -> tuple[UOp, UOp|None]:
     """A team's job, and whether there is one"""
@@ -505,6 +551,19 @@ class _Part:
     word = ((vector * 2 + eight // 2) * out.units + unit) * 4 + eight % 2 * 2
     return [*(out.words[(word + i).valid(inside)].store(value) for i, value in enumerate(words)),
             out.scales[((vector * out.units + unit) * 4 + eight).valid(inside)].store(scale)]
+
+  def rounded_stores(self, staged:list[StagedWord]) -> list[UOp]:
+    """What the first block has staged, but for 1/rms"""
+    assert self.part.rounded is not None
+    (words, scales, _), stores, units = self.part.rounded, [], self.operand.units
+    for column, number, word, scale, half_sum in staged:
+      vector, j, unit = self.group.token(column), number % FLOAT4_OF_UNIT, number // FLOAT4_OF_UNIT
+      is_first = self.block.eq(0)   # a vector that is twice among the columns is the same
+      place = (vector * units + unit) * 3
+      stores += [words[(vector * (units * FLOAT4_OF_UNIT) + number).valid(is_first)].store(word),
+                 scales[place.valid(is_first & j.eq(0))].store(scale),
+                 scales[(place + 1 + j // 4).valid(is_first & (j % 4).eq(0))].store(half_sum)]
+    return stores
 
   # ---- weights ----
 
@@ -534,6 +593,7 @@ class _Part:
 
   def shared_vectors(self, wait_zero:UOp) -> SharedVectors:
     kind, units = vectors_of(self.target, self.operand, self.part.integer), self.operand.units
+    if kind is RoundedVectors: return RoundedVectors(self.target, self.operand, self.group, wait_zero, self.slot)
     if kind is CodedVectors: return CodedVectors(self.target, self.operand, self.group, wait_zero)
     if kind is Int8Vectors: return Int8Vectors(self.target, units, self.group.columns, self.slot)
     return FloatVectors(units, self.group.columns, self.slot) if kind is FloatVectors else DeviceVectors(self.operand, self.group, wait_zero)
@@ -541,12 +601,13 @@ class _Part:
   def stage(self, wait_zero:UOp) -> tuple[SharedVectors, SquareSums|None, list[UOp]]:
     """The vectors, the sums of their squares where there is a norm, and the stores that make both"""
     vectors, stores, squares = self.shared_vectors(wait_zero), [], []
-    if self.operand.vector is None: return vectors, None, []
+    if self.operand.codes is not None: return vectors, None, []
     for column in range(self.group.columns):
       own, of_column = self.stage_column(vectors, column, wait_zero)
       stores += of_column
       squares.append(own)
     if self.operand.norm is None: return vectors, None, stores
+    if self.part.rounded is not None and isinstance(vectors, Int8Vectors): stores += self.rounded_stores(vectors.staged)
     sums = SquareSums(self.target, [sum_in_order(own) for own in squares], self.thread, self.threads, self.slot + 2)
     return vectors, sums, [*stores, sums.store]
 
@@ -573,14 +634,17 @@ class _Part:
       if operand.norm is not None:
         own = [value * value for value in operand.values(token, number, wait_zero)]
         squares += own if inside is None else [inside.where(square, 0.0) for square in own]
-      stores += vectors.stage(column, number, operand.weighted(token, number, wait_zero))
+      stores += vectors.stage(column, number, operand.weighted(token, number, wait_zero) if operand.rounded is None else [])
     return squares, stores
 
-  def normalize(self, sums:list[UOp], squares:UOp) -> list[UOp]:
-    """The rows' products with RMSNorm(x): 1/rms is a factor of each"""
+  def factor(self, squares:SquareSums|None, column:UOp, barrier:UOp, wait_zero:UOp) -> UOp|None:
+    """1/rms of a column's vector, a factor of the rows' products; None: there is no norm"""
+    if self.operand.rounded is not None:
+      _, _, factors, first = self.operand.rounded
+      return factors[first + self.group.token(column) + wait_zero].load()
+    if squares is None: return None
     assert self.operand.norm is not None
-    factor = (squares * (1.0 / (self.operand.units * UNIT)) + self.operand.norm[1]).rsqrt()
-    return [value * factor for value in sums]
+    return (squares.of_column(column, barrier) * (1.0 / (self.operand.units * UNIT)) + self.operand.norm[1]).rsqrt()
 
   # ---- products ----
 

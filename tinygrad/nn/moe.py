@@ -7,22 +7,25 @@ A decode step on a target with kernels, with experts, is three launches: the rou
 experts and their gate and up with SwiGLU and the routing weight in the epilogue; their down, the shared expert's and the residual in one sum. The
 choice is made by every block of the second launch for itself: 64 logits cost less to rank again than a launch costs. Expert ids are read in the
 kernels. In the first launch the blocks part into two branches, each with vectors and a layout of its own, and all tokens share a read of the weights;
-in the others a block has one token. Where the target has an int8 dot product, hidden numbers are int8 between the launches (mixture_decode).
+in the others a block has one token. Where the target has an int8 dot product, hidden numbers are int8 between the launches (mixture_decode). Two to
+PAIRS_TOKENS tokens on tensor cores' targets are four launches: the choice is one, and RMSNorm(x) comes to the experts as int8 (mixture_pairs).
 """
 from __future__ import annotations
 from typing import NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
-from tinygrad.nn.intrinsics import target_of
+from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, optional, silu
 from tinygrad.nn.matmul import expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
-from tinygrad.nn.matvec import (CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments, codes_in, empty_codes, linear_part,
-                                    load_codes, matvec, named, stores_codes)
+from tinygrad.nn.matvec import (CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments, Rounded, codes_in, empty_codes,
+                                    empty_rounded, linear_part, load_codes, matvec, named, rounded_in, stores_codes)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
 from tinygrad.nn.norm_linear import decode_target, few_target, mul_mat, norm_linear, operand_of, prefill_target, single_segment
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.routing import Routing, TopKInKernel, choose_experts, choose_experts_prefill, group_choices, sort_by_expert
 from tinygrad.nn.step import Step
+
+PAIRS_TOKENS = 4   # up to so many, tokens have few experts in common, and each pair of the two is a matrix times a vector
 
 class FeedForward(NamedTuple):
   """Matrices (F, D), (F, D) and (D, F), or stacks of them, one an expert"""
@@ -64,8 +67,9 @@ def gate_up_metal(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router
 def gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
   return gate_up_launch(step, x, norm, gate, up, router, empty(x, x.shape[0], gate.shape[0]))
 
-def gate_up_launch(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None, out:Tensor|Codes) -> list[Tensor]:
-  """gate_up into `out` -> what it is made of, and the logits"""
+def gate_up_launch(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None, out:Tensor|Codes,
+                   rounded:Rounded|None=None) -> list[Tensor]:
+  """gate_up into `out`, and RMSNorm(x) into `rounded` -> what these are made of, and the logits"""
   target, weights, F = target_of(gate.device), present(gate, up, router), gate.shape[0]
   assert target is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
@@ -73,16 +77,18 @@ def gate_up_launch(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
     def swiglu(sums:list[UOp]) -> UOp: return silu(sums[0]) * sums[1]
     def store(sums:list[UOp], token:UOp, row:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
       return [buffers["y"][(token * F + row).valid(is_writer)].store(swiglu(sums))]
-    finish = CodesOut(*codes_in(buffers, "y"), F // UNIT, 1, lambda sums, _: [swiglu(sums)], lambda token: token, lambda row: row) \
+    finish = CodesOut(*codes_in(buffers, "y"), F // UNIT, 1, lambda sums, _job, _zero: [swiglu(sums)], lambda token: token, lambda row: row) \
       if isinstance(out, Codes) else store
-    parts = [MatvecPart(F, lambda row: [[(gate_rows, row)], [(up_rows, row)]], finish, gate.integer and up.integer)]
+    normed = None if rounded is None else rounded_in(buffers, "rounded")
+    parts = [MatvecPart(F, lambda row: [[(gate_rows, row)], [(up_rows, row)]], finish, gate.integer and up.integer, normed)]
     if router is not None:
       parts.append(linear_part(router.shape[0], single_segment(router.matrix(buffers, "router")), buffers["logits"], router.integer))
     if step.few_tokens: parts.reverse()   # tinygrad walks the whole first branch for each access of the second, and the router's has more of them
     return matvec(target, operand_of(buffers, x, norm), parts)
-  outs = {**named(out, "y"), **({"logits": empty(x, x.shape[0], router.shape[0])} if router is not None else {})}
+  outs = {**named(out, "y"), **({} if rounded is None else named(rounded, "rounded")),
+          **({"logits": empty(x, x.shape[0], router.shape[0])} if router is not None else {})}
   ins = {"x": x, "norm": norm.weight, **gate.args("gate"), **up.args("up"), **(router.args("router") if router is not None else {})}
-  name = "_".join(["gate_up", gate.label, *(["router", router.label] if router is not None else [])])
+  name = "_".join(["gate_up", *(["rounded"] if rounded is not None else []), gate.label, *(["router", router.label] if router is not None else [])])
   return launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))
 
 # ---- a dense feed-forward ----
@@ -153,7 +159,7 @@ def expert_gate_up_launch(x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Te
     def swiglu(sums:list[UOp], job:UOp) -> UOp: return silu(sums[0]) * sums[1] * chosen.weight(job // F)
     def store(sums:list[UOp], _:UOp, job:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
       return [buffers["y"][(token * K * F + job).valid(is_writer)].store(swiglu(sums, job))]
-    finish = CodesOut(*codes_in(buffers, "y"), K * F // UNIT, 1, lambda sums, job: [swiglu(sums, job)], lambda _: token, lambda job: job) \
+    finish = CodesOut(*codes_in(buffers, "y"), K * F // UNIT, 1, lambda sums, job, _zero: [swiglu(sums, job)], lambda _: token, lambda job: job) \
       if isinstance(out, Codes) else store
     def store_choice(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:
       k = thread.minimum(K - 1)
@@ -163,6 +169,28 @@ def expert_gate_up_launch(x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Te
   outs = {**named(out, "y"), "sel": empty(x, T, K, dtype=dtypes.int32)}
   ins = {"x": x, "norm": norm.weight, "logits": logits, **optional(bias=routing.bias), **gate.args("gate"), **up.args("up")}
   return launch(f"expert_gate_up_{K}_{routing.gating}_{gate.label}", outs, ins, body)
+
+def chosen_gate_up(x:Rounded, gate:Weight, up:Weight, sel:Tensor, weights:Tensor) -> Codes:
+  """expert_gate_up of RMSNorm(x) as int8 and a choice that is made. sel: int32 (T, K); weights: float32 (T, K) -> the hidden numbers, a vector a
+  token. Jobs and gidx1 are expert_gate_up_launch's."""
+  (E, F, D), (T, K), target = gate.shape, sel.shape, target_of(gate.device)
+  assert target is not None
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    token = UOp.special(T, "gidx1")
+    def load(name:str, job:UOp, wait_zero:UOp) -> UOp: return buffers[name][token * K + job // F + wait_zero].load()
+    def rows(name:str, weight:Weight, job:UOp) -> DeferredMatrix:
+      matrix = weight.matrix(buffers, name)
+      def of(wait_zero:UOp) -> Matrix:
+        expert = load("sel", job, wait_zero).maximum(0).minimum(E - 1).cast(dtypes.weakint)
+        return lambda row, unit, gate: matrix(expert * F + row, unit, gate)
+      return DeferredMatrix(of)
+    def rows_of_job(job:UOp) -> Sequence[RowSegments]: return [[(rows(name, weight, job), job % F)] for name, weight in (("gate", gate), ("up", up))]
+    def values(sums:list[UOp], job:UOp, wait_zero:UOp) -> list[UOp]: return [silu(sums[0]) * sums[1] * load("weights", job, wait_zero)]
+    finish = CodesOut(*codes_in(buffers, "y"), K * F // UNIT, 1, values, lambda _: token, lambda job: job)
+    operand = Operand([D // UNIT], None, rounded=(*rounded_in(buffers, "x"), token))
+    return matvec(target, operand, [MatvecPart(K * F, rows_of_job, finish, gate.integer and up.integer)])
+  ins = {**named(x, "x"), **gate.args("gate"), **up.args("up"), "sel": sel, "weights": weights}
+  return Codes(*launch(f"chosen_gate_up_{K}_{gate.label}", named(empty_codes(sel, T, K * F), "y"), ins, body))
 
 @primitive(outputs=lambda step, hidden, down, sel, residual, shared: empty(residual, *residual.shape))
 def expert_down(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None=None) -> Tensor:
@@ -223,7 +251,7 @@ def expert_down_launch(hidden:Tensor|Codes, down:Weight, sel:Tensor, residual:Te
     def codes(_:UOp, segment:int, unit:UOp) -> CodedUnit: return load_codes(buffers, ("x", "x_shared")[segment], segments[segment], token, unit)
     part = linear_part(D, lambda row: [(DeferredMatrix(chosen), row), *((matrix, row) for matrix in shared_rows)], buffers["y"],
                        all(weight.integer for weight in weights), lambda _, row: token * D + row, residual=buffers["residual"])
-    return matvec(target, Operand(segments, None, codes=codes) if isinstance(hidden, Codes) else Operand(segments, lambda _: vector), [part], runs=T)
+    return matvec(target, Operand(segments, None, codes=codes) if isinstance(hidden, Codes) else Operand(segments, lambda _: vector), [part])
   ins = {**named(hidden, "x"), "sel": sel, "residual": residual, **down.args("w"), **{k: v for x in beside for k, v in named(x, "x_shared").items()},
          **(shared[1].args("shared") if shared is not None else {})}
   name = "_".join([f"expert_down_{K}", down.label, *([] if shared is None else ["shared", shared[1].label])])
@@ -258,6 +286,25 @@ def mixture_decode(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routin
     beside = Codes(*codes), shared.down
   *codes, sel = expert_gate_up_launch(x, norm, experts.gate, experts.up, logits, routing, empty_codes(x, T, K * F))
   return expert_down_launch(Codes(*codes), experts.down, sel, x, beside)
+
+def pairs_target(step:Step, x:Tensor, _:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None) -> Target|None:
+  """The target, with tensor cores, that takes so few tokens a pair of token and expert at a time"""
+  if step.tokens > PAIRS_TOKENS or shared is None or not all(weight.integer for weight in (*experts, *shared)): return None
+  D, F, G = x.shape[1], experts.down.shape[2], shared.down.shape[1]
+  target = decode_target(step, router, D, F, G) if step.few_tokens else None
+  if target is None or not few_tokens.takes(target): return None
+  return target if all(stores_codes(target, [D // UNIT], jobs, 1) for jobs in (routing.count * F, G)) else None
+
+@mixture.form("pairs", takes=pairs_target)
+def mixture_pairs(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None) -> Tensor:
+  """The launches of the decode form, but that the first hands RMSNorm(x) on as int8, and the choice is a launch: tokens come in turns, and blocks
+  that neither stage nor choose are short"""
+  T, target = x.shape[0], target_of(router.device)
+  assert target is not None and shared is not None
+  *made, logits = gate_up_launch(step, x, norm, shared.gate, shared.up, router, empty_codes(x, T, shared.down.shape[1]), empty_rounded(x, *x.shape))
+  sel, weights = choose_experts_prefill(target, logits, routing, overlaps=True)
+  hidden = chosen_gate_up(Rounded(*made[2:]), experts.gate, experts.up, sel, weights)
+  return expert_down_launch(hidden, experts.down, sel, x, (Codes(*made[:2]), shared.down))
 
 @mixture.form("prefill", takes=lambda step, x, norm, router, routing, experts, shared:
               prefill_target(step, router, x.shape[1], experts.down.shape[2], *(weights.down.shape[1] for weights in (shared,) if weights)))

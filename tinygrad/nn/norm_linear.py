@@ -196,7 +196,7 @@ def heads_as_codes(context:Tensor, v_b:Weight) -> Codes:
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     head = UOp.special(heads, "gidx1")
     of = single_segment(v_b.matrix(buffers, "w"), head * rows)
-    out = CodesOut(*codes_in(buffers, "y"), units, 2, lambda sums, _: sums, lambda token: token, lambda job: head * rows + job * 2)
+    out = CodesOut(*codes_in(buffers, "y"), units, 2, lambda sums, _job, _zero: sums, lambda token: token, lambda job: head * rows + job * 2)
     part = MatvecPart(rows // 2, lambda job: [of(job * 2 + i) for i in range(2)], out, v_b.integer)
     return matvec(target, operand_of_head(buffers, context, head), [part], items=heads)
   outs, ins = named(empty_codes(context, T, heads * rows), "y"), {"x": context, **v_b.args("w")}

@@ -18,9 +18,9 @@ from __future__ import annotations
 import contextlib, functools, inspect
 from typing import Any, Callable, Iterator, NamedTuple
 
-# in the order in which they are asked. cpu_…: C; msl: hand-written Metal; decode: nn/matvec.py and the like; prefill: tensor cores. A name says
-# what a form was written for, `takes` alone which calls it serves
-FORMS = ("cpu_decode", "cpu_few", "cpu_prefill", "msl", "decode", "few", "prefill")
+# in the order in which they are asked. cpu_…: C; msl: hand-written Metal; pairs, decode: nn/matvec.py and the like; few, prefill: tensor cores. A
+# name says what a form was written for, `takes` alone which calls it serves
+FORMS = ("cpu_decode", "cpu_few", "cpu_prefill", "msl", "pairs", "decode", "few", "prefill")
 PLAIN = "plain ops"
 
 class Form(NamedTuple):
