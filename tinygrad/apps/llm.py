@@ -273,9 +273,7 @@ def serve(args:argparse.Namespace) -> int:
 def answer_prompt(model:Model, args:argparse.Namespace, prompt:str, raw:bool, options:Options) -> bool:
   """Prints the answer to one prompt. Returns whether the person stopped it. Raises ContextFull, GGUFError, ValueError."""
   tok = model.tokenizer
-  if raw:
-    ids = tok.encode(prompt, special=args.special)
-    if tok.add_bos and tok.bos_id is not None and ids[:1] != [tok.bos_id]: ids.insert(0, tok.bos_id)
+  if raw: ids = tok.with_bos(tok.encode(prompt, special=args.special))
   else:
     system = [{"role": "system", "content": args.system}] if args.system else []
     ids = model.render([*system, {"role": "user", "content": prompt}], **options.template)

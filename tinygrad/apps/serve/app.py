@@ -49,8 +49,7 @@ async def tokenize(request:Request) -> Response:
     if (text := r.content if r.content is not None else r.prompt) is None: wrong("content", "a text, in content or prompt, or messages", None)
     tokens = voice.tokenizer.encode(text, special=r.parse_special is not False)
     added = r.add_special if r.content is not None else r.add_special_tokens is not False
-    bos = voice.tokenizer.bos_id
-    return [bos, *tokens] if added and voice.tokenizer.add_bos and bos is not None and tokens[:1] != [bos] else tokens
+    return voice.tokenizer.with_bos(tokens) if added else tokens
   r, tokens = await service.read(request, TokenizeRequest, ids)
   table = voice.tokenizer.table
   shown: list[Any] = [{"id": t, "piece": table[t].decode(errors="replace")} for t in tokens] if r.with_pieces else tokens

@@ -471,8 +471,7 @@ def completion_job(r:CompletionRequest, voice:Voice, settings:Settings, capacity
     if isinstance(prompt, int): wrong(where, "a text or a list of tokens", prompt)
     if isinstance(prompt, str):
       if len(prompt) // voice.longest >= capacity: too_long(len(prompt) // voice.longest, capacity, where, "at least ")
-      ids, bos = tokenizer.encode(prompt, special=True), tokenizer.bos_id
-      if tokenizer.add_bos and bos is not None and ids[:1] != [bos]: ids.insert(0, bos)
+      ids = tokenizer.with_bos(tokenizer.encode(prompt, special=True))
     else: ids = prompt
     for token in ids if not isinstance(prompt, str) else ():
       if not 0 <= token < tokenizer.n_vocab: wrong(where, f"tokens from 0 to {tokenizer.n_vocab - 1}", token)
