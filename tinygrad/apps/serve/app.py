@@ -19,8 +19,8 @@ from tinygrad.apps.serve.answer import Gone
 from tinygrad.apps.serve.anthropic import CountRequest, MessagesRequest
 from tinygrad.apps.serve.link import READY, Link
 from tinygrad.apps.serve.openapi import document
-from tinygrad.apps.serve.requests import (ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, conversation, encoded, failed,
-                                           log, prompt_of, wrong)
+from tinygrad.apps.serve.requests import (ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_tokens, conversation,
+                                           encoded, failed, log, prompt_of, wrong)
 from tinygrad.apps.serve.responses import ResponsesRequest
 from tinygrad.apps.serve.service import Service, json_response
 from tinygrad.apps.serve.settings import Settings
@@ -58,8 +58,7 @@ async def tokenize(request:Request) -> Response:
 async def detokenize(request:Request) -> Response:
   voice = request.app.state.service.voice
   def text(r:DetokenizeRequest) -> str:
-    for token in r.tokens:
-      if not 0 <= token < voice.tokenizer.n_vocab: wrong("tokens", f"tokens from 0 to {voice.tokenizer.n_vocab - 1}", token)
+    check_tokens(r.tokens, voice, "tokens")
     return voice.tokenizer.decode(r.tokens)
   _, said = await request.app.state.service.read(request, DetokenizeRequest, text)
   return json_response({"content": said, "prompt": said})

@@ -269,6 +269,11 @@ class Conversation:
   generation_prompt: bool = True
   continued: bool = False
 
+  @property
+  def schemas(self) -> dict[str, Any]:
+    """Of the tools' parameters, by the tools' names"""
+    return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+
 def text_of(content:str|list[Part]|None, where:str) -> str:
   """A message's content as text. Raises ApiError for parts that are no text."""
   if content is None: return ""
@@ -376,6 +381,12 @@ def in_range(name:str, value:int|None, low:int, high:int) -> int|None:
   if value is not None and not low <= value <= high: wrong(name, f"{low} to {high}", value)
   return value
 
+def check_tokens(tokens:list[int], voice:Voice, param:str) -> None:
+  """Raises ApiError for a token that the vocabulary does not have"""
+  last = voice.tokenizer.n_vocab - 1
+  for token in tokens:
+    if not 0 <= token <= last: wrong(param, f"tokens from 0 to {last}", token)
+
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repeat_penalty")
 
 def sampling_of(r:Generation, voice:Voice) -> dict[str, Any]:
@@ -402,9 +413,8 @@ def bias_of(bias:dict[str, float]|list[tuple[int|str, float|bool]], voice:Voice)
       key = int(key)
     tokens = voice.tokenizer.encode(key, special=True) if isinstance(key, str) else [key]
     if value is True: wrong("logit_bias", "a number, or false", True)
-    for token in tokens:
-      if not 0 <= token < voice.tokenizer.n_vocab: wrong("logit_bias", f"tokens from 0 to {voice.tokenizer.n_vocab - 1}", token)
-      out[token] = float("-inf") if value is False else value
+    check_tokens(tokens, voice, "logit_bias")
+    out |= dict.fromkeys(tokens, float("-inf") if value is False else value)
   return out
 
 def stops_of(r:Generation) -> tuple[str, ...]:
@@ -437,8 +447,7 @@ def job_of(r:Generation, prompts:list[list[int]], voice:Voice, settings:Settings
   """What all kinds of requests ask. rest: Job's fields. Raises ApiError."""
   n = in_range("n", r.n, 1, MAX_ANSWERS) or 1
   if n * len(prompts) > MAX_ANSWERS: wrong("n", f"at most {MAX_ANSWERS} answers in all", n * len(prompts))
-  for token in r.stop_token_ids or ():
-    if not 0 <= token < voice.tokenizer.n_vocab: wrong("stop_token_ids", f"tokens from 0 to {voice.tokenizer.n_vocab - 1}", token)
+  check_tokens(r.stop_token_ids or [], voice, "stop_token_ids")
   stop_ids = (frozenset() if r.ignore_eos else voice.tokenizer.stop_ids) | frozenset(r.stop_token_ids or ())
   return Job(prompts, sampling_of(r, voice), n, stops_of(r), stop_ids, limit_of(r, settings), **rest)
 
@@ -457,8 +466,7 @@ def talk_job(r:Generation, c:Conversation, voice:Voice, settings:Settings, capac
   ids = prompt_of(c, voice)
   check_context(ids, capacity, "messages")
   grammar = grammar_of(held_to(r, c, ids, voice), [ids], voice)
-  tools = {tool.function.name: tool.function.parameters or {} for tool in c.tools}
-  return job_of(r, [ids], voice, settings, logprobs=logprobs, grammar=grammar, tools=tools, parallel=c.parallel)
+  return job_of(r, [ids], voice, settings, logprobs=logprobs, grammar=grammar, tools=c.schemas, parallel=c.parallel)
 
 def completion_job(r:CompletionRequest, voice:Voice, settings:Settings, capacity:int) -> Job:
   """Raises ApiError"""
@@ -472,9 +480,7 @@ def completion_job(r:CompletionRequest, voice:Voice, settings:Settings, capacity
     if isinstance(prompt, str):
       if len(prompt) // voice.longest >= capacity: too_long(len(prompt) // voice.longest, capacity, where, "at least ")
       ids = tokenizer.with_bos(tokenizer.encode(prompt, special=True))
-    else: ids = prompt
-    for token in ids if not isinstance(prompt, str) else ():
-      if not 0 <= token < tokenizer.n_vocab: wrong(where, f"tokens from 0 to {tokenizer.n_vocab - 1}", token)
+    else: check_tokens(ids := prompt, voice, where)
     check_context(ids, capacity, where)
     prompts.append(ids)
   if not prompts: raise ApiError(400, "prompt: expected one at least, found none", "prompt")
@@ -502,8 +508,7 @@ def held_to(r:Generation, c:Conversation, ids:list[int], voice:Voice) -> tuple[s
   """As grammar_source, of an answer to a conversation: a form, calls, or either; behind reasoning where the model may open that itself. Raises
   ApiError."""
   given, thinks, marks = grammar_source(r), voice.may_think(ids), voice.tokenizer.special_tokens
-  strict = {tool.function.name for tool in c.tools if tool.function.strict}
-  tools = {tool.function.name: tool.function.parameters or {} for tool in c.tools}
+  strict, tools = {tool.function.name for tool in c.tools if tool.function.strict}, c.schemas
   def calls(choice:str) -> str:
     try: return call_grammar(voice.family, tools, choice, c.parallel, strict, thinks)[1]
     except ValueError as e: raise ApiError(400, f"tools: {e}", "tools", "invalid_grammar") from None
