@@ -15,11 +15,16 @@ from tinygrad.apps.serve.settings import Settings
 
 # llm.py with an app that has a stream of tokens, and says how the engine stands
 COMMAND = [sys.executable, "-c", """
-import json, sys, types
+import contextlib, json, sys, types
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
-def create_app(link, settings, voice):
+def create_app(link, settings):
+  @contextlib.asynccontextmanager
+  async def lifespan(_):
+    await link.start()
+    yield
+    await link.close()
   async def health(request): return JSONResponse(link.state, 200 if link.state == "ready" else 503)
   async def answer(request):
     handle = link.add([1, 2, 3], {}, [], int(request.query_params["n"]))
@@ -29,7 +34,9 @@ def create_app(link, settings, voice):
         yield json.dumps([news.ids, news.end]) + "\\n"
         if news.end: return
     return StreamingResponse(lines())
-  return Starlette(routes=[Route("/health", health), Route("/answer", answer)])
+  app = Starlette(routes=[Route("/health", health), Route("/answer", answer)], lifespan=lifespan)
+  app.state.service = link   # which is all that is to be ready
+  return app
 import tinygrad
 sys.modules["tinygrad.apps.serve.app"] = types.SimpleNamespace(create_app=create_app)
 from tinygrad.apps import llm

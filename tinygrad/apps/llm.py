@@ -264,7 +264,7 @@ def settings_of(args:argparse.Namespace) -> tuple[Settings, wire.Load]:
                              args.cache_bits)
 
 def serve(args:argparse.Namespace) -> int:
-  """The server, until it ends. Returns the exit code. Raises UserError, GGUFError, ValueError."""
+  """The server, until it ends. Returns the exit code. Raises UserError, ValueError."""
   settings, load_order = settings_of(args)
   from tinygrad.apps.serve import server
   try: return server.serve(settings, load_order)

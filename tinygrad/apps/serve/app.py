@@ -216,19 +216,21 @@ def log_to_stderr() -> None:
   log.setLevel(logging.INFO)
   log.propagate = False
 
-def create_app(link:Link, settings:Settings, voice:Voice|None=None) -> Starlette:
-  """The application. It starts the link with itself, and closes it, unless somebody did before."""
-  service = Service(link, settings, voice)
+def voice_of(settings:Settings) -> Voice: return Voice.from_file(settings.model, settings.alias, settings.sampling)
+
+def create_app(link:Link, settings:Settings, read:Callable[[Settings], Voice]=voice_of) -> Starlette:
+  """The application. It starts the link with itself, and closes it; meanwhile it reads the model's file."""
+  service = Service(link, settings)
   log_to_stderr()
   @contextlib.asynccontextmanager
   async def lifespan(_:Starlette) -> AsyncIterator[None]:
     sys.setswitchinterval(SWITCH)
-    if own := link.process is None: await link.start()
-    reading = asyncio.create_task(asyncio.to_thread(service.load_voice))
+    await link.start()
+    reading = asyncio.create_task(service.load(read))
     try: yield
     finally:
       await reading
-      if own: await link.close(settings.drain_seconds)
+      await link.close(settings.drain_seconds)
   page = Page(directory=WEB, html=True) if (WEB / "index.html").is_file() else None
   routes = [Route(e.path, e.handler, methods=[e.method]) for e in ENDPOINTS]
   middleware = [Middleware(Front, service=service, page=page)]
