@@ -158,7 +158,7 @@ def parser(bench:bool=False) -> Parser:
   add("max_stall_ms", type=milliseconds, default=MAX_STALL, metavar="MS", help="how long answers may wait from token to token while another's prompt "
       f"is read (default {MAX_STALL * 1e3:.0f}); a prompt is read the faster the more it is")
   add("warm", action="store_true", help="record and compile at the start what any number of answers and any length of a prompt will need, instead of "
-      "when it is first needed, while all wait")
+      "when it is first needed, while all wait; with --serve what logprobs and grammars need, too")
   benchmark_flags(p, bench)
   serve_flags(p)
   add("threads", "-t", type=int_at_least(1), metavar="N", help="threads of the CPU (default: its cores)")
