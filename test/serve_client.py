@@ -109,7 +109,7 @@ def until(holds: Any, seconds: float = 20) -> None:
 def serving(voice: Voice|None = None, ready: dict[str, Any]|None = None, **settings: Any) -> Iterator[Server]:
   """A scripted server"""
   voice = voice or talking_voice()
-  server = Server(ScriptedLink(voice, **(ready or {})), Settings(Path("none"), "none", **settings), lambda _: voice)
+  server = Server(ScriptedLink(voice, **(ready or {})), Settings(Path("none"), **settings), lambda _: voice)
   until(server.app.state.service.loaded.is_set)
   try: yield server
   finally: server.stop()

@@ -170,7 +170,7 @@ def test_while_it_loads():
   link = ScriptedLink(talking_voice())
   link.ready = None
   link.start = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
-  s = Server(link, Settings(Path("none"), "none"), lambda _: link.voice)
+  s = Server(link, Settings(Path("none")), lambda _: link.voice)
   try:
     until(s.app.state.service.loaded.is_set)
     assert s.ask("/health")[0] == 503 and s.ask("/v1/models")[0] == 200 and s.ask("/metrics")[0] == 200 and s.ask("/slots")[0] == 503
@@ -180,7 +180,7 @@ def test_while_it_loads():
 
 def test_while_the_vocabulary_is_read():
   link, read = ScriptedLink(talking_voice()), threading.Event()
-  s = Server(link, Settings(Path("none"), "none"), lambda _: link.voice if read.wait(20) else None)
+  s = Server(link, Settings(Path("none")), lambda _: link.voice if read.wait(20) else None)
   try:
     status, answer, _ = s.ask("/health")
     assert (status, answer["status"], answer["error"]["message"]) == (503, "loading", "the model is being loaded (its vocabulary)")
@@ -196,7 +196,7 @@ def test_a_file_that_is_none(tmp_path: Path):
   (tmp_path / "x.gguf").write_bytes(b"GGUX")
   def broken(_: Settings) -> Any: raise KeyError("ours")
   for reader, why in (((), "not a GGUF file"), ((broken,), "KeyError: 'ours'")):
-    s = Server(ScriptedLink(talking_voice()), Settings(tmp_path / "x.gguf", "x"), *reader)
+    s = Server(ScriptedLink(talking_voice()), Settings(tmp_path / "x.gguf"), *reader)
     try:
       until(s.app.state.service.loaded.is_set)
       status, answer, _ = s.ask("/health")

@@ -104,7 +104,7 @@ API_KEY = "LLM_API_KEY"  # an environment variable
 def serve_flags(p:Parser) -> None:
   """Adds --serve and the flags that it takes. What is not given is None or False: Settings has the defaults."""
   def add(name:str, **kw) -> None: p.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **kw)
-  default = Settings(BUILT_IN, "")
+  default = Settings(BUILT_IN)
   add("serve", nargs="?", type=address, const=(HOST, PORT), metavar="HOST:PORT",
       help=f"answer HTTP clients (default {HOST}:{PORT}) until Ctrl-C: OpenAI's and Anthropic's ways of asking, and a web page to chat. Sampling "
            "flags are then what requests that say nothing get")
@@ -257,7 +257,7 @@ def settings_of(args:argparse.Namespace) -> tuple[Settings, wire.Load]:
   own = {name: getattr(args, name) for name in ("alias", "max_queued", "max_queued_tokens", "max_tokens_cap", "drain_seconds", "log_prompts")}
   own |= dict(default_max_tokens=args.max_tokens, max_body=args.max_body and args.max_body << 20,
               ssl_certfile=args.ssl_certfile and Path(args.ssl_certfile), ssl_keyfile=args.ssl_keyfile and Path(args.ssl_keyfile))
-  settings = Settings(find_model(args.model), args.model, host=host, port=port, api_keys=api_keys(args), cors_origins=tuple(args.cors_origin),
+  settings = Settings(find_model(args.model), host=host, port=port, api_keys=api_keys(args), cors_origins=tuple(args.cors_origin),
                       sampling=sampling, **{name: value for name, value in own.items() if value is not None})
   context = sys.maxsize if args.max_context == 0 else args.max_context
   return settings, wire.Load(str(settings.model), context, args.cache_tokens, args.max_stall_ms, args.warm, sampling, args.threads,
