@@ -73,8 +73,7 @@ async def apply_template(request:Request) -> Response:
 async def health(request:Request) -> Response:
   service: Service = request.app.state.service
   if (state := service.state) == READY: return json_response({"status": "ok"})
-  error = ApiError(503, service.why_not())
-  return json_response({"status": state, **error.openai()}, 503, {"retry-after": "1"})
+  return json_response({"status": state, **service.unavailable().openai()}, 503, {"retry-after": "1"})
 
 async def metrics(request:Request) -> Response:
   return Response(request.app.state.service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")

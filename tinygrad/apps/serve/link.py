@@ -149,7 +149,7 @@ class Link(asyncio.Protocol):
     for message in self.frames.push(data): self._hear(self.reports.decode(message))
   def connection_lost(self, exc:Exception|None) -> None:
     self.transport = None
-    self.reaping = asyncio.get_running_loop().create_task(self._reap())
+    self.reaping = asyncio.get_running_loop().create_task(self._reap())   # kept: the loop alone would not hold it
 
   def _hear(self, report:wire.Report) -> None:
     match report:

@@ -12,6 +12,7 @@ import msgspec
 from tinygrad.apps.chat import MessageError
 from tinygrad.apps.engine.constraint import WHITESPACE, GrammarError, check
 from tinygrad.apps.engine.sampling import Sampling
+from tinygrad.apps.engine.sequence import TOP
 from tinygrad.apps.gguf import GGUFError
 from tinygrad.apps.reasoning import CLOSE, OPEN
 from tinygrad.apps.serve import wire
@@ -25,7 +26,6 @@ Request = TypeVar("Request", bound=msgspec.Struct)
 MAX_ANSWERS = 128        # of one request
 MAX_STOPS = 64
 MAX_GRAMMAR = 1 << 18    # characters: a schema of four times as many takes seconds to compile
-MAX_TOP = 20             # likeliest tokens beside a chosen one
 
 def encoded(value:Any) -> str:
   """As JSON"""
@@ -95,7 +95,7 @@ decoder = functools.cache(msgspec.json.Decoder)
 _AT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.S)
 _FOUND = re.compile(r"Expected (?P<expected>.*), got (?P<found>.*)", re.S)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
-NAMES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "array": "a list", "object": "an object",
+TYPES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "array": "a list", "object": "an object",
          "null": "null"}
 
 def mistyped(e:msgspec.ValidationError) -> ApiError:
@@ -107,8 +107,8 @@ def mistyped(e:msgspec.ValidationError) -> ApiError:
     path = f"{path}.{m['name']}".lstrip(".")
     return ApiError(400, f"{path}: expected a value, found none", path)
   if m := _FOUND.fullmatch(what):
-    expected = " or ".join(NAMES.get(name, name) for name in re.findall(r"\w+", m["expected"]) if name != "null")
-    what = f"expected {expected}, found {NAMES.get(m['found'].strip('`'), m['found'].strip('`'))}"
+    expected = " or ".join(TYPES.get(name, name) for name in re.findall(r"\w+", m["expected"]) if name != "null")
+    what = f"expected {expected}, found {TYPES.get(m['found'].strip('`'), m['found'].strip('`'))}"
   else: what = what.replace("`", "").replace("Invalid enum value", "unknown value")
   return ApiError(400, f"{path or 'the body'}: {what}", path or None)
 
@@ -455,22 +455,18 @@ def chat_job(r:ChatRequest, voice:Voice, settings:Settings, capacity:int) -> Job
   """Raises ApiError"""
   c = conversation(r)
   if r.top_logprobs is not None and not r.logprobs: raise ApiError(400, "top_logprobs: expected logprobs beside it", "top_logprobs")
-  logprobs = in_range("top_logprobs", r.top_logprobs, 0, MAX_TOP) or 0
-  return talk_job(r, c, voice, settings, capacity, logprobs if r.logprobs else None)
-
-def talk_job(r:Generation, c:Conversation, voice:Voice, settings:Settings, capacity:int, logprobs:int|None=None) -> Job:
-  """A conversation's, whichever kind of request it came in. Raises ApiError."""
+  top = in_range("top_logprobs", r.top_logprobs, 0, TOP) or 0
   # each token has `longest` bytes at most: what must be too long is not worth being read
   least = sum(len(m["content"]) for m in c.messages) // voice.longest
   if least >= capacity: too_long(least, capacity, "messages", "at least ")
   ids = prompt_of(c, voice)
   check_context(ids, capacity, "messages")
   grammar = grammar_of(held_to(r, c, ids, voice), [ids], voice)
-  return job_of(r, [ids], voice, settings, logprobs=logprobs, grammar=grammar, tools=c.schemas, parallel=c.parallel)
+  return job_of(r, [ids], voice, settings, logprobs=top if r.logprobs else None, grammar=grammar, tools=c.schemas, parallel=c.parallel)
 
 def completion_job(r:CompletionRequest, voice:Voice, settings:Settings, capacity:int) -> Job:
   """Raises ApiError"""
-  given, tokenizer = r.prompt, voice.tokenizer
+  given = r.prompt
   several = [given] if isinstance(given, str) or (given and all(isinstance(p, int) for p in given)) else given
   if len(several) > MAX_ANSWERS: wrong("prompt", f"at most {MAX_ANSWERS} prompts", len(several))
   prompts = []
@@ -479,14 +475,14 @@ def completion_job(r:CompletionRequest, voice:Voice, settings:Settings, capacity
     if isinstance(prompt, int): wrong(where, "a text or a list of tokens", prompt)
     if isinstance(prompt, str):
       if len(prompt) // voice.longest >= capacity: too_long(len(prompt) // voice.longest, capacity, where, "at least ")
-      ids = tokenizer.with_bos(tokenizer.encode(prompt, special=True))
+      ids = voice.tokenizer.with_bos(voice.tokenizer.encode(prompt, special=True))
     else: check_tokens(ids := prompt, voice, where)
     check_context(ids, capacity, where)
     prompts.append(ids)
   if not prompts: raise ApiError(400, "prompt: expected one at least, found none", "prompt")
   if r.echo and r.logprobs is not None: raise ApiError(400, "echo: not supported beside logprobs", "echo", "unsupported_parameter")
   grammar = grammar_of(grammar_source(r), prompts, voice)
-  return job_of(r, prompts, voice, settings, logprobs=in_range("logprobs", r.logprobs, 0, MAX_TOP), grammar=grammar, chat=False)
+  return job_of(r, prompts, voice, settings, logprobs=in_range("logprobs", r.logprobs, 0, TOP), grammar=grammar, chat=False)
 
 # ---- grammars ----
 

@@ -55,8 +55,8 @@ class Server(uvicorn.Server):
   def __init__(self, settings:Settings, app:object):
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)   # a client's broken request is no news
     super().__init__(uvicorn.Config(
-      app, http=Connection, ws="none", log_config=None, access_log=False, server_header=False, proxy_headers=False,  # type: ignore[arg-type]
-      backlog=BACKLOG, timeout_keep_alive=IDLE_SECONDS, timeout_graceful_shutdown=CLOSE_SECONDS,
+      app, http=Connection, ws="none", lifespan="on", log_config=None, access_log=False, server_header=False,  # type: ignore[arg-type]
+      proxy_headers=False, backlog=BACKLOG, timeout_keep_alive=IDLE_SECONDS, timeout_graceful_shutdown=CLOSE_SECONDS,
       ssl_keyfile=settings.ssl_keyfile, ssl_certfile=settings.ssl_certfile))
     self.settings = settings
   @contextlib.contextmanager

@@ -54,14 +54,15 @@ class Service:
   def why_not(self) -> str:
     """Why no request is taken"""
     return "the model is being loaded (its vocabulary)" if self.link.state == READY else self.link.why_not()
+  def unavailable(self) -> ApiError: return ApiError(503, self.why_not(), retry_after=1)
   @property
   def voice(self) -> Voice:
-    if self._voice is None: raise ApiError(503, self.why_not(), retry_after=1)
+    if self._voice is None: raise self.unavailable()
     return self._voice
   @property
   def capacity(self) -> int:
     """The most tokens of a prompt and its answer"""
-    if self.link.ready is None: raise ApiError(503, self.why_not(), retry_after=1)
+    if self.link.ready is None: raise self.unavailable()
     return self.link.ready.capacity
 
   async def load(self, read:Callable[[Settings], Voice]) -> None:
@@ -80,7 +81,7 @@ class Service:
   # ---- a request ----
   def check_room(self) -> None:
     """Raises ApiError where the queue is full, or no request is taken"""
-    if self.state != READY: raise ApiError(503, self.why_not(), retry_after=1)
+    if self.state != READY: raise self.unavailable()
     assert self.link.ready is not None
     tokens = self.settings.max_queued_tokens or QUEUE_TOKENS * self.link.ready.rows
     if self.link.queued + self.reading >= self.settings.max_queued:
@@ -145,7 +146,7 @@ class Service:
       self.running.pop(reply.handle.number, None)
       self.metrics.ended(reply)
 
-  def log(self, request:Request, replies:list[Reply]) -> None:
+  def note(self, request:Request, replies:list[Reply]) -> None:
     """What the request's line in the log says of its answers"""
     usage = sum((reply.usage for reply in replies), Usage())
     request.scope["said"] = {"prompt_tokens": usage.prompt, "cached_tokens": usage.cached, "answer_tokens": usage.answer,
@@ -161,7 +162,7 @@ class Service:
     finally:
       watcher.cancel()
       self.end(replies)
-      self.log(request, replies)
+      self.note(request, replies)
 
   async def _whole(self, reply:Reply) -> Whole:
     out = Whole(reply)
@@ -251,7 +252,7 @@ class EventStream:
     finally:
       watcher.cancel()
       self.service.end(self.replies)
-      self.service.log(self.request, self.replies)
+      self.service.note(self.request, self.replies)
 
   async def _pump(self, reply:Reply) -> None:
     while reply.finish is None:
