@@ -4,7 +4,7 @@ from __future__ import annotations
 import asyncio, contextlib, json, math, socket, threading, time, urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 import uvicorn
 from talker import vocabulary
 from templates import GLM
@@ -73,9 +73,9 @@ class ScriptedLink(Link):
       if says.error: return self._tell(wire.News(order.id, [], end="error", why=says.error))
 
 class Server:
-  """url: of a server that answers by the link. stop: ends it"""
-  def __init__(self, link: Link, settings: Settings, voice: Voice|None):
-    self.link, self.app = link, create_app(link, settings, voice)
+  """url: of a server that answers by the link. reader: in place of what reads the model's file. stop: ends it"""
+  def __init__(self, link: Link, settings: Settings, *reader: Callable[[Settings], Voice]):
+    self.link, self.app = link, create_app(link, settings, *reader)
     config = uvicorn.Config(self.app, log_config=None, access_log=False, http=Connection, ws="none", lifespan="on", timeout_graceful_shutdown=1)
     self.server, sock = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)   # who does not read is soon noticed
@@ -109,6 +109,7 @@ def until(holds: Any, seconds: float = 20) -> None:
 def serving(voice: Voice|None = None, ready: dict[str, Any]|None = None, **settings: Any) -> Iterator[Server]:
   """A scripted server"""
   voice = voice or talking_voice()
-  server = Server(ScriptedLink(voice, **(ready or {})), Settings(Path("none"), "none", **settings), voice)
+  server = Server(ScriptedLink(voice, **(ready or {})), Settings(Path("none"), **settings), lambda _: voice)
+  until(server.app.state.service.loaded.is_set)
   try: yield server
   finally: server.stop()

@@ -137,9 +137,9 @@ class ToyRunner:
     token, value = self.last[row]
     return logprob_of(value, token, count)
   def wait(self) -> None: pass
-  def warm(self, rows: int, features: Any) -> None:
+  def warm(self, rows: int, kinds: list[Any]) -> None:
     self.batch.clear()   # as a runner that runs a step of each size has it
-    self.warmed.append((rows, features))
+    self.warmed.append((rows, kinds))
   def logits(self, ids: list[int], start: int, table: list[int]) -> np.ndarray:
     chunk = self.under_way
     self.prefill(ids, start, self.sizes[0], table)

@@ -74,7 +74,7 @@ def text_of(status: int, body: bytes, stream: bool) -> str:
   if not events or events[-1] != "[DONE]": raise Wrong(f"a stream that does not end: {body[-200:]!r}")
   return "".join(choice["delta"].get("content") or "" for event in events[:-1] for choice in json.loads(event)["choices"])
 
-# ---- what clients do: each returns what it was, and raises Wrong ----
+# ---- what clients do: each raises Wrong where the server did what it must not ----
 
 async def asks(client: Client, alone: dict[tuple[str, int], str], stream: bool, slow: bool = False) -> None:
   prompt, limit = client.rng.choice(PROMPTS), client.rng.choice(LIMITS)

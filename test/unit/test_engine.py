@@ -2,12 +2,13 @@
 from __future__ import annotations
 import itertools, random, sys, threading
 from collections import deque
+from dataclasses import replace
 from typing import Any, Callable
 import numpy as np, pytest
 from helpers import in_child
 from tinygrad.apps.engine import cache, constraint, engine, scheduler, sequence
 from tinygrad.apps.engine.engine import ContextFull, Engine
-from tinygrad.apps.engine.sampling import Sampling
+from tinygrad.apps.engine.sampling import Features, Sampling
 from tinygrad.apps.engine.sequence import Logprob, Request, Sequence, State
 from toy_runner import VOCAB, Rule, ToyRunner, alone, bits_of
 
@@ -557,8 +558,8 @@ def test_warming_beside_answers(page: int):
   e = toy(100, max_rows=5)
   answer, sampling = e.generate(PROMPT[:10], 30), Sampling(.5, top_p=.9)
   said = [next(answer), next(answer)]
-  e.warm(sampling)
-  assert e.runner.warmed == [(5, sampling.features)] and e.recorded == {*e.runner.sizes} and not e.flying
+  e.warm(sampling, Features(mask=True))
+  assert e.runner.warmed == [(5, [sampling.features, replace(sampling.features, mask=True)])] and e.recorded == {*e.runner.sizes} and not e.flying
   assert said + list(answer) == alone(PROMPT[:10], 30)
   finish(e)
 

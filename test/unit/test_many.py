@@ -23,6 +23,7 @@ from tinygrad.apps.engine.sequence import BatchRow, Request, Sequence, State
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import Transformer
 from tinygrad.apps.models import BUILT_IN
+from tinygrad.apps.serve.worker import warm
 from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.step import PAGE
 
@@ -49,7 +50,7 @@ class Pressed(Engine):
     self.pool.check(self.scheduler.tables)
     return busy
 
-def run(engine: Pressed, requests: list[Request], rng: random.Random, waits: tuple[int, ...] = (0, 0, 1, 5, 20),
+def run(engine: Engine, requests: list[Request], rng: random.Random, waits: tuple[int, ...] = (0, 0, 1, 5, 20),
         aborts: float = 0.0) -> list[Sequence]:
   """All of them, each added some steps after the one before it, and perhaps aborted"""
   sequences, left, busy = [], 0, True
@@ -204,6 +205,10 @@ def assert_page_0_alone(runner: Runner, *counts: int) -> None:
 
 def test_rows_that_are_not_there(alone: Alone): assert_page_0_alone(alone.runner, *{3, alone.most - 3})
 
+def record_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+  for what, name in ((runner_module.Batch, "record"), (Runner, "record_chunk"), (runner_module.Replay, "cut")):
+    monkeypatch.setattr(what, name, lambda *_: pytest.fail("recorded later"))
+
 def test_warming(alone: Alone, monkeypatch: pytest.MonkeyPatch):
   """Nothing that answers drawn so need is recorded later; it writes what is nobody's; answers that run go on as they would"""
   runner, request = runner_of(alone.path), Request(alone.prompts[0], Sampling(1.0, seed=4), limit=LONGEST)
@@ -214,11 +219,23 @@ def test_warming(alone: Alone, monkeypatch: pytest.MonkeyPatch):
   before = caches(runner)
   engine.warm(request.sampling)
   assert changed(before, caches(runner)) <= {*range(PAGE)} and {*runner.chunks} == {*runner.sizes} and {*runner.batches} == {1, 2, 4}
-  for what in (runner_module.Batch, Runner):
-    for name in ("record", "record_chunk"): monkeypatch.setattr(what, name, lambda *_: pytest.fail("recorded later"), raising=False)
+  record_no_more(monkeypatch)
   each = [running, *(engine.add(request) for _ in range(2)), engine.add(Request(alone.prompts[1] * 2, Sampling(1.0), limit=3))]
   while engine.step(): pass
   assert all(s.produced == want for s in each[:3]) and len(each[3].produced) == 3
+
+def test_warming_of_the_server(alone: Alone, monkeypatch: pytest.MonkeyPatch):
+  """… nor what those with probabilities, or held to something, need"""
+  engine, prompts = Engine(runner_of(alone.path), PAGES, max_rows=2), alone.prompts[:2]
+  want = [alone.says(ids) for ids in prompts]
+  warm(engine, Sampling())
+  record_no_more(monkeypatch)
+  for count in (1, 2):
+    told = run(engine, [Request(ids, limit=LONGEST, logprobs=5) for ids in prompts[:count]], random.Random(0), waits=(0,))
+    held = run(engine, [Request(ids, limit=LONGEST, constraint=Some(engine.runner.vocab_size, 7)) for ids in prompts[:count]], random.Random(0),
+               waits=(0,))
+    assert [s.produced for s in told] == want[:count] and all(len(s.logprobs) == LONGEST for s in told)
+    assert [s.reason for s in held] == ["length"] * count
 
 def test_steps_between_slices(alone: Alone, monkeypatch: pytest.MonkeyPatch):
   """An answer's steps between the slices of a prompt's chunks, and logits: neither knows of the other"""

@@ -170,23 +170,39 @@ def test_while_it_loads():
   link = ScriptedLink(talking_voice())
   link.ready = None
   link.start = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
-  s = Server(link, Settings(Path("none"), "none"), link.voice)
+  s = Server(link, Settings(Path("none")), lambda _: link.voice)
   try:
+    until(s.app.state.service.loaded.is_set)
     assert s.ask("/health")[0] == 503 and s.ask("/v1/models")[0] == 200 and s.ask("/metrics")[0] == 200 and s.ask("/slots")[0] == 503
     assert s.ask("/tokenize", {"content": "a"})[0] == 503 and s.ask("/props")[0] == 200
     assert "the model is being loaded (starting the engine)" in s.ask(CHAT, body())[1]["error"]["message"]
   finally: s.stop()
 
-def test_a_file_that_is_none(tmp_path: Path):
-  link = ScriptedLink(talking_voice())
-  (tmp_path / "x.gguf").write_bytes(b"GGUX")
-  s = Server(link, Settings(tmp_path / "x.gguf", "x"), None)
+def test_while_the_vocabulary_is_read():
+  link, read = ScriptedLink(talking_voice()), threading.Event()
+  s = Server(link, Settings(Path("none")), lambda _: link.voice if read.wait(20) else None)
   try:
-    until(lambda: s.app.state.service.fault)
     status, answer, _ = s.ask("/health")
-    assert status == 503 and answer["status"] == "failed" and "not a GGUF file" in answer["error"]["message"]
-    assert s.ask(CHAT, body())[0] == s.ask("/v1/models")[0] == 503
-  finally: s.stop()
+    assert (status, answer["status"], answer["error"]["message"]) == (503, "loading", "the model is being loaded (its vocabulary)")
+    assert s.ask(CHAT, body())[0] == s.ask("/v1/models")[0] == s.ask("/tokenize", {"content": "a"})[0] == 503 and s.ask("/metrics")[0] == 200
+    read.set()
+    until(lambda: s.ask("/health")[0] == 200)
+    assert s.ask(CHAT, body())[0] == s.ask("/v1/models")[0] == 200
+  finally:
+    read.set()
+    s.stop()
+
+def test_a_file_that_is_none(tmp_path: Path):
+  (tmp_path / "x.gguf").write_bytes(b"GGUX")
+  def broken(_: Settings) -> Any: raise KeyError("ours")
+  for reader, why in (((), "not a GGUF file"), ((broken,), "KeyError: 'ours'")):
+    s = Server(ScriptedLink(talking_voice()), Settings(tmp_path / "x.gguf"), *reader)
+    try:
+      until(s.app.state.service.loaded.is_set)
+      status, answer, _ = s.ask("/health")
+      assert status == 503 and answer["status"] == "failed" and why in answer["error"]["message"]
+      assert s.ask(CHAT, body())[0] == s.ask("/v1/models")[0] == 503
+    finally: s.stop()
 
 def test_metrics(server: Server):
   def value(name: str) -> float:

@@ -15,11 +15,16 @@ from tinygrad.apps.serve.settings import Settings
 
 # llm.py with an app that has a stream of tokens, and says how the engine stands
 COMMAND = [sys.executable, "-c", """
-import json, sys, types
+import contextlib, json, sys, types
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
-def create_app(link, settings, voice):
+def create_app(link, settings):
+  @contextlib.asynccontextmanager
+  async def lifespan(_):
+    await link.start()
+    yield
+    await link.close()
   async def health(request): return JSONResponse(link.state, 200 if link.state == "ready" else 503)
   async def answer(request):
     handle = link.add([1, 2, 3], {}, [], int(request.query_params["n"]))
@@ -29,7 +34,9 @@ def create_app(link, settings, voice):
         yield json.dumps([news.ids, news.end]) + "\\n"
         if news.end: return
     return StreamingResponse(lines())
-  return Starlette(routes=[Route("/health", health), Route("/answer", answer)])
+  app = Starlette(routes=[Route("/health", health), Route("/answer", answer)], lifespan=lifespan)
+  app.state.service = link   # which is all that is to be ready
+  return app
 import tinygrad
 sys.modules["tinygrad.apps.serve.app"] = types.SimpleNamespace(create_app=create_app)
 from tinygrad.apps import llm
@@ -202,10 +209,11 @@ def test_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
   found = settings("--serve", "0.0.0.0:80", "--api-key", "four", "--api_key_file", str(tmp_path / "keys"), "--alias", "m", "--max-body", "2",
                    "--top_p", ".5", "--cors-origin", "http://a:1", "--drain-seconds", "0", "--max-queued", "3", "--max-tokens", "5",
                    "--max-tokens-cap", "5")
-  assert found == Settings(BUILT_IN, str(BUILT_IN), "m", "0.0.0.0", 80, frozenset(["one", "two", "three", "four"]), ("http://a:1",), 2 << 20, 3,
-                           default_max_tokens=5, max_tokens_cap=5, sampling={"top_p": .5}, drain_seconds=0)
+  assert found == Settings(BUILT_IN, alias="m", host="0.0.0.0", port=80, api_keys=frozenset(["one", "two", "three", "four"]),
+                           cors_origins=("http://a:1",), max_body=2 << 20, max_queued=3, default_max_tokens=5, max_tokens_cap=5,
+                           sampling={"top_p": .5}, drain_seconds=0)
   monkeypatch.delenv("LLM_API_KEY")
-  assert settings("--serve") == Settings(BUILT_IN, str(BUILT_IN)) and settings("--serve").local and not found.local
+  assert settings("--serve") == Settings(BUILT_IN) and settings("--serve").local and not found.local
 
 def test_what_the_engine_is_told():
   flags = ["--serve", "-c", "0", "--cache-tokens", "99", "--max-stall-ms", "20", "--warm", "-t", "3", "--temp", "2"]

@@ -15,7 +15,7 @@ from tinygrad.apps.serve.settings import Settings
 from tinygrad.apps.serve.text import Voice
 
 VOICE = talking_voice(sampling=Sampling(temperature=.5, top_p=.9))
-SETTINGS = Settings(Path("none"), "none")
+SETTINGS = Settings(Path("none"))
 CAPACITY = 1000
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}

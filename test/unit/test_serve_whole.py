@@ -13,7 +13,7 @@ ASK: dict[str, Any] = {"model": "", "messages": [{"role": "user", "content": "Wh
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-  s = Server(Link(wire.Load(str(BUILT_IN), max_context=256, cache_tokens=1024)), Settings(BUILT_IN, "tiny", alias="tiny"), None)
+  s = Server(Link(wire.Load(str(BUILT_IN), max_context=256, cache_tokens=1024)), Settings(BUILT_IN, alias="tiny"))
   try:
     until(lambda: s.app.state.service.state == READY, 60)
     yield s

@@ -188,6 +188,11 @@ def test_ids_of_the_keys(load):
   assert load(bos_token_id=None).bos_id is None and load(add_bos_token=True).add_bos
   assert load("llama-bpe").add_bos and not load("llama-bpe", add_bos_token=False).add_bos
 
+def test_with_bos(load):
+  t = load(add_bos_token=True)
+  assert t.with_bos([]) == [t.bos_id] and t.with_bos([5]) == t.with_bos([t.bos_id, 5]) == [t.bos_id, 5]
+  assert load().with_bos([5]) == load(add_bos_token=True, bos_token_id=None).with_bos([5]) == [5]
+
 @pytest.mark.parametrize("pre,names", [("deepseek-v3", ["<｜end▁of▁sentence｜>"]), ("kimi-k2", ["<|im_end|>", "[EOS]", "[EOT]"])])
 def test_ends_of_a_turn(pre, names, load):
   tokens, kinds, *_ = vocabulary(pre)

@@ -108,8 +108,7 @@ class Chat:
     try: text = self.template.render(values)
     except Refusal as e: raise MessageError(f"the model's template refuses the messages: {_said(e)}") from None
     except Exception as e: raise self._bad("a template that renders these messages", e) from None  # it may fail in any way that Python knows
-    ids, bos = self._encode(text), self.tokenizer.bos_id
-    return ids if not self.tokenizer.add_bos or bos is None or ids[:1] == [bos] else [bos, *ids]
+    return self.tokenizer.with_bos(self._encode(text))
 
   def encode_answer(self, text: str) -> list[int]:
     """The ids of an answer's text, which the model goes on with: markup is markup, names of control tokens are text"""

@@ -104,7 +104,7 @@ API_KEY = "LLM_API_KEY"  # an environment variable
 def serve_flags(p:Parser) -> None:
   """Adds --serve and the flags that it takes. What is not given is None or False: Settings has the defaults."""
   def add(name:str, **kw) -> None: p.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **kw)
-  default = Settings(BUILT_IN, "")
+  default = Settings(BUILT_IN)
   add("serve", nargs="?", type=address, const=(HOST, PORT), metavar="HOST:PORT",
       help=f"answer HTTP clients (default {HOST}:{PORT}) until Ctrl-C: OpenAI's and Anthropic's ways of asking, and a web page to chat. Sampling "
            "flags are then what requests that say nothing get")
@@ -158,7 +158,7 @@ def parser(bench:bool=False) -> Parser:
   add("max_stall_ms", type=milliseconds, default=MAX_STALL, metavar="MS", help="how long answers may wait from token to token while another's prompt "
       f"is read (default {MAX_STALL * 1e3:.0f}); a prompt is read the faster the more it is")
   add("warm", action="store_true", help="record and compile at the start what any number of answers and any length of a prompt will need, instead of "
-      "when it is first needed, while all wait")
+      "when it is first needed, while all wait; with --serve what logprobs and grammars need, too")
   benchmark_flags(p, bench)
   serve_flags(p)
   add("threads", "-t", type=int_at_least(1), metavar="N", help="threads of the CPU (default: its cores)")
@@ -257,14 +257,14 @@ def settings_of(args:argparse.Namespace) -> tuple[Settings, wire.Load]:
   own = {name: getattr(args, name) for name in ("alias", "max_queued", "max_queued_tokens", "max_tokens_cap", "drain_seconds", "log_prompts")}
   own |= dict(default_max_tokens=args.max_tokens, max_body=args.max_body and args.max_body << 20,
               ssl_certfile=args.ssl_certfile and Path(args.ssl_certfile), ssl_keyfile=args.ssl_keyfile and Path(args.ssl_keyfile))
-  settings = Settings(find_model(args.model), args.model, host=host, port=port, api_keys=api_keys(args), cors_origins=tuple(args.cors_origin),
+  settings = Settings(find_model(args.model), host=host, port=port, api_keys=api_keys(args), cors_origins=tuple(args.cors_origin),
                       sampling=sampling, **{name: value for name, value in own.items() if value is not None})
   context = sys.maxsize if args.max_context == 0 else args.max_context
   return settings, wire.Load(str(settings.model), context, args.cache_tokens, args.max_stall_ms, args.warm, sampling, args.threads,
                              args.cache_bits)
 
 def serve(args:argparse.Namespace) -> int:
-  """The server, until it ends. Returns the exit code. Raises UserError, GGUFError, ValueError."""
+  """The server, until it ends. Returns the exit code. Raises UserError, ValueError."""
   settings, load_order = settings_of(args)
   from tinygrad.apps.serve import server
   try: return server.serve(settings, load_order)
@@ -273,9 +273,7 @@ def serve(args:argparse.Namespace) -> int:
 def answer_prompt(model:Model, args:argparse.Namespace, prompt:str, raw:bool, options:Options) -> bool:
   """Prints the answer to one prompt. Returns whether the person stopped it. Raises ContextFull, GGUFError, ValueError."""
   tok = model.tokenizer
-  if raw:
-    ids = tok.encode(prompt, special=args.special)
-    if tok.add_bos and tok.bos_id is not None and ids[:1] != [tok.bos_id]: ids.insert(0, tok.bos_id)
+  if raw: ids = tok.with_bos(tok.encode(prompt, special=args.special))
   else:
     system = [{"role": "system", "content": args.system}] if args.system else []
     ids = model.render([*system, {"role": "user", "content": prompt}], **options.template)

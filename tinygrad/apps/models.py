@@ -6,7 +6,7 @@ Transformer (mla.py), which an Engine runs. `Answer` is a continuation as text, 
 from __future__ import annotations
 import ctypes, difflib, os, shutil, time
 from pathlib import Path
-from typing import Any, Iterable, Iterator
+from typing import Any, Iterable, Iterator, NamedTuple
 import numpy as np
 from tinygrad import Device, disk_cache
 from tinygrad.apps.chat import Chat
@@ -147,6 +147,22 @@ def advised_sampling(f:GGUFFile, tokenizer:Tokenizer) -> Sampling:
     except ValueError as e: raise GGUFError(f"{f.path}: key {key}: {str(e).partition(': ')[2]}") from None
   return Sampling(**values)
 
+class Words(NamedTuple):
+  """What a file says of its model's words, and no weight. chat: None where it has no usable template; chat_error says why. name: the file's own.
+  sampling: what its makers advise"""
+  tokenizer: Tokenizer
+  chat: Chat|None
+  chat_error: str
+  name: str
+  sampling: Sampling
+
+def words_of(f:GGUFFile) -> Words:
+  """Raises GGUFError"""
+  tokenizer, chat, chat_error = Tokenizer.from_gguf(f), None, ""
+  try: chat = Chat.from_gguf(f, tokenizer)
+  except GGUFError as e: chat_error = str(e)
+  return Words(tokenizer, chat, chat_error, f.key("general.name", str, default=None) or f.path.stem, advised_sampling(f, tokenizer))
+
 # ---- from Python ----
 
 class Until:
@@ -277,11 +293,7 @@ def load(path:str|Path, max_context:int|None=None, progress:bool=False, cache_to
       for tensor in tensors:
         yield tensor
         t.update(tensor.data.nbytes)
-  tokenizer, chat, chat_error = Tokenizer.from_gguf(f), None, ""
-  try: chat = Chat.from_gguf(f, tokenizer)
-  except GGUFError as e: chat_error = str(e)
-  sampling, context = advised_sampling(f, tokenizer), min(max_context or DEFAULT_CONTEXT, config.context_length)
-  name = f.key("general.name", str, default=None) or f.path.stem
+  words, context = words_of(f), min(max_context or DEFAULT_CONTEXT, config.context_length)
   transformer = Transformer.from_gguf(f, context, *([bar] if progress else []), pool=lambda model: pool_pages(model, cache_tokens),
                                       cache_bits=cache_bits)
-  return Model(transformer, tokenizer, chat, chat_error, name, sampling, max_stall)
+  return Model(transformer, *words, max_stall)

@@ -173,6 +173,10 @@ class Tokenizer:
           out += map(self._byte_id, run.encode(errors="surrogateescape")) if m % 2 else self._encode_plain(run)
     return out
 
+  def with_bos(self, ids: list[int]) -> list[int]:
+    """A prompt's ids: where the vocabulary asks for a bos, one stands in front."""
+    return [self.bos_id, *ids] if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id] else ids
+
   def encode_bytes(self, data: bytes) -> list[int]:
     """The ids of any bytes, UTF-8 or not: `decode_bytes(encode_bytes(data)) == data`."""
     return self.encode(data.decode(errors="surrogateescape"))

@@ -69,8 +69,9 @@ class Steps(Protocol):
     """int32 (rows,): what the oldest launch that was not read chose, when it is done"""
   def logprobs(self, row:int, count:int) -> Logprob:
     """Of what was read last, in a batch where a row asks for them: a row's token, and the `count` likeliest"""
-  def warm(self, rows:int, features:Features) -> None:
-    """What prefill of each size needs, and launch of each size of a batch up to so many rows, is there from here on, and need not be compiled"""
+  def warm(self, rows:int, kinds:list[Features]) -> None:
+    """What prefill of each size needs, and launch of each size of a batch up to so many rows by each kind of features, is there from here on, and
+    need not be compiled"""
   def wait(self) -> None:
     """Until the device is done"""
   def logits(self, ids:list[int], start:int, table:list[int]) -> np.ndarray:
@@ -203,10 +204,10 @@ class Engine:
   def wait(self) -> None:
     """Until the device is done"""
     self._drive(self.runner.wait)
-  def warm(self, sampling:Sampling=Sampling()) -> None:
-    """Records chunks of all sizes, and steps of all numbers of answers that are drawn as by `sampling`. They are else recorded, and the first time
-    compiled, when first needed, while all wait."""
-    self._drive(lambda: self._warm(sampling.features))
+  def warm(self, sampling:Sampling=Sampling(), *more:Features) -> None:
+    """Records chunks of all sizes, and steps of all numbers of answers that are drawn as by `sampling`, and of those that do each of `more` beside.
+    They are else recorded, and the first time compiled, when first needed, while all wait."""
+    self._drive(lambda: self._warm([sampling.features | features for features in (Features(), *more)]))
 
   @property
   def gauges(self) -> Gauges:
@@ -362,10 +363,10 @@ class Engine:
       if s.guide is not None and s.guide.future is not None and s.guide.future.done() and (e := s.guide.future.exception()) is not None:
         self.scheduler.end(s, "error", e)
 
-  def _warm(self, features:Features) -> None:
+  def _warm(self, kinds:list[Features]) -> None:
     while self.flying: self._read()
     self.concerned, self.batch = [], []
-    self.runner.warm(self.scheduler.max_rows, features)
+    self.runner.warm(self.scheduler.max_rows, kinds)
     self.recorded.update(self.runner.sizes)
 
   def _preempt(self) -> None:

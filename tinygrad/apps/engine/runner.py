@@ -273,20 +273,20 @@ class Runner:
     write(self.table, padded)
 
   # ---- at the start ----
-  def warm(self, rows:int, features:Features) -> None:
-    """Records chunks of all sizes, and steps by these features of all sizes of a batch up to so many rows, compiles all kernels beside each other,
-    and runs each once, for nobody: a graph is made when it first runs"""
-    batches = [self.batch_of(size) for size in ROWS if size <= self.batch_of(rows).size]
-    for batch in batches:
+  def warm(self, rows:int, kinds:Sequence[Features]) -> None:
+    """Records chunks of all sizes, and steps by each kind of features of all sizes of a batch up to so many rows, compiles all kernels beside each
+    other, and runs each once, for nobody: a graph is made when it first runs"""
+    steps, replays = [(self.batch_of(size), features) for size in ROWS if size <= self.batch_of(rows).size for features in kinds], []
+    for batch, features in steps:
       batch.set([])
       batch.features = features
-      if features not in batch.replays: batch.replays[features] = batch.record()
+      replays.append(batch.replay())
     chunks = {size: self.record_chunk(size) for size in self.sizes if size not in self.chunks}
-    compile_parts([part for replay in (*(batch.replays[features] for batch in batches), *chunks.values()) for part in replay.recorded])
+    compile_parts([part for replay in (*replays, *chunks.values()) for part in replay.recorded])
     for size, chunk in chunks.items(): self.chunks[size] = self.cut(chunk)
     for size in self.sizes: self.prefill([0], 0, size, [])
-    for batch in batches:
-      self.batch = batch
+    for batch, features in steps:
+      self.batch, batch.features = batch, features
       self.launch()
       if features.mask: self.draw({})
     self.wait()

@@ -11,8 +11,8 @@ from starlette.types import ASGIApp
 from tinygrad.apps.reasoning import ANSWER, REASONING
 from tinygrad.apps.serve.answer import Reply, Usage, Whole, kept, packed
 from tinygrad.apps.serve.requests import (ApiError, ChatRequest, Function, FunctionCall, FunctionName, Job, JsonSchema, Message, Part, ResponseFormat,
-                                          Thinking, Tool, ToolCall, ToolChoice, chat_job, conversation, naming, prompt_of, text_of, wrong)
-from tinygrad.apps.serve.service import Blocks, Service, answered, encode, json_response, sse
+                                          Thinking, Tool, ToolCall, ToolChoice, chat_job, conversation, encoded, naming, prompt_of, text_of, wrong)
+from tinygrad.apps.serve.service import Blocks, Service, answered, json_response, sse
 from tinygrad.apps.serve.settings import Settings
 from tinygrad.apps.serve.text import Voice
 from tinygrad.apps.tool_calls import CallBegins, decode
@@ -99,7 +99,7 @@ def text_of_result(content:str|list[Result]|None, tools:dict[str, Function], whe
   def shown(part:Result) -> Part:
     if part.type != "tool_reference": return part
     found = tools.get(part.tool_name or "")
-    return Part("text", f"{encode(found).decode()}\n" if found else part.tool_name or "")
+    return Part("text", f"{encoded(found)}\n" if found else part.tool_name or "")
   return text_of([shown(part) for part in content] if isinstance(content, list) else content, where)
 
 def messages_of(m:BlockMessage, tools:dict[str, Function], where:str) -> list[Message]:

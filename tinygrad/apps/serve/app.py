@@ -19,8 +19,8 @@ from tinygrad.apps.serve.answer import Gone
 from tinygrad.apps.serve.anthropic import CountRequest, MessagesRequest
 from tinygrad.apps.serve.link import READY, Link
 from tinygrad.apps.serve.openapi import document
-from tinygrad.apps.serve.requests import (ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, conversation, encoded, failed,
-                                           log, prompt_of, wrong)
+from tinygrad.apps.serve.requests import (ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_tokens, conversation,
+                                           encoded, failed, log, prompt_of, wrong)
 from tinygrad.apps.serve.responses import ResponsesRequest
 from tinygrad.apps.serve.service import Service, json_response
 from tinygrad.apps.serve.settings import Settings
@@ -49,8 +49,7 @@ async def tokenize(request:Request) -> Response:
     if (text := r.content if r.content is not None else r.prompt) is None: wrong("content", "a text, in content or prompt, or messages", None)
     tokens = voice.tokenizer.encode(text, special=r.parse_special is not False)
     added = r.add_special if r.content is not None else r.add_special_tokens is not False
-    bos = voice.tokenizer.bos_id
-    return [bos, *tokens] if added and voice.tokenizer.add_bos and bos is not None and tokens[:1] != [bos] else tokens
+    return voice.tokenizer.with_bos(tokens) if added else tokens
   r, tokens = await service.read(request, TokenizeRequest, ids)
   table = voice.tokenizer.table
   shown: list[Any] = [{"id": t, "piece": table[t].decode(errors="replace")} for t in tokens] if r.with_pieces else tokens
@@ -59,8 +58,7 @@ async def tokenize(request:Request) -> Response:
 async def detokenize(request:Request) -> Response:
   voice = request.app.state.service.voice
   def text(r:DetokenizeRequest) -> str:
-    for token in r.tokens:
-      if not 0 <= token < voice.tokenizer.n_vocab: wrong("tokens", f"tokens from 0 to {voice.tokenizer.n_vocab - 1}", token)
+    check_tokens(r.tokens, voice, "tokens")
     return voice.tokenizer.decode(r.tokens)
   _, said = await request.app.state.service.read(request, DetokenizeRequest, text)
   return json_response({"content": said, "prompt": said})
@@ -75,8 +73,7 @@ async def apply_template(request:Request) -> Response:
 async def health(request:Request) -> Response:
   service: Service = request.app.state.service
   if (state := service.state) == READY: return json_response({"status": "ok"})
-  error = ApiError(503, service.why_not())
-  return json_response({"status": state, **error.openai()}, 503, {"retry-after": "1"})
+  return json_response({"status": state, **service.unavailable().openai()}, 503, {"retry-after": "1"})
 
 async def metrics(request:Request) -> Response:
   return Response(request.app.state.service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -218,19 +215,21 @@ def log_to_stderr() -> None:
   log.setLevel(logging.INFO)
   log.propagate = False
 
-def create_app(link:Link, settings:Settings, voice:Voice|None=None) -> Starlette:
-  """The application. It starts the link with itself, and closes it, unless somebody did before."""
-  service = Service(link, settings, voice)
+def voice_of(settings:Settings) -> Voice: return Voice.from_file(settings.model, settings.alias, settings.sampling)
+
+def create_app(link:Link, settings:Settings, read:Callable[[Settings], Voice]=voice_of) -> Starlette:
+  """The application. It starts the link with itself, and closes it; meanwhile it reads the model's file."""
+  service = Service(link, settings)
   log_to_stderr()
   @contextlib.asynccontextmanager
   async def lifespan(_:Starlette) -> AsyncIterator[None]:
     sys.setswitchinterval(SWITCH)
-    if own := link.process is None: await link.start()
-    reading = asyncio.create_task(asyncio.to_thread(service.load_voice))
+    await link.start()
+    reading = asyncio.create_task(service.load(read))
     try: yield
     finally:
       await reading
-      if own: await link.close(settings.drain_seconds)
+      await link.close(settings.drain_seconds)
   page = Page(directory=WEB, html=True) if (WEB / "index.html").is_file() else None
   routes = [Route(e.path, e.handler, methods=[e.method]) for e in ENDPOINTS]
   middleware = [Middleware(Front, service=service, page=page)]

@@ -85,7 +85,7 @@ class Link(asyncio.Protocol):
   async def wait_ready(self) -> None:
     """Until the model is loaded. Raises Unavailable where it never will be."""
     await self._until(lambda: self.state != LOADING)
-    if self.state != READY: raise Unavailable(self._why_not())
+    if self.state != READY: raise Unavailable(self.why_not())
   async def wait_end(self) -> None:
     """Until no request is taken any more"""
     await self._until(lambda: self.state in (DRAINING, FAILED))
@@ -93,13 +93,14 @@ class Link(asyncio.Protocol):
   def add(self, ids:list[int], sampling:dict[str, Any], stop:Iterable[int], limit:int|None=None, logprobs:int|None=None,
           grammar:wire.Grammar|None=None) -> Handle:
     """A request: as wire.Add has it. Raises Unavailable when the engine takes none."""
-    if self.state != READY: raise Unavailable(self._why_not())
+    if self.state != READY: raise Unavailable(self.why_not())
     self.numbers += 1
     self.send(wire.Add(self.numbers, ids, sampling, list(stop), limit, logprobs, grammar))
     handle = self.handles[self.numbers] = Handle(self, self.numbers, len(ids))
     return handle
 
-  def _why_not(self) -> str:
+  def why_not(self) -> str:
+    """Why no request is taken"""
     return {LOADING: f"the model is being loaded ({self.doing})", DRAINING: "the server is ending"}.get(self.state, self.why)
 
   @property
@@ -110,6 +111,13 @@ class Link(asyncio.Protocol):
   def queued_tokens(self) -> int:
     """… and the tokens of their prompts"""
     return sum(handle.tokens for handle in self.handles.values() if not handle.begun)
+
+  def fail(self, why:str) -> None:
+    """No request is taken from here on, and all handles end. What was known first stays the reason."""
+    if self.state == FAILED: return
+    self.why = why
+    self._change(FAILED, "")
+    for number in list(self.handles): self._pass_on(wire.News(number, [], end="error", why=why))
 
   async def drain(self, seconds:float) -> None:
     """No request is taken from here on. Returns when those that run have ended; those that run after so many seconds are aborted."""
@@ -141,7 +149,7 @@ class Link(asyncio.Protocol):
     for message in self.frames.push(data): self._hear(self.reports.decode(message))
   def connection_lost(self, exc:Exception|None) -> None:
     self.transport = None
-    self.reaping = asyncio.get_running_loop().create_task(self._reap())
+    self.reaping = asyncio.get_running_loop().create_task(self._reap())   # kept: the loop alone would not hold it
 
   def _hear(self, report:wire.Report) -> None:
     match report:
@@ -152,7 +160,7 @@ class Link(asyncio.Protocol):
       case wire.Ready():
         self.ready = report
         if self.state == LOADING: self._change(READY, "")
-      case wire.Failed(): self._fail(report.why)
+      case wire.Failed(): self.fail(report.why)
 
   def _pass_on(self, news:wire.News) -> None:
     if (handle := self.handles.get(news.id)) is None: return
@@ -161,20 +169,13 @@ class Link(asyncio.Protocol):
       if not self.handles: self.changed.set()
     handle.take(news)
 
-  def _fail(self, why:str) -> None:
-    """Ends all handles. What was known first stays the reason."""
-    if self.state == FAILED: return
-    self.why = why
-    self._change(FAILED, "")
-    for number in list(self.handles): self._pass_on(wire.News(number, [], end="error", why=why))
-
   async def _reap(self) -> None:
     """After the socket was closed at the other end"""
     assert self.process is not None
     try: code = await asyncio.to_thread(self.process.wait, GRACE)
     except subprocess.TimeoutExpired: how = "closed its socket"
     else: how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-    if self.state != DRAINING or self.handles: self._fail(f"the engine's process {how}")
+    if self.state != DRAINING or self.handles: self.fail(f"the engine's process {how}")
     self.ended = True
     self.changed.set()
 

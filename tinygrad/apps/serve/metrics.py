@@ -2,11 +2,11 @@
 for; what an answer took is added up when it ends, but for the time between tokens."""
 from __future__ import annotations
 import time
-from typing import TYPE_CHECKING, Iterator
+from typing import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from tinygrad.apps.serve.answer import Reply
 from tinygrad.apps.serve.link import Link
-if TYPE_CHECKING: from tinygrad.apps.serve.answer import Reply
 
 LABELS = ["model_name", "engine"]
 # seconds, and tokens

@@ -38,7 +38,7 @@ def text_logprobs(voice:Voice, chosen:list[TokenLogprob], top:bool) -> dict[str,
 
 # ---- chat ----
 
-class Form:
+class ChoicesForm:
   """A kind of answer, whole or as a stream (service.Form). what: its `object`; prefix: of its id"""
   what, prefix, alive = "", "", KEEP_ALIVE
   def __init__(self, service:Service, r:ChatRequest|CompletionRequest):
@@ -55,7 +55,7 @@ class Form:
     replies = [w.reply for w in wholes]
     return {**self.head, "choices": [self.whole(w) for w in wholes], "usage": usage_of(replies), "timings": replies[0].timings()}
 
-class ChatForm(Form):
+class ChatForm(ChoicesForm):
   what, prefix = "chat.completion", "chatcmpl"
   def __init__(self, service:Service, r:ChatRequest):
     super().__init__(service, r)
@@ -100,7 +100,7 @@ async def chat(request:Request) -> ASGIApp: return await answered(request, ChatR
 
 # ---- completions ----
 
-class TextForm(Form):
+class TextForm(ChoicesForm):
   what, prefix = "text_completion", "cmpl"
   def __init__(self, service:Service, r:CompletionRequest):
     super().__init__(service, r)

@@ -12,6 +12,7 @@ import msgspec
 from tinygrad.apps.chat import MessageError
 from tinygrad.apps.engine.constraint import WHITESPACE, GrammarError, check
 from tinygrad.apps.engine.sampling import Sampling
+from tinygrad.apps.engine.sequence import TOP
 from tinygrad.apps.gguf import GGUFError
 from tinygrad.apps.reasoning import CLOSE, OPEN
 from tinygrad.apps.serve import wire
@@ -25,7 +26,6 @@ Request = TypeVar("Request", bound=msgspec.Struct)
 MAX_ANSWERS = 128        # of one request
 MAX_STOPS = 64
 MAX_GRAMMAR = 1 << 18    # characters: a schema of four times as many takes seconds to compile
-MAX_TOP = 20             # likeliest tokens beside a chosen one
 
 def encoded(value:Any) -> str:
   """As JSON"""
@@ -95,7 +95,7 @@ decoder = functools.cache(msgspec.json.Decoder)
 _AT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.S)
 _FOUND = re.compile(r"Expected (?P<expected>.*), got (?P<found>.*)", re.S)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
-NAMES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "array": "a list", "object": "an object",
+TYPES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "array": "a list", "object": "an object",
          "null": "null"}
 
 def mistyped(e:msgspec.ValidationError) -> ApiError:
@@ -107,8 +107,8 @@ def mistyped(e:msgspec.ValidationError) -> ApiError:
     path = f"{path}.{m['name']}".lstrip(".")
     return ApiError(400, f"{path}: expected a value, found none", path)
   if m := _FOUND.fullmatch(what):
-    expected = " or ".join(NAMES.get(name, name) for name in re.findall(r"\w+", m["expected"]) if name != "null")
-    what = f"expected {expected}, found {NAMES.get(m['found'].strip('`'), m['found'].strip('`'))}"
+    expected = " or ".join(TYPES.get(name, name) for name in re.findall(r"\w+", m["expected"]) if name != "null")
+    what = f"expected {expected}, found {TYPES.get(m['found'].strip('`'), m['found'].strip('`'))}"
   else: what = what.replace("`", "").replace("Invalid enum value", "unknown value")
   return ApiError(400, f"{path or 'the body'}: {what}", path or None)
 
@@ -269,6 +269,11 @@ class Conversation:
   generation_prompt: bool = True
   continued: bool = False
 
+  @property
+  def schemas(self) -> dict[str, Any]:
+    """Of the tools' parameters, by the tools' names"""
+    return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+
 def text_of(content:str|list[Part]|None, where:str) -> str:
   """A message's content as text. Raises ApiError for parts that are no text."""
   if content is None: return ""
@@ -376,6 +381,12 @@ def in_range(name:str, value:int|None, low:int, high:int) -> int|None:
   if value is not None and not low <= value <= high: wrong(name, f"{low} to {high}", value)
   return value
 
+def check_tokens(tokens:list[int], voice:Voice, param:str) -> None:
+  """Raises ApiError for a token that the vocabulary does not have"""
+  last = voice.tokenizer.n_vocab - 1
+  for token in tokens:
+    if not 0 <= token <= last: wrong(param, f"tokens from 0 to {last}", token)
+
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repeat_penalty")
 
 def sampling_of(r:Generation, voice:Voice) -> dict[str, Any]:
@@ -402,9 +413,8 @@ def bias_of(bias:dict[str, float]|list[tuple[int|str, float|bool]], voice:Voice)
       key = int(key)
     tokens = voice.tokenizer.encode(key, special=True) if isinstance(key, str) else [key]
     if value is True: wrong("logit_bias", "a number, or false", True)
-    for token in tokens:
-      if not 0 <= token < voice.tokenizer.n_vocab: wrong("logit_bias", f"tokens from 0 to {voice.tokenizer.n_vocab - 1}", token)
-      out[token] = float("-inf") if value is False else value
+    check_tokens(tokens, voice, "logit_bias")
+    out |= dict.fromkeys(tokens, float("-inf") if value is False else value)
   return out
 
 def stops_of(r:Generation) -> tuple[str, ...]:
@@ -437,8 +447,7 @@ def job_of(r:Generation, prompts:list[list[int]], voice:Voice, settings:Settings
   """What all kinds of requests ask. rest: Job's fields. Raises ApiError."""
   n = in_range("n", r.n, 1, MAX_ANSWERS) or 1
   if n * len(prompts) > MAX_ANSWERS: wrong("n", f"at most {MAX_ANSWERS} answers in all", n * len(prompts))
-  for token in r.stop_token_ids or ():
-    if not 0 <= token < voice.tokenizer.n_vocab: wrong("stop_token_ids", f"tokens from 0 to {voice.tokenizer.n_vocab - 1}", token)
+  check_tokens(r.stop_token_ids or [], voice, "stop_token_ids")
   stop_ids = (frozenset() if r.ignore_eos else voice.tokenizer.stop_ids) | frozenset(r.stop_token_ids or ())
   return Job(prompts, sampling_of(r, voice), n, stops_of(r), stop_ids, limit_of(r, settings), **rest)
 
@@ -446,23 +455,18 @@ def chat_job(r:ChatRequest, voice:Voice, settings:Settings, capacity:int) -> Job
   """Raises ApiError"""
   c = conversation(r)
   if r.top_logprobs is not None and not r.logprobs: raise ApiError(400, "top_logprobs: expected logprobs beside it", "top_logprobs")
-  logprobs = in_range("top_logprobs", r.top_logprobs, 0, MAX_TOP) or 0
-  return talk_job(r, c, voice, settings, capacity, logprobs if r.logprobs else None)
-
-def talk_job(r:Generation, c:Conversation, voice:Voice, settings:Settings, capacity:int, logprobs:int|None=None) -> Job:
-  """A conversation's, whichever kind of request it came in. Raises ApiError."""
+  top = in_range("top_logprobs", r.top_logprobs, 0, TOP) or 0
   # each token has `longest` bytes at most: what must be too long is not worth being read
   least = sum(len(m["content"]) for m in c.messages) // voice.longest
   if least >= capacity: too_long(least, capacity, "messages", "at least ")
   ids = prompt_of(c, voice)
   check_context(ids, capacity, "messages")
   grammar = grammar_of(held_to(r, c, ids, voice), [ids], voice)
-  tools = {tool.function.name: tool.function.parameters or {} for tool in c.tools}
-  return job_of(r, [ids], voice, settings, logprobs=logprobs, grammar=grammar, tools=tools, parallel=c.parallel)
+  return job_of(r, [ids], voice, settings, logprobs=top if r.logprobs else None, grammar=grammar, tools=c.schemas, parallel=c.parallel)
 
 def completion_job(r:CompletionRequest, voice:Voice, settings:Settings, capacity:int) -> Job:
   """Raises ApiError"""
-  given, tokenizer = r.prompt, voice.tokenizer
+  given = r.prompt
   several = [given] if isinstance(given, str) or (given and all(isinstance(p, int) for p in given)) else given
   if len(several) > MAX_ANSWERS: wrong("prompt", f"at most {MAX_ANSWERS} prompts", len(several))
   prompts = []
@@ -471,17 +475,14 @@ def completion_job(r:CompletionRequest, voice:Voice, settings:Settings, capacity
     if isinstance(prompt, int): wrong(where, "a text or a list of tokens", prompt)
     if isinstance(prompt, str):
       if len(prompt) // voice.longest >= capacity: too_long(len(prompt) // voice.longest, capacity, where, "at least ")
-      ids, bos = tokenizer.encode(prompt, special=True), tokenizer.bos_id
-      if tokenizer.add_bos and bos is not None and ids[:1] != [bos]: ids.insert(0, bos)
-    else: ids = prompt
-    for token in ids if not isinstance(prompt, str) else ():
-      if not 0 <= token < tokenizer.n_vocab: wrong(where, f"tokens from 0 to {tokenizer.n_vocab - 1}", token)
+      ids = voice.tokenizer.with_bos(voice.tokenizer.encode(prompt, special=True))
+    else: check_tokens(ids := prompt, voice, where)
     check_context(ids, capacity, where)
     prompts.append(ids)
   if not prompts: raise ApiError(400, "prompt: expected one at least, found none", "prompt")
   if r.echo and r.logprobs is not None: raise ApiError(400, "echo: not supported beside logprobs", "echo", "unsupported_parameter")
   grammar = grammar_of(grammar_source(r), prompts, voice)
-  return job_of(r, prompts, voice, settings, logprobs=in_range("logprobs", r.logprobs, 0, MAX_TOP), grammar=grammar, chat=False)
+  return job_of(r, prompts, voice, settings, logprobs=in_range("logprobs", r.logprobs, 0, TOP), grammar=grammar, chat=False)
 
 # ---- grammars ----
 
@@ -503,8 +504,7 @@ def held_to(r:Generation, c:Conversation, ids:list[int], voice:Voice) -> tuple[s
   """As grammar_source, of an answer to a conversation: a form, calls, or either; behind reasoning where the model may open that itself. Raises
   ApiError."""
   given, thinks, marks = grammar_source(r), voice.may_think(ids), voice.tokenizer.special_tokens
-  strict = {tool.function.name for tool in c.tools if tool.function.strict}
-  tools = {tool.function.name: tool.function.parameters or {} for tool in c.tools}
+  strict, tools = {tool.function.name for tool in c.tools if tool.function.strict}, c.schemas
   def calls(choice:str) -> str:
     try: return call_grammar(voice.family, tools, choice, c.parallel, strict, thinks)[1]
     except ValueError as e: raise ApiError(400, f"tools: {e}", "tools", "invalid_grammar") from None

@@ -55,8 +55,8 @@ class Server(uvicorn.Server):
   def __init__(self, settings:Settings, app:object):
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)   # a client's broken request is no news
     super().__init__(uvicorn.Config(
-      app, http=Connection, ws="none", log_config=None, access_log=False, server_header=False, proxy_headers=False,  # type: ignore[arg-type]
-      backlog=BACKLOG, timeout_keep_alive=IDLE_SECONDS, timeout_graceful_shutdown=CLOSE_SECONDS,
+      app, http=Connection, ws="none", lifespan="on", log_config=None, access_log=False, server_header=False,  # type: ignore[arg-type]
+      proxy_headers=False, backlog=BACKLOG, timeout_keep_alive=IDLE_SECONDS, timeout_graceful_shutdown=CLOSE_SECONDS,
       ssl_keyfile=settings.ssl_keyfile, ssl_certfile=settings.ssl_certfile))
     self.settings = settings
   @contextlib.contextmanager
@@ -70,36 +70,29 @@ class Server(uvicorn.Server):
 class Process:
   """The life of the process, on its event loop. Signals, the engine's state and uvicorn's meet here."""
   def __init__(self, settings:Settings, load:wire.Load):
+    from tinygrad.apps.serve.app import create_app
     self.settings, self.link = settings, Link(load)
-    self.server: Server|None = None
+    app = create_app(self.link, settings)
+    self.service, self.server = app.state.service, Server(settings, app)
     self.ending: asyncio.Task[None]|None = None    # after a signal
     self.failed = ""                               # why the model could not be loaded
 
   async def run(self, sock:socket.socket) -> int:
-    """Until a signal, or until the model turns out not to load -> the exit code. Raises ServeError, GGUFError."""
-    from tinygrad.apps.serve.app import create_app
-    from tinygrad.apps.serve.text import Voice
+    """Until a signal, or until the model turns out not to load -> the exit code. Raises ServeError."""
     for which in (signal.SIGINT, signal.SIGTERM): asyncio.get_running_loop().add_signal_handler(which, self.on_signal, which)
-    try:
-      await self.link.start()
-      voice = await asyncio.to_thread(Voice.from_file, self.settings.model, self.settings.alias, self.settings.sampling)
-      self.server = Server(self.settings, create_app(self.link, self.settings, voice))
-      gc.freeze()   # a vocabulary is not looked at again while answers run
-      told = asyncio.create_task(self.tell())
-      if self.ending is not None: self.server.should_exit = True   # the signal came before
-      await self.server.serve([sock])
-    finally: await self.link.close()
+    told = asyncio.create_task(self.tell())
+    await self.server.serve([sock])
     await told
     if self.failed: raise ServeError(self.failed)
     return int(self.link.state == FAILED)
 
   async def tell(self) -> None:
     """Says what becomes of the engine. A model that cannot be loaded ends all; a failure later leaves a server that says so."""
-    assert self.server is not None
-    try: await self.link.wait_ready()
+    try: await self.service.wait_ready()
     except Unavailable as e:
       if self.link.state == FAILED: self.failed, self.server.should_exit = str(e), True
       return
+    gc.freeze()   # a vocabulary is not looked at again while answers run
     ready = self.link.ready
     assert ready is not None
     announce(f"ready: {ready.device}, {ready.max_rows} answers at once, contexts of {ready.capacity} tokens, a cache of {ready.rows}")
@@ -116,10 +109,10 @@ class Process:
     seconds, left = self.settings.drain_seconds, len(self.link.handles)
     if left: announce(f"ending: {left} answer{'s' * (left > 1)} may go on for {seconds:g} s; a second signal ends all at once")
     await self.link.drain(seconds)
-    if self.server is not None: self.server.should_exit = True
+    self.server.should_exit = True
 
 def serve(settings:Settings, load:wire.Load) -> int:
-  """The server, until it ends -> the exit code. Raises ServeError, GGUFError."""
+  """The server, until it ends -> the exit code. Raises ServeError."""
   check_certificate(settings)
   sock = listening_socket(settings)
   allow_many_files()

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tinygrad.apps.gguf import GGUFError
 from tinygrad.apps.reasoning import Piece
 from tinygrad.apps.serve.answer import Gone, Reply, Usage, Whole
-from tinygrad.apps.serve.link import DRAINING, FAILED, LOADING, READY, Link, Unavailable
+from tinygrad.apps.serve.link import LOADING, READY, Link, Unavailable
 from tinygrad.apps.serve.metrics import Metrics
 from tinygrad.apps.serve.requests import ApiError, Job, decode, encoded, failed, log
 from tinygrad.apps.serve.settings import Settings
@@ -37,46 +37,51 @@ def sse(data:Any, event:str="") -> bytes:
   return (f"event: {event}\n".encode() if event else b"") + b"data: " + encode(data) + b"\n\n"
 
 class Service:
-  """link: the engine's process; voice: None until the model's file was read. running: answers that have not ended"""
-  def __init__(self, link:Link, settings:Settings, voice:Voice|None=None):
-    self.link, self.settings, self._voice = link, settings, voice
+  """link: the engine's process. running: answers that have not ended"""
+  def __init__(self, link:Link, settings:Settings):
+    self.link, self.settings = link, settings
+    self._voice: Voice|None = None
+    self.loaded = asyncio.Event()     # whether the model's file was read, or cannot be
     self.metrics = Metrics(link)
     self.running: dict[int, Reply] = {}
-    self.fault = ""                   # why the model's file cannot be read
     self.reading, self.held = 0, 0    # requests that become jobs, and the bytes of their bodies, of others' too
     self.small, self.big = ThreadPoolExecutor(2, "read"), ThreadPoolExecutor(1, "read-big")
 
   @property
   def state(self) -> str:
     """The link's, but that the model's file has to be read here, too"""
-    if self.fault: return FAILED
     return LOADING if self.link.state == READY and self._voice is None else self.link.state
   def why_not(self) -> str:
     """Why no request is taken"""
-    loading = f"the model is being loaded ({self.link.doing or 'its vocabulary'})"
-    return {LOADING: loading, DRAINING: "the server is ending"}.get(self.state, self.fault or self.link.why)
+    return "the model is being loaded (its vocabulary)" if self.link.state == READY else self.link.why_not()
+  def unavailable(self) -> ApiError: return ApiError(503, self.why_not(), retry_after=1)
   @property
   def voice(self) -> Voice:
-    if self._voice is None: raise ApiError(503, self.why_not(), retry_after=1)
+    if self._voice is None: raise self.unavailable()
     return self._voice
   @property
   def capacity(self) -> int:
     """The most tokens of a prompt and its answer"""
-    if self.link.ready is None: raise ApiError(503, self.why_not(), retry_after=1)
+    if self.link.ready is None: raise self.unavailable()
     return self.link.ready.capacity
 
-  def load_voice(self) -> None:
-    """Takes a second or two for a large vocabulary. What is wrong with the file is `fault` from here on."""
-    try: voice = self._voice or Voice.from_file(self.settings.model, self.settings.alias, self.settings.sampling)
-    except (GGUFError, ValueError, OSError) as e: self.fault = " ".join(str(e).split())
-    else:
-      self.metrics.model(voice.name)
-      self._voice = voice
+  async def load(self, read:Callable[[Settings], Voice]) -> None:
+    """Reads the model's file, in a thread: a large vocabulary takes a second or two. A file that cannot be read is the link's failure."""
+    try: self._voice = await asyncio.to_thread(read, self.settings)
+    except Exception as e:   # the file's fault, or ours
+      name = "" if isinstance(e, (GGUFError, ValueError, OSError)) else f"{type(e).__name__}: "
+      self.link.fail(" ".join(f"{name}{e}".split()))
+    else: self.metrics.model(self._voice.name)
+    finally: self.loaded.set()
+  async def wait_ready(self) -> None:
+    """Until requests are taken. Raises Unavailable where none ever will be."""
+    await self.loaded.wait()
+    await self.link.wait_ready()
 
   # ---- a request ----
   def check_room(self) -> None:
     """Raises ApiError where the queue is full, or no request is taken"""
-    if self.state != READY: raise ApiError(503, self.why_not(), retry_after=1)
+    if self.state != READY: raise self.unavailable()
     assert self.link.ready is not None
     tokens = self.settings.max_queued_tokens or QUEUE_TOKENS * self.link.ready.rows
     if self.link.queued + self.reading >= self.settings.max_queued:
@@ -141,7 +146,7 @@ class Service:
       self.running.pop(reply.handle.number, None)
       self.metrics.ended(reply)
 
-  def log(self, request:Request, replies:list[Reply]) -> None:
+  def note(self, request:Request, replies:list[Reply]) -> None:
     """What the request's line in the log says of its answers"""
     usage = sum((reply.usage for reply in replies), Usage())
     request.scope["said"] = {"prompt_tokens": usage.prompt, "cached_tokens": usage.cached, "answer_tokens": usage.answer,
@@ -157,7 +162,7 @@ class Service:
     finally:
       watcher.cancel()
       self.end(replies)
-      self.log(request, replies)
+      self.note(request, replies)
 
   async def _whole(self, reply:Reply) -> Whole:
     out = Whole(reply)
@@ -247,7 +252,7 @@ class EventStream:
     finally:
       watcher.cancel()
       self.service.end(self.replies)
-      self.service.log(self.request, self.replies)
+      self.service.note(self.request, self.replies)
 
   async def _pump(self, reply:Reply) -> None:
     while reply.finish is None:

@@ -1,6 +1,6 @@
 """What the flags say to the server. All that serve read it, and none changes it; flags become it in llm.py."""
 from __future__ import annotations
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ HOST, PORT = "127.0.0.1", 8080
 @dataclass(frozen=True)
 class Settings:
   model: Path                               # the GGUF file
-  name: str                                 # as --model has it
+  _: KW_ONLY
   alias: str|None = None                    # what clients call the model; None: the file's own name
   host: str = HOST
   port: int = PORT                          # 0: any that is free

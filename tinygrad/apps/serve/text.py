@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 from tinygrad.apps.chat import Chat
 from tinygrad.apps.engine.sampling import Sampling
-from tinygrad.apps.gguf import GGUFError, read_gguf
-from tinygrad.apps.models import advised_sampling
+from tinygrad.apps.gguf import read_gguf
+from tinygrad.apps.models import words_of
 from tinygrad.apps.reasoning import CLOSE, OPEN, REASONING, Reasoning
 from tinygrad.apps.tokenizer import Tokenizer
 from tinygrad.apps.tool_calls import family_of
@@ -23,13 +23,10 @@ class Voice:
   @classmethod
   def from_file(cls, path:Path, name:str|None=None, sampling:dict[str, Any]|None=None) -> Voice:
     """name: in place of the file's own. sampling: fields of Sampling, over what the model's makers advise. Raises GGUFError, ValueError."""
-    f = read_gguf(path)
-    tokenizer, chat, chat_error = Tokenizer.from_gguf(f), None, ""
-    try: chat = Chat.from_gguf(f, tokenizer)
-    except GGUFError as e: chat_error = str(e)
-    drawn = dataclasses.replace(advised_sampling(f, tokenizer), **(sampling or {}))
-    name = name or f.key("general.name", str, default=None) or path.stem
-    return cls(tokenizer, chat, chat_error, name, int(path.stat().st_mtime), drawn, f.key("tokenizer.chat_template", str, default=""))
+    words = words_of(f := read_gguf(path))
+    drawn, created = dataclasses.replace(words.sampling, **(sampling or {})), int(path.stat().st_mtime)
+    template = f.key("tokenizer.chat_template", str, default="")
+    return cls(words.tokenizer, words.chat, words.chat_error, name or words.name, created, drawn, template)
 
   def thinks(self, ids:list[int]) -> bool:
     """Whether an answer to this prompt begins inside reasoning"""

@@ -29,8 +29,8 @@ class Times(msgspec.Struct, array_like=True):
 # ---- to the engine ----
 
 class Load(msgspec.Struct, tag="load"):
-  """The first order: which model, as models.load has it. warm: whether all that answers drawn as by `sampling` need is recorded at the start.
-  sampling: fields of Sampling, over what the model's makers advise. threads: of the CPU"""
+  """The first order: which model, as models.load has it. warm: whether all that answers drawn as by `sampling` need, with probabilities or a grammar
+  too, is recorded at the start. sampling: fields of Sampling, over what the model's makers advise. threads: of the CPU"""
   path: str
   max_context: int|None = None
   cache_tokens: int|None = None

@@ -10,7 +10,7 @@ import dataclasses, gc, importlib.util, os, select, signal, socket, sys, threadi
 import msgspec
 from tinygrad.apps.engine.constraint import Vocabulary, constraint_of
 from tinygrad.apps.engine.engine import MAX_STALL, ContextFull, Engine
-from tinygrad.apps.engine.sampling import Sampling
+from tinygrad.apps.engine.sampling import Features, Sampling
 from tinygrad.apps.engine.sequence import Request, Sequence, State
 from tinygrad.apps.gguf import GGUFError
 from tinygrad.apps.machine import device_name
@@ -164,6 +164,10 @@ def open_model(order:wire.Load) -> Model:
   max_stall = MAX_STALL if order.max_stall is None else order.max_stall
   return load(order.path, order.max_context, sys.stderr.isatty(), order.cache_tokens, max_stall, order.cache_bits)
 
+def warm(engine:Engine, sampling:Sampling) -> None:
+  """Records all that answers drawn so need, those with probabilities, and those held to a grammar"""
+  engine.warm(sampling, Features(logprobs=True), Features(mask=True))
+
 def vocabulary_of(model:Model) -> Vocabulary:
   """What grammars need; ready to be used where llguidance is there: making it later would stop all answers for seconds"""
   t = model.tokenizer
@@ -197,7 +201,7 @@ def serve(sock:socket.socket) -> None:
   model = open_model(order)
   if order.warm:
     tell(wire.Loading("recording and compiling what any number of answers and any length of a prompt need"))
-    model.engine.warm(dataclasses.replace(model.sampling, **order.sampling))
+    warm(model.engine, dataclasses.replace(model.sampling, **order.sampling))
   vocabulary = vocabulary_of(model)
   gc.freeze()   # what stays is not looked at again while answers run
   tell(ready(model))
