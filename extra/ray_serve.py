@@ -22,6 +22,7 @@ from tinygrad.apps.serve.app import create_app
 from tinygrad.apps.serve.link import LOADING, READY, Link
 from tinygrad.apps.serve.settings import HOST, PORT, Settings
 
+APP = "llm"
 STORE = 100 << 20   # bytes of Ray's object store: nothing large passes through it
 GRACE = 10          # seconds, beyond those that answers may take to end, after which Ray kills a replica that goes
 RETRIES = 3         # of a replica that does not load
@@ -71,10 +72,11 @@ def main() -> None:
   ray.init(own.address, runtime_env={"env_vars": environment}, **host_options)
   try:
     serve.start(http_options={"host": args.serve[0], "port": args.serve[1], "ssl_certfile": args.ssl_certfile, "ssl_keyfile": args.ssl_keyfile})
-    serve.run(deployment(own, args))
+    serve.run(deployment(own, args), name=APP)
     for which in (signal.SIGINT, signal.SIGTERM): signal.signal(which, lambda *_: ended.set())
     print(f"ready: {'http' if args.ssl_certfile is None else 'https'}://{args.serve[0]}:{args.serve[1]}", flush=True)
     ended.wait()
+    serve.delete(APP)   # while the proxies still pass on what its answers have to say
   finally:
     serve.shutdown()
     ray.shutdown()

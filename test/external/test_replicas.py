@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SMG = shutil.which("smg", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 PAGE = 64     # tokens: beginnings are shared by whole pages
-LONG = 1200   # tokens of an answer that takes a while
+LONG = 1500   # tokens of an answer that takes a while
 # conversations: two texts that they are about, and for each of these their questions, a turn each
 TEXTS = ["A list is a mutable sequence of objects. It grows with append. " * 8, "The for statement iterates over the items of a sequence. " * 12]
 QUESTIONS = [["What is a list?", "What is a dict?", "What is a tuple?"], ["Who are you?", "What is a set?", "How do I open a file?"],
@@ -79,7 +79,7 @@ def converse_all(url: str) -> list[list[Answer]]:
 def texts(conversations: list[list[Answer]]) -> list[list[str]]: return [[a.text for a in answers] for answers in conversations]
 
 class LongStreams:
-  """So many streams of LONG tokens, in threads. wait_begun: until all have; end: their tokens"""
+  """So many streams of LONG tokens, in threads. wait_begun: until all have; ended: which have; end: their tokens"""
   def __init__(self, url: str, count: int):
     self.begun, self.pool = threading.Semaphore(0), ThreadPoolExecutor(count)
     self.count, self.running = count, [self.pool.submit(self.tokens, url, n) for n in range(count)]
@@ -91,6 +91,8 @@ class LongStreams:
     return event["usage"]["completion_tokens"]
   def wait_begun(self) -> None:
     for _ in self.running: assert self.begun.acquire(timeout=60)
+  @property
+  def ended(self) -> list[bool]: return [running.done() for running in self.running]
   def end(self) -> list[int]:
     with self.pool: return [running.result() for running in self.running]
 
@@ -131,10 +133,11 @@ def server(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
     assert p.stdout is not None
     yield p, p.stdout.readline().removeprefix("listening on ").strip()
 
-def counted(url: str, name: str) -> float:
-  """A counter of /metrics, of all its labels"""
+def counted(url: str) -> tuple[float, float]:
+  """By /metrics: answers that have ended, and their prompts' tokens"""
   with urlopen(f"{url}/metrics", timeout=10) as response: page = response.read().decode()
-  return sum(float(n) for n in re.findall(rf"^vllm:{name}{{.*}} (\S+)$", page, re.M))
+  def total(name: str) -> float: return sum(float(n) for n in re.findall(rf"^vllm:{name}{{.*}} (\S+)$", page, re.M))
+  return total("request_success_total"), total("prompt_tokens_total")
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[str]]:
@@ -149,8 +152,8 @@ def alone() -> list[list[str]]:
 def router(*urls: str) -> Iterator[str]:
   """smg before these servers, its URL, once it has all of them"""
   port, url = free_port(), ""
-  with process(SMG, "launch", "--host", "127.0.0.1", "--port", port, "--worker-urls", *urls, "--policy", "cache_aware", "--prometheus-host", "127.0.0.1",
-               "--prometheus-port", free_port(), "--worker-startup-check-interval", 1, "--health-check-interval-secs", 1,
+  with process(SMG, "launch", "--host", "127.0.0.1", "--port", port, "--worker-urls", *urls, "--policy", "cache_aware",
+               "--prometheus-host", "127.0.0.1", "--prometheus-port", free_port(), "--worker-startup-check-interval", 1, "--health-check-interval-secs", 1,
                "--shutdown-grace-period-secs", 1):
     url = f"http://127.0.0.1:{port}"
     until(lambda: status(f"{url}/health") == 200 and healthy(url) == set(urls))
@@ -171,14 +174,16 @@ def test_smg(alone: list[list[str]]):
       assert len({answer.replica for answer in answers}) == 1
       for before, after in zip(answers, answers[1:]):
         assert after.usage["prompt_tokens_details"]["cached_tokens"] >= before.usage["prompt_tokens"] // PAGE * PAGE > PAGE
-    counts = {u: counted(u, "request_success_total") for u in processes}
-    assert all(counts.values()) and sum(counts.values()) == sum(map(len, alone))
+    counts = [counted(u)[0] for u in processes]
+    assert all(counts) and sum(counts) == sum(map(len, alone))
     # one drains: its answers end, it gets no more, and no client sees an error
     streams = LongStreams(url, 4)
     streams.wait_begun()
     gone, left = said[0][0].replica, said[-1][0].replica
     assert gone != left
     processes[gone].send_signal(signal.SIGTERM)
+    until(lambda: status(f"{gone}/health") == 503)
+    assert not any(streams.ended)
     assert texts(converse_all(url)) == alone
     assert streams.end() == [LONG] * 4
     assert processes[gone].wait(60) == 0
@@ -188,4 +193,54 @@ def test_smg(alone: list[list[str]]):
     with server(int(gone.rpartition(":")[2])):
       until(lambda: healthy(url) == {a, b})
       assert texts(converse_all(url)) == alone
-      assert counted(gone, "request_success_total") > 0
+      assert counted(gone)[0] > 0
+
+# ---- Ray Serve ----
+
+@contextlib.contextmanager
+def ray_serve(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+  """The process and its URL, once a replica is there"""
+  port = free_port()
+  with process(sys.executable, "extra/ray_serve.py", "--serve", f"127.0.0.1:{port}", "--gpus", "0", "--alias", "tiny", "-t", "1", *flags) as p:
+    assert p.stdout is not None
+    while not (line := p.stdout.readline()).startswith("ready: "): assert line, "it has ended"
+    threading.Thread(target=p.stdout.read, daemon=True).start()   # Ray goes on talking
+    yield p, line.removeprefix("ready: ").strip()
+
+@pytest.fixture
+def running_replicas() -> Iterator[Callable[[], int]]:
+  """How many Ray has that get requests, once it runs"""
+  import ray
+  from ray import serve
+  def count() -> int:
+    if not ray.is_initialized(): ray.init("auto", log_to_driver=False)
+    return serve.status().applications["llm"].deployments["Replica"].replica_states.get("RUNNING", 0)
+  yield count
+  ray.shutdown()
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")   # Ray's own
+@needs("ray[serve]==2.60.0", importlib.util.find_spec("ray") is not None)
+def test_ray(alone: list[list[str]], running_replicas: Callable[[], int]):
+  flags = "--max-replicas", "2", "--target", "2", "--upscale-delay", "1", "--downscale-delay", "5"
+  with ray_serve(*flags) as (p, url):
+    assert status(f"{url}/health") == 200 and running_replicas() == 1
+    # while requests queue, there are two
+    while running_replicas() < 2: LongStreams(url, 8).end()
+    before = served(url)
+    assert texts(converse_all(url)) == alone
+    after = served(url)
+    assert len(before) == len(after) == 2 and not before & after
+    assert sum(ended for ended, _ in after) - sum(ended for ended, _ in before) == sum(map(len, alone))
+    # with nothing to do, there is one again
+    until(lambda: running_replicas() == 1, 120)
+    assert texts(converse_all(url)) == alone
+    # it drains: its answers end
+    streams = LongStreams(url, 2)
+    streams.wait_begun()
+    p.send_signal(signal.SIGTERM)
+    assert streams.end() == [LONG] * 2
+    assert p.wait(60) == 0
+
+def served(url: str) -> set[tuple[float, float]]:
+  """`counted` of each replica: Ray chooses which one is asked"""
+  with ThreadPoolExecutor(8) as pool: return set(pool.map(counted, [url] * 100))
