@@ -4,9 +4,9 @@
   python extra/ray_serve.py --model glm-4.7:flash --serve 0.0.0.0:8080 --max-replicas 16 --address auto   # those of a cluster
   python extra/ray_serve.py --gpus 0 --max-replicas 2 -t 1                                                # the built-in model on the CPU
 
-Needs the extra `ray`. Flags that are not below are those of `llm.py --serve`, for every replica. A replica finds or downloads its model on its own
-host; the clone is at the same path on all. A replica gets requests once /health would say ok there, and is replaced when it says anything else. A
-replica that goes, and all at SIGTERM or Ctrl-C, may end its answers first.
+Needs the extra `replicas`. Flags that are not below are those of `llm.py --serve`, for every replica. A replica finds or downloads its model on its
+own host; the clone is at the same path on all. A replica gets requests once its /health would say ok, and is replaced when it says anything else
+for a while. A replica that goes, and all at SIGTERM or Ctrl-C, may end its answers first.
 
 Ray sends a request to the less busy of two replicas. It knows no prefixes, so a conversation's turns go anywhere; and /metrics are one replica's."""
 from __future__ import annotations
@@ -26,6 +26,7 @@ APP = "llm"
 STORE = 100 << 20   # bytes of Ray's object store: nothing large passes through it
 GRACE = 10          # seconds, beyond those that answers may take to end, after which Ray kills a replica that goes
 RETRIES = 3         # of a replica that does not load
+HEALTH_SECONDS = 2  # from one look at a replica's health to the next; one that fails three of them is replaced
 
 @serve.ingress()
 class Replica:
@@ -47,7 +48,7 @@ def deployment(own:argparse.Namespace, args:argparse.Namespace) -> serve.Applica
              "upscale_delay_s": own.upscale_delay, "downscale_delay_s": own.downscale_delay}
   return serve.deployment(
     Replica, ray_actor_options={"num_gpus": own.gpus}, autoscaling_config=scaling, max_ongoing_requests=2 * own.target,
-    graceful_shutdown_timeout_s=drain + GRACE, max_constructor_retry_count=RETRIES).bind(args)
+    graceful_shutdown_timeout_s=drain + GRACE, health_check_period_s=HEALTH_SECONDS, max_constructor_retry_count=RETRIES).bind(args)
 
 def flags() -> argparse.ArgumentParser:
   p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -66,6 +67,7 @@ def main() -> None:
   own, rest = flags().parse_known_args()
   args = llm.parser().parse_args(rest)
   args.serve = args.serve or (HOST, PORT)
+  if own.max_replicas < own.min_replicas: sys.exit(f"error: --max-replicas {own.max_replicas} is less than --min-replicas {own.min_replicas}")
   environment = {"PYTHONPATH": str(ROOT), **({} if own.gpus else {"DEV": "CPU"}),
                  **{name: os.environ[name] for name in ("DEV", llm.API_KEY) if name in os.environ}}
   ended, host_options = threading.Event(), {"include_dashboard": False, "object_store_memory": STORE} if own.address == "local" else {}
@@ -77,6 +79,7 @@ def main() -> None:
     print(f"ready: {'http' if args.ssl_certfile is None else 'https'}://{args.serve[0]}:{args.serve[1]}", flush=True)
     ended.wait()
     serve.delete(APP)   # while the proxies still pass on what its answers have to say
+  except RuntimeError as e: sys.exit(f"error: {e}")   # what a replica said stands above
   finally:
     serve.shutdown()
     ray.shutdown()
