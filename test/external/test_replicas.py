@@ -134,10 +134,10 @@ def server(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
     yield p, p.stdout.readline().removeprefix("listening on ").strip()
 
 def counted(url: str) -> tuple[float, float]:
-  """By /metrics: answers that have ended, and their prompts' tokens"""
+  """By /metrics: answers that have ended, and the seconds that all of them took, which no two replicas share"""
   with urlopen(f"{url}/metrics", timeout=10) as response: page = response.read().decode()
   def total(name: str) -> float: return sum(float(n) for n in re.findall(rf"^vllm:{name}{{.*}} (\S+)$", page, re.M))
-  return total("request_success_total"), total("prompt_tokens_total")
+  return total("request_success_total"), total("e2e_request_latency_seconds_sum")
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[str]]:
