@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import ray
 from ray import serve
+from starlette.applications import Starlette
 from tinygrad.apps import llm
 from tinygrad.apps.serve.app import create_app
 from tinygrad.apps.serve.link import LOADING, READY, Link
@@ -34,8 +35,7 @@ class Replica:
   def __init__(self, args:argparse.Namespace):
     self.settings, load = llm.settings_of(args)
     self.link = Link(load)
-  def __serve_build_asgi_app__(self):
-    return create_app(self.link, self.settings)
+  def __serve_build_asgi_app__(self) -> Starlette: return create_app(self.link, self.settings)
   async def check_health(self) -> None:
     """Raises what /health says where that is not ok. Ray waits for the first call before it sends requests, so it lasts until the model is loaded."""
     service = self.app.state.service
@@ -70,18 +70,18 @@ def main() -> None:
   if own.max_replicas < own.min_replicas: sys.exit(f"error: --max-replicas {own.max_replicas} is less than --min-replicas {own.min_replicas}")
   environment = {"PYTHONPATH": str(ROOT), **({} if own.gpus else {"DEV": "CPU"}),
                  **{name: os.environ[name] for name in ("DEV", llm.API_KEY) if name in os.environ}}
-  ended, host_options = threading.Event(), {"include_dashboard": False, "object_store_memory": STORE} if own.address == "local" else {}
-  ray.init(own.address, runtime_env={"env_vars": environment}, **host_options)
+  local, ended = own.address == "local", threading.Event()
+  ray.init(own.address, runtime_env={"env_vars": environment}, **({"include_dashboard": False, "object_store_memory": STORE} if local else {}))
+  serve.start(http_options={"host": args.serve[0], "port": args.serve[1], "ssl_certfile": args.ssl_certfile, "ssl_keyfile": args.ssl_keyfile})
   try:
-    serve.start(http_options={"host": args.serve[0], "port": args.serve[1], "ssl_certfile": args.ssl_certfile, "ssl_keyfile": args.ssl_keyfile})
     serve.run(deployment(own, args), name=APP)
     for which in (signal.SIGINT, signal.SIGTERM): signal.signal(which, lambda *_: ended.set())
     print(f"ready: {'http' if args.ssl_certfile is None else 'https'}://{args.serve[0]}:{args.serve[1]}", flush=True)
     ended.wait()
-    serve.delete(APP)   # while the proxies still pass on what its answers have to say
   except RuntimeError as e: sys.exit(f"error: {e}")   # what a replica said stands above
   finally:
-    serve.shutdown()
+    serve.delete(APP)                # first: the proxies still pass on what its answers have to say
+    if local: serve.shutdown()       # a cluster may serve others, too
     ray.shutdown()
 
 if __name__ == "__main__": main()
