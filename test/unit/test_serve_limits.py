@@ -69,8 +69,9 @@ def others(s: Served) -> Iterator[list[float]]:
   done, begun = threading.Event(), threading.Event()
   def ask() -> None:
     while not done.is_set():
-      texts.append(s.stream(times))
-      begun.set()
+      try: texts.append(s.stream(times))
+      except Exception as e: return texts.append(repr(e))
+      finally: begun.set()
   asking = threading.Thread(target=ask)
   asking.start()
   try:
