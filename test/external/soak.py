@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Awaitable, Callable, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-KEY, MAX_BODY, CONTEXT, CACHE = "soak-key", 1 << 20, 512, 1024
+KEY, MAX_BODY, CONTEXT, CACHE = "soak-key", 1 << 20, 512, 2048
 MEMORY, JUDGED = .02, 300   # growth, of a run of so many seconds at least
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 PROMPTS = ["What is a list?", "how to sort a list", "What is a dict?", "What does the for statement do?", "What is a tuple?", "Who are you?",
@@ -280,7 +280,8 @@ def actions(client: Client, alone: Alone) -> dict[str, Callable[[], Awaitable[No
     "how it stands": lambda: tells(client, rng.choice(["/metrics", "/slots", "/props", "/v1/models", "/health", "/openapi.json"])),
     "tokens": lambda: counts(client),
   }
-OFTEN = {"chat": 6, "chat, a stream": 8, "random prompt": 2, "random prompt, a stream": 4, "left in an answer": 3, "left in a prompt": 2}
+OFTEN = {"long": 3, "long, a stream": 3, "chat": 6, "chat, a stream": 8, "random prompt": 2, "random prompt, a stream": 4,
+         "left in an answer": 3, "left in a prompt": 2}
 
 async def client_loop(number: int, clients: int, port: int, alone: Alone, end: float, seen: Seen) -> None:
   """First its share of all that there is to do, then what comes"""
