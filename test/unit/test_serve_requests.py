@@ -251,6 +251,10 @@ def test_grammars_that_are_none(fields: dict[str, Any], param: str, words: str):
   e = fails(chat, **fields)
   assert e.status == 400 and e.param == param and words in e.message
 
+def test_a_grammar_that_is_too_long_is_not_read(monkeypatch):
+  monkeypatch.setattr(requests, "check", lambda *_: pytest.fail("it was read"))
+  for tools in ([], [TOOL]): assert "at most 262144 characters" in fails(chat, tools=tools, guided_json={"enum": ["x" * 100] * 3000}).message
+
 def test_without_llguidance(monkeypatch):
   monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
   monkeypatch.setattr(requests, "find_spec", lambda name: None)

@@ -528,7 +528,6 @@ def grammar_of(given:tuple[str, str, str]|None, prompts:list[list[int]], voice:V
   """given: as grammar_source has it. Checked, as far as it can be without a model. Raises ApiError."""
   if given is None: return None
   name, kind, source = given
-  if len(source) > MAX_GRAMMAR: wrong(name, f"at most {MAX_GRAMMAR} characters", len(source))
   source = checked(name, kind, source)
   after = {voice.thinks(ids) for ids in prompts}
   if len(after) > 1: raise ApiError(400, f"{name}: expected prompts that all end in reasoning, or none", name)
@@ -538,7 +537,8 @@ def grammar_of(given:tuple[str, str, str]|None, prompts:list[list[int]], voice:V
   return wire.Grammar(kind, source, close)
 
 def checked(name:str, kind:str, source:str) -> str:
-  """The grammar's text, in llguidance's own form. Raises ApiError for one that does not compile, and where llguidance is missing."""
+  """The grammar's text, in llguidance's own form. Raises ApiError for one that is too long or does not compile, and where llguidance is missing."""
+  if len(source) > MAX_GRAMMAR: wrong(name, f"at most {MAX_GRAMMAR} characters", len(source))
   try:
     if name in ("grammar", "guided_grammar"): source = as_lark(source)
     check(kind, source)

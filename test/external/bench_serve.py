@@ -1,0 +1,290 @@
+"""Tokens a second through the server, as its clients get them, beside the engine's alone: the same prompts, all at once, to both.
+
+  python test/external/bench_serve.py --model PATH --streams 1,8,32,64 [--features plain,logprobs,json] [--prompt 128] [--count 256] [-r 2]
+
+First the engine by itself, in a process of its own, which then ends and frees the device; then the server by its own command. A case is so many
+streams that ask for one feature: a run to warm up, then `-r` of them. Prompts are random, no two alike; answers have `count` tokens, whatever they
+say. Of the features, logprobs are five a token, and json is a schema whose answers do not end before.
+
+  tok/s      of all streams, from the first request to the last token: prompts are read in that time
+  decoding   of all, from the last first token to the first end; - where there is no such time
+  % alone    the server's part of what the engine alone has, by decoding where both have it
+  first      ms from a request to its first token, p50 and p99 of all streams
+  between    ms from token to token, likewise. A client's are from event to event: `a piece` is how many tokens these have
+  cores      that the server's HTTP process was busy on; of the clients' processes the busiest. Near 1, it is what limits
+
+The last line is JSON."""
+from __future__ import annotations
+import argparse, asyncio, bisect, itertools, json, multiprocessing, re, signal, statistics, subprocess, sys, tempfile, time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterator
+from urllib.error import HTTPError
+from urllib.request import urlopen
+import numpy as np, uvloop
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+FEATURES = "plain", "logprobs", "json"
+LIKELIEST = 5
+STREAMS_A_CLIENT = 16   # of a process
+CONNECTED = .3          # seconds until all clients are
+
+@dataclass(frozen=True)
+class Case:
+  streams: int
+  feature: str
+
+@dataclass
+class Answer:
+  """As whoever asked saw it, by time.monotonic, which all processes share. times: of each event, the first has the first token, the last the last"""
+  asked: float
+  times: list[float]
+  tokens: int
+  @property
+  def a_piece(self) -> float: return self.tokens / len(self.times)
+
+@dataclass
+class Run:
+  answers: list[Answer]
+  client_cores: float = 0.0
+  http_cores: float|None = None
+
+  @property
+  def seconds(self) -> float: return max(a.times[-1] for a in self.answers) - min(a.asked for a in self.answers)
+  @property
+  def rate(self) -> float: return sum(a.tokens for a in self.answers) / self.seconds
+  @property
+  def decoding(self) -> float|None:
+    """Tokens a second while all have begun and none has ended"""
+    start, end = max(a.times[0] for a in self.answers), min(a.times[-1] for a in self.answers)
+    if end <= start: return None
+    return sum(a.a_piece * (bisect.bisect_right(a.times, end) - bisect.bisect_right(a.times, start)) for a in self.answers) / (end - start)
+
+def prompts(streams: int, length: int, number: int) -> list[list[int]]:
+  """Those of a run; the first 256 tokens of a vocabulary are no special ones"""
+  return np.random.default_rng([streams, number]).integers(0, 256, (streams, length)).tolist()
+
+def schema(count: int) -> dict[str, Any]:
+  """Of JSON that has not ended before so many tokens have come"""
+  return {"type": "array", "items": {"type": "string"}, "minItems": count}
+
+def figures(runs: list[Run]) -> dict[str, Any]:
+  answers, decoding = [a for run in runs for a in run.answers], [run.decoding for run in runs if run.decoding]
+  first, between = [a.times[0] - a.asked for a in answers], [s for a in answers for s in np.diff(a.times)]
+  def ms(times: list[float], percentile: float) -> float|None: return float(np.percentile(times, percentile)) * 1e3 if times else None
+  return {"ts": statistics.median(run.rate for run in runs), "decoding_ts": statistics.median(decoding) if len(decoding) == len(runs) else None,
+          "first_p50_ms": ms(first, 50), "first_p99_ms": ms(first, 99), "between_p50_ms": ms(between, 50), "between_p99_ms": ms(between, 99),
+          "tokens_a_piece": sum(a.tokens for a in answers) / sum(len(a.times) for a in answers),
+          "http_cores": max((run.http_cores for run in runs if run.http_cores is not None), default=None),
+          "client_cores": max(run.client_cores for run in runs), "samples_ts": [run.rate for run in runs],
+          "samples_decoding_ts": [run.decoding for run in runs]}
+
+# ---- the engine alone: these run in its process ----
+
+class Alone:
+  """Its model, as the server's engine process loads it, once `open` was called"""
+  model: Any = None
+  vocabulary: Any = None
+
+def open_alone(args: argparse.Namespace) -> dict[str, Any]:
+  """Loads and warms up. Returns what is to be said first: the model, the device, the ceilings of the cases"""
+  import gc
+  from tinygrad.apps.engine.sampling import Sampling
+  from tinygrad.apps.machine import device_name
+  from tinygrad.apps.measure import measured_peak
+  from tinygrad.apps.serve import wire, worker
+  start = time.perf_counter()
+  model = Alone.model = worker.open_model(wire.Load(args.model, args.context, args.cache_tokens, args.max_stall_ms / 1e3, threads=args.threads))
+  model.engine.warm(Sampling(temperature=args.temperature))
+  Alone.vocabulary = worker.vocabulary_of(model)
+  gc.freeze()
+  t, seconds, peak = model.transformer, time.perf_counter() - start, measured_peak()
+  nbytes = {n: t.weight_bytes_a_step(n) + n * t.cache_bytes(1) * (args.prompt + (args.count + 1) / 2) for n in args.streams}
+  return {"model": model.name, "device": device_name(), "seconds": seconds, "peak_gb_s": peak and peak[0] / 1e9, "source": peak and peak[1],
+          "bytes_a_step": nbytes, "ceiling_ts": {n: n * peak[0] / nbytes[n] if peak else None for n in args.streams}}
+
+def ask_alone(args: argparse.Namespace, case: Case, number: int) -> Run:
+  from tinygrad.apps.engine.constraint import constraint_of
+  from tinygrad.apps.engine.sampling import Sampling
+  from tinygrad.apps.engine.sequence import Request
+  engine, asked = Alone.model.engine, time.monotonic()
+  def request(n: int, ids: list[int]) -> Request:
+    constraint = constraint_of("json_schema", json.dumps(schema(args.count)), None, Alone.vocabulary) if case.feature == "json" else None
+    return Request(ids, Sampling(temperature=args.temperature, seed=n), limit=args.count, constraint=constraint,
+                   logprobs=LIKELIEST if case.feature == "logprobs" else None)
+  sequences = [engine.add(request(n, ids)) for n, ids in enumerate(prompts(case.streams, args.prompt, number))]
+  times: list[list[float]] = [[] for _ in sequences]
+  while engine.step():
+    now = time.monotonic()
+    for s, seen in zip(sequences, times): seen += [now] * (len(s.ids) - s.prompt - len(seen))
+  if failed := next((s.error for s in sequences if s.error), None): raise failed
+  return Run([Answer(asked, seen, len(seen)) for seen in times])
+
+# ---- clients: these run in processes of theirs ----
+
+class Client(asyncio.Protocol):
+  """Asks once. What comes is kept with its time, and looked at when all has come"""
+  def __init__(self) -> None:
+    self.pieces: list[tuple[float, bytes]] = []
+    self.ended = asyncio.get_running_loop().create_future()
+  def connection_made(self, transport: asyncio.BaseTransport) -> None: self.transport = transport
+  def data_received(self, data: bytes) -> None: self.pieces.append((time.monotonic(), data))
+  def connection_lost(self, exc: Exception|None) -> None: self.ended.set_result(None)
+
+  def ask(self, body: bytes) -> None:
+    self.asked = time.monotonic()
+    self.transport.write(b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Type: application/json\r\n"
+                         b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+
+  def answer(self) -> Answer:
+    said, ends = b"".join(data for _, data in self.pieces), list(itertools.accumulate(len(data) for _, data in self.pieces))
+    events = [(self.pieces[bisect.bisect_left(ends, m.end())][0], m[1]) for m in re.finditer(rb"data: ([^\n]*)\n\n", said)]
+    if b" 200 " not in said[:20] or len(events) < 2 or events[-1][1] != b"[DONE]":
+      raise RuntimeError(f"no whole answer: {said[:200]!r} … {said[-200:]!r}")
+    last = json.loads(events[-2][1])
+    if last["choices"][0]["finish_reason"] is None: raise RuntimeError(f"an answer without an end: {events[-2][1]!r}")
+    return Answer(self.asked, [at for at, _ in events[:-1]], last["timings"]["predicted_n"])
+
+async def ask_server(port: int, bodies: list[bytes], at: float) -> tuple[list[Answer], float]:
+  """Sends all at this time -> (the answers, the cores that this process was busy on)"""
+  loop = asyncio.get_running_loop()
+  clients = [(await loop.create_connection(Client, "127.0.0.1", port))[1] for _ in bodies]
+  await asyncio.sleep(at - time.monotonic())
+  start, busy = time.monotonic(), time.process_time()
+  for client, body in zip(clients, bodies): client.ask(body)
+  await asyncio.gather(*(client.ended for client in clients))
+  cores = (time.process_time() - busy) / (time.monotonic() - start)
+  return [client.answer() for client in clients], cores
+
+def ask_in_process(port: int, bodies: list[bytes], at: float) -> tuple[list[Answer], float]: return uvloop.run(ask_server(port, bodies, at))
+
+# ---- the server ----
+
+def cpu_seconds(pid: int) -> float|None:
+  """That a process has taken; None where the system does not say"""
+  try: fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+  except OSError: return None
+  return (int(fields[11]) + int(fields[12])) / 100
+
+class Server:
+  """Started by its own command, and ready. log: what it writes on stderr"""
+  def __init__(self, args: argparse.Namespace, log: Any):
+    flags = {"model": args.model, "serve": "127.0.0.1:0", "max-context": args.context, "cache-tokens": args.cache_tokens,
+             "max-stall-ms": args.max_stall_ms, "temperature": args.temperature, "top-k": 0, "top-p": 1, "min-p": 0, "repeat-penalty": 1,
+             **({"threads": args.threads} if args.threads else {})}
+    start, self.log = time.perf_counter(), log
+    command = [sys.executable, "tinygrad/apps/llm.py", "--warm", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
+    self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+    assert self.process.stdout is not None
+    try:
+      self.port = int(self.process.stdout.readline().rpartition(":")[2])
+      while not self.healthy(): time.sleep(.1)
+    except BaseException:
+      self.close()
+      raise
+    self.seconds = time.perf_counter() - start
+
+  def healthy(self) -> bool:
+    if self.process.poll() is not None: raise RuntimeError("the server ended")
+    try: return urlopen(f"http://127.0.0.1:{self.port}/health", timeout=60).status == 200
+    except HTTPError: return False
+
+  def close(self) -> None:
+    self.process.send_signal(signal.SIGTERM)
+    try: self.process.wait(60)
+    finally: self.process.kill()
+
+  def ask(self, args: argparse.Namespace, case: Case, number: int, clients: ProcessPoolExecutor) -> Run:
+    common = {"max_tokens": args.count, "ignore_eos": True, "stream": True, "temperature": args.temperature}
+    if case.feature == "logprobs": common["logprobs"] = LIKELIEST
+    if case.feature == "json": common["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema(args.count)}}
+    bodies = [json.dumps({"prompt": ids, "seed": n, **common}).encode() for n, ids in enumerate(prompts(case.streams, args.prompt, number))]
+    parts, at, before = -(-case.streams // STREAMS_A_CLIENT), time.monotonic() + CONNECTED, cpu_seconds(self.process.pid)
+    found = [f.result() for f in [clients.submit(ask_in_process, self.port, bodies[i::parts], at) for i in range(parts)]]
+    run, after = Run([a for answers, _ in found for a in answers], max(cores for _, cores in found)), cpu_seconds(self.process.pid)
+    if before is not None and after is not None: run.http_cores = (after - before) / run.seconds
+    short = [a.tokens for a in run.answers if a.tokens != args.count]
+    if short: print(f"{case}: {len(short)} answers ended early, the shortest after {min(short)} tokens", file=sys.stderr)
+    return run
+
+# ---- the whole ----
+
+COLUMNS = (("", 6), ("streams", 7), ("feature", 8), ("tok/s", 9), ("decoding", 9), ("% ceiling", 9), ("% alone", 7), ("first p50", 9), ("p99", 8),
+           ("between p50", 11), ("p99", 8), ("a piece", 7), ("cores: HTTP", 11), ("clients", 7))
+
+def line(cells: list[str]) -> str: return "| " + " | ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS)) + " |"
+
+def cells(who: str, case: Case, f: dict[str, Any]) -> list[str]:
+  def number(name: str, digits: int) -> str: return "-" if f.get(name) is None else f"{f[name]:.{digits}f}"
+  served = who == "server"
+  return [who, f"{case.streams}", case.feature, number("ts", 1), number("decoding_ts", 1), number("ceiling_percent", 1), number("alone_percent", 1),
+          number("first_p50_ms", 1), number("first_p99_ms", 1), number("between_p50_ms", 3), number("between_p99_ms", 3), number("tokens_a_piece", 2),
+          number("http_cores", 2) if served else "", number("client_cores", 2) if served else ""]
+
+def run_numbers(cases: list[Case], rounds: int) -> Iterator[tuple[Case, range]]:
+  """The numbers of a case's runs, the first of which warms up"""
+  for i, case in enumerate(cases): yield case, range(i * (rounds + 1), (i + 1) * (rounds + 1))
+
+def measure(args: argparse.Namespace, log: Any) -> dict[str, Any]:
+  cases = [Case(n, feature) for feature in args.features for n in args.streams]
+  spawn, alone = multiprocessing.get_context("spawn"), dict[Case, dict[str, Any]]()
+  with ProcessPoolExecutor(1, spawn) as engine:
+    head = engine.submit(open_alone, args).result()
+    print(f"model     {head['model']} on {head['device']}")
+    print(f"requests  prompts of {args.prompt} tokens, answers of {args.count}, temperature {args.temperature:g}")
+    print(f"ceiling   {head['peak_gb_s']:.0f} GB/s ({head['source']})" if head["peak_gb_s"] else "ceiling   unknown: no figure for this memory")
+    for n in args.streams:
+      most = head["ceiling_ts"][n]
+      print(f"          a step of {n:2d} reads {head['bytes_a_step'][n] / 1e6:9.1f} MB{f': {most:8.0f} tok/s' if most else ''}")
+    print(f"load      the engine alone, warmed: {head['seconds']:.1f} s\n")
+    print(line([title for title, _ in COLUMNS]))
+    print("|" + "|".join("-" * (width + 1) + ":" for _, width in COLUMNS) + "|", flush=True)
+    def percent(case: Case, f: dict[str, Any]) -> float|None:
+      most = head["ceiling_ts"][case.streams]
+      return 100 * f["decoding_ts"] / most if most and f["decoding_ts"] else None
+    for case, numbers in run_numbers(cases, args.repetitions):
+      alone[case] = figures([engine.submit(ask_alone, args, case, number).result() for number in numbers][1:])
+      alone[case]["ceiling_percent"] = percent(case, alone[case])
+      print(line(cells("engine", case, alone[case])), flush=True)
+  rows, server = [], Server(args, log)
+  try:
+    with ProcessPoolExecutor(-(-max(args.streams) // STREAMS_A_CLIENT), spawn) as clients:
+      for case, numbers in run_numbers(cases, args.repetitions):
+        f, by = figures([server.ask(args, case, number, clients) for number in numbers][1:]), alone[case]
+        name = "decoding_ts" if f["decoding_ts"] and by["decoding_ts"] else "ts"
+        f |= {"alone_percent": 100 * f[name] / by[name], "ceiling_percent": percent(case, f)}
+        print(line(cells("server", case, f)), flush=True)
+        rows.append({"streams": case.streams, "feature": case.feature, "alone": by, "server": f})
+  finally: server.close()
+  return {**{name: head[name] for name in ("model", "device", "peak_gb_s")}, "prompt": args.prompt, "count": args.count, "context": args.context,
+          "cache_tokens": args.cache_tokens, "temperature": args.temperature, "max_stall_ms": args.max_stall_ms, "repetitions": args.repetitions,
+          "load_s": {"alone": head["seconds"], "server": server.seconds}, "rows": rows}
+
+def main() -> None:
+  p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  p.add_argument("--model", "-m", default=str(ROOT / "models" / "tiny-glm-Q4_0.gguf"))
+  p.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64], help="requests at once, of each case")
+  p.add_argument("--features", type=lambda text: text.split(","), default=["plain"], help=f"what they ask for: {', '.join(FEATURES)}")
+  for name, default in (("prompt", 128), ("count", 256), ("repetitions", 2)): p.add_argument(f"-{name[0]}", f"--{name}", type=int, default=default)
+  p.add_argument("--temperature", type=float, default=0.0,
+                 help="default 0, greedy: answers of random weights are soon alike then, and so are the experts that they choose")
+  p.add_argument("--cache-tokens", type=int, help="default: what all need at once")
+  p.add_argument("--max-stall-ms", type=float, default=50.0)
+  p.add_argument("--threads", type=int)
+  args = p.parse_args()
+  if wrong := set(args.features) - set(FEATURES): p.error(f"--features {wrong.pop()}: expected {', '.join(FEATURES)}")
+  if not min(args.streams) >= 1 <= args.repetitions or min(args.prompt, args.count) < 2: p.error("expected counts of 1 or more, tokens of 2 or more")
+  args.context = args.prompt + args.count + 2
+  args.cache_tokens = args.cache_tokens or max(args.streams) * (args.context + 2 * 64)   # in whole pages of 64, and one more each
+  with tempfile.TemporaryFile("w+") as log:
+    try: result = measure(args, log)
+    except BaseException:
+      log.seek(0)
+      print("".join(log.readlines()[-20:]), file=sys.stderr)
+      raise
+  print(json.dumps(result))
+
+if __name__ == "__main__": main()
