@@ -98,7 +98,7 @@ def open_alone(args: argparse.Namespace) -> dict[str, Any]:
   from tinygrad.apps.serve import wire, worker
   start = time.perf_counter()
   model = Alone.model = worker.open_model(wire.Load(args.model, args.context, args.cache_tokens, args.max_stall_ms / 1e3, threads=args.threads))
-  model.engine.warm(Sampling(temperature=args.temperature))
+  worker.warm(model.engine, Sampling(temperature=args.temperature))
   Alone.vocabulary = worker.vocabulary_of(model)
   gc.freeze()
   t, seconds, peak = model.transformer, time.perf_counter() - start, measured_peak()
