@@ -52,6 +52,16 @@ def test_responses(client: openai.OpenAI):
   with client.responses.stream(model="any", input=history) as stream: r = stream.get_final_response()
   assert r.status == "completed" and r.output_text and r.usage.input_tokens > 15
 
+def test_schemas_of_many_properties(client: openai.OpenAI):
+  def ask(properties: int) -> str:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(properties)}, "additionalProperties": False}
+    held = {"type": "json_schema", "json_schema": {"name": "many", "schema": schema}}
+    return client.chat.completions.create(**ASK, max_tokens=3, response_format=held).choices[0].message.content   # type: ignore[call-overload]
+  assert ask(700).startswith("{")
+  with pytest.raises(openai.BadRequestError, match="max is 10000") as e: ask(3000)
+  assert e.value.code == "invalid_grammar"
+  assert ask(1).startswith("{")
+
 def test_probabilities(client: openai.OpenAI):
   choice = client.chat.completions.create(**ASK, max_tokens=3, logprobs=True, top_logprobs=3).choices[0]
   assert "".join(c.token for c in choice.logprobs.content) == choice.message.content

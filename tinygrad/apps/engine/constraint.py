@@ -12,6 +12,7 @@ from tinygrad.apps.engine.sampling import mask_words
 if TYPE_CHECKING: import llguidance
 
 THREADS = 8
+MAX_ITEMS = 10_000   # of a grammar, that may come next: a schema has four for each property that need not be there. A mask takes 0.3 s then
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor: return ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "mask")
@@ -127,7 +128,7 @@ class Grammar:
   @functools.cached_property
   def matcher(self) -> llguidance.LLMatcher:
     library = _llguidance()
-    limits = library.LLParserLimits(verbose_errors=False)
+    limits = library.LLParserLimits(verbose_errors=False, max_items_in_row=MAX_ITEMS)
     matcher = library.LLMatcher(self.vocabulary.tokenizer(), _in_own_form(self.kind, self.source), log_level=0, limits=limits)
     self._raise_error(matcher)
     return matcher

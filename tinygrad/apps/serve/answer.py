@@ -152,6 +152,7 @@ class Reply:
       self._say(rest, events, last=True)
       self.chosen += self.pending
     if self.gone: self.failure = Gone()
+    elif news.end == "grammar" and not self.cut: self.failure = ApiError(400, news.why, code="invalid_grammar")
     elif news.end == "error" and not self.cut: self.failure = ApiError(500, news.why or "the engine failed")
     elif news.end == "abort" and not self.cut: self.failure = ApiError(503, "the server is ending: the answer is not whole", retry_after=1)
     else: self.finish = "length" if news.end == "length" and not self.cut else "tool_calls" if self.calls else "stop"

@@ -79,8 +79,8 @@ class Failed(msgspec.Struct, tag="failed"):
   why: str
 
 class News(msgspec.Struct, array_like=True):
-  """Tokens that a sequence has produced since the last news of it. end: stop, length, abort or error, when it has ended; why: of an error, one line.
-  cached: prompt tokens whose rows were there. A stop token is the last of `ids`."""
+  """Tokens that a sequence has produced since the last news of it. end, when it has ended: stop, length, abort, error, or grammar, an error of the
+  constraint that was asked for; why: of an error, one line. cached: prompt tokens whose rows were there. A stop token is the last of `ids`."""
   id: int
   ids: list[int]
   logprobs: list[Logprob] = []

@@ -8,7 +8,7 @@ The process ends when it is told to leave, and at once when the other one is gon
 from __future__ import annotations
 import dataclasses, gc, importlib.util, os, select, signal, socket, sys, threading, traceback
 import msgspec
-from tinygrad.apps.engine.constraint import Vocabulary, constraint_of
+from tinygrad.apps.engine.constraint import GrammarError, Vocabulary, constraint_of
 from tinygrad.apps.engine.engine import MAX_STALL, ContextFull, Engine
 from tinygrad.apps.engine.sampling import Features, Sampling
 from tinygrad.apps.engine.sequence import Request, Sequence, State
@@ -96,7 +96,8 @@ class Worker:
       if s.logprobs: news.logprobs += [wire.Logprob(*logprob) for logprob in s.logprobs[told:]]
       news.cached, served.told = s.cached, there
       if ended:
-        news.end, news.why, news.times = s.reason, "" if s.error is None else one_line(s.error), wire.Times(**vars(s.times))
+        news.end = "grammar" if isinstance(s.error, GrammarError) else s.reason
+        news.why, news.times = "" if s.error is None else one_line(s.error), wire.Times(**vars(s.times))
         failed |= s.error is not None
         del self.served[number]
     return failed
