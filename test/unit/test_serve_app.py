@@ -277,6 +277,17 @@ def test_a_body_too_long():
     assert response.status == 413 and response.getheader("connection") == "close" and "more than the 1000 bytes" in response.read().decode()
     assert s.app.state.service.held == 0 and s.ask(CHAT, body())[0] == 200
 
+def test_refused_while_the_body_comes():
+  """Whoever still sends reads why, and no reset"""
+  with serving(api_keys=frozenset(["k"])) as s, connected(s) as c:
+    size = 1 << 20
+    c.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {size}\r\n\r\n".encode())
+    assert b" 401 " in c.recv(1 << 16)
+    for _ in range(16):
+      time.sleep(.02)
+      c.sendall(b" " * (size // 16))
+    assert c.recv(1 << 16) == b""
+
 def test_large_bodies_together():
   with serving(max_body=1000) as s:
     s.app.state.service.held = service.BODIES * 1000

@@ -149,6 +149,12 @@ class Front:
     start, headers, status = time.perf_counter(), Headers(scope=scope), 0
     given = headers.get("x-request-id", "")
     number = scope["request_id"] = given if re.fullmatch(r"[!-~]{1,128}", given) else secrets.token_hex(16)
+    unread = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    async def hear() -> Message:
+      nonlocal unread
+      message = await receive()
+      unread = message["type"] == "http.request" and message.get("more_body", False)
+      return message
     async def answer(message:Message) -> None:
       nonlocal status
       if message["type"] == "http.response.start":
@@ -158,13 +164,13 @@ class Front:
     try:
       try:
         self.check(scope, headers)
-        await self.app(scope, receive, answer)
+        await self.app(scope, hear, answer)
       except ApiError as e:
-        if not status: await self.refuse(e, scope, receive, answer)
+        if not status: await self.refuse(e, scope, hear, answer, unread)
       except Gone: status = 499
       except Exception as e:
         error = failed(e, number)
-        if not status: await self.refuse(error, scope, receive, answer)
+        if not status: await self.refuse(error, scope, hear, answer, unread)
     finally:
       line = {"method": scope["method"], "path": scope["path"][:200], "status": status, "ms": round((time.perf_counter() - start) * 1e3, 1),
               "id": number, **scope.get("said", {})}
@@ -181,11 +187,12 @@ class Front:
       what = "the key is wrong" if given else "expected a key, as Authorization: Bearer KEY or X-Api-Key: KEY, found none"
       raise ApiError(401, what, code="invalid_api_key")
 
-  async def refuse(self, e:ApiError, scope:Scope, receive:Receive, send:Send) -> None:
+  async def refuse(self, e:ApiError, scope:Scope, receive:Receive, send:Send, unread:bool) -> None:
+    """unread: whether the request's body has not all come. Who is still sending would find the connection closed, and not read why: what comes is
+    dropped behind the answer."""
     response = error_response(e, scope["path"])
-    if e.status != 413: return await response(scope, receive, send)
-    # who is still sending would find the connection closed, and not read why
-    response.headers["connection"] = "close"
+    if e.status == 413: response.headers["connection"] = "close"
+    if not unread: return await response(scope, receive, send)
     await send({"type": "http.response.start", "status": e.status, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
     with contextlib.suppress(TimeoutError):
