@@ -106,6 +106,8 @@ def open_alone(args: argparse.Namespace) -> dict[str, Any]:
   return {"model": model.name, "device": device_name(), "seconds": seconds, "peak_gb_s": peak and peak[0] / 1e9, "source": peak and peak[1],
           "bytes_a_step": nbytes, "ceiling_ts": {n: n * peak[0] / nbytes[n] if peak else None for n in args.streams}}
 
+def close_alone() -> None: Alone.model = None   # while there is a device to free it on
+
 def ask_alone(args: argparse.Namespace, case: Case, number: int) -> Run:
   from tinygrad.apps.engine.constraint import constraint_of
   from tinygrad.apps.engine.sampling import Sampling
@@ -249,6 +251,7 @@ def measure(args: argparse.Namespace, log: Any) -> dict[str, Any]:
       alone[case] = figures([engine.submit(ask_alone, args, case, number).result() for number in numbers][1:])
       alone[case]["ceiling_percent"] = percent(case, alone[case])
       print(line(cells("engine", case, alone[case])), flush=True)
+    engine.submit(close_alone).result()
   rows, server = [], Server(args, log)
   try:
     with ProcessPoolExecutor(-(-max(args.streams) // STREAMS_A_CLIENT), spawn) as clients:
