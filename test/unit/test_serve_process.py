@@ -1,6 +1,6 @@
 """The server as whoever starts it meets it: its lines, its port, its signals, its limits of connections. What it answers is other tests' matter."""
 from __future__ import annotations
-import argparse, asyncio, json, resource, signal, socket, subprocess, sys, threading, time
+import argparse, asyncio, contextlib, json, resource, signal, socket, subprocess, sys, threading, time
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, Iterator
@@ -163,26 +163,50 @@ def test_what_is_no_http(served: Served):
   with served.connect() as sock: status, error = exchange(sock, b"\x16\x03\x01 hello\r\n\r\n")
   assert status == 400 and error["error"]["type"] == "invalid_request_error"
 
+@contextlib.contextmanager
+def serving(app: Any) -> Iterator[tuple[str, int]]:
+  server = uvicorn.Server(uvicorn.Config(app, http=connection.Connection, lifespan="off", log_config=None))
+  with socket.create_server(("127.0.0.1", 0)) as listening:
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try: yield listening.getsockname()
+    finally:
+      server.should_exit = True
+      thread.join(SECONDS)
+
+async def say_1(send: Any) -> None:
+  await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+  await send({"type": "http.response.body", "body": b"1"})
+
 def test_a_head_that_does_not_come(monkeypatch: pytest.MonkeyPatch):
   """Whoever does not say in time what is asked for is left; an answer may take longer"""
   monkeypatch.setattr(connection, "HEAD_SECONDS", .3)
   async def app(scope: Any, receive: Any, send: Any) -> None:
     await asyncio.sleep(.8)
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
-    await send({"type": "http.response.body", "body": b"1"})
-  server = uvicorn.Server(uvicorn.Config(app, http=connection.Connection, lifespan="off", log_config=None))
-  with socket.create_server(("127.0.0.1", 0)) as listening:
-    thread = threading.Thread(target=server.run, args=([listening],))
-    thread.start()
-    try:
-      silent, half, asks = (socket.create_connection(listening.getsockname(), SECONDS) for _ in range(3))
-      half.sendall(b"GET / HTTP/1.1\r\nHost:")
-      with silent, half, asks:
-        for _ in range(2): assert exchange(asks, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") == (200, 1)
-        assert silent.recv(1) == half.recv(1) == b""
-    finally:
-      server.should_exit = True
-      thread.join(SECONDS)
+    await say_1(send)
+  with serving(app) as address:
+    silent, half, asks = (socket.create_connection(address, SECONDS) for _ in range(3))
+    half.sendall(b"GET / HTTP/1.1\r\nHost:")
+    with silent, half, asks:
+      for _ in range(2): assert exchange(asks, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") == (200, 1)
+      assert silent.recv(1) == half.recv(1) == b""
+
+def test_a_head_behind_a_long_body():
+  """… that begins in the same piece, and ends in another"""
+  async def app(scope: Any, receive: Any, send: Any) -> None:
+    if scope["path"] == "/busy": time.sleep(.5)   # what comes meanwhile is read as one piece
+    while (await receive()).get("more_body"): pass
+    await say_1(send)
+  with serving(app) as address, socket.create_connection(address, SECONDS) as c:
+    body = MAX_HEAD + 10_000
+    c.sendall(b"GET /busy HTTP/1.1\r\nHost: x\r\n\r\n")
+    time.sleep(.2)
+    c.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % body + b" " * body + b"GET / HTTP/1.1\r\n")
+    time.sleep(.6)
+    c.sendall(b"Host: x\r\n\r\n")
+    said = b""
+    while said.count(b"HTTP/1.1 ") < 3 and (more := c.recv(1 << 16)): said += more
+  assert said.count(b"HTTP/1.1 200") == 3
 
 def test_idle_connections(served: Served):
   """More than the files that a process may have at first, and the others are answered meanwhile"""

@@ -11,17 +11,18 @@ LINGER = 2.0           # seconds that a refused client has to read why: were it 
 class HeadTooLong(Exception): pass
 
 class Connection(HttpToolsProtocol):
-  """in_head: whether a request is awaited, or has begun, whose body has not; head: bytes of it that have come. refused: what else comes is dropped"""
+  """in_head: whether a request is awaited, or has begun, whose body has not; head: bytes of it that have come, without those of the piece that it
+  began in; heads: how many have begun. refused: what else comes is dropped"""
   def connection_made(self, transport:asyncio.BaseTransport) -> None:
     super().connection_made(transport)  # type: ignore[arg-type]
-    self.refused = False
+    self.refused, self.heads = False, 0
     self._begin_head()
   def connection_lost(self, exc:Exception|None) -> None:
     self.deadline.cancel()
     super().connection_lost(exc)
 
   def _begin_head(self) -> None:
-    self.in_head, self.head, self.parsed = True, 0, 0
+    self.in_head, self.head, self.parsed, self.heads = True, 0, 0, self.heads + 1
     self.deadline = self.loop.call_later(HEAD_SECONDS, self.transport.close)
   def on_message_begin(self) -> None:
     if not self.in_head: self._begin_head()
@@ -40,8 +41,9 @@ class Connection(HttpToolsProtocol):
 
   def data_received(self, data:bytes) -> None:
     if self.refused: return
+    heads = self.heads
     super().data_received(data)
-    if not self.in_head or self.refused: return
+    if not self.in_head or self.refused or heads != self.heads: return
     self.head += len(data)
     if self.head > MAX_HEAD: self.send_400_response("")
 
