@@ -454,7 +454,8 @@ def test_an_abort_while_a_mask_is_made():
   waiting = e.add(Request(PROMPT[:5], constraint=(rule := Held(1))))
   assert rule.at_work.wait(60)
   e.abort(waiting)
-  assert waiting.reason == "abort" and not e.step()
+  assert waiting.reason == "abort"
+  finish(e)   # what was under way; the mask is not waited for
   rule.go_on.set()
   finish(e)
 
