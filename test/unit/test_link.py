@@ -124,7 +124,7 @@ def test_grammars(running: Running, model: Model):
     return running(all_of_them())
   number, wrong = ask(wire.Grammar("regex", "[0-9]{3}"), wire.Grammar("regex", "["))
   assert number.end == "stop" and re.fullmatch("[0-9]{3}", model.tokenizer.decode(number.ids[:-1]))
-  assert wrong.end == "error" and wrong.why.startswith("regex: ")
+  assert wrong.end == "grammar" and wrong.why.startswith("regex: ")
 
 WRONG = [(dict(ids=[2048]), "token 2048: expected 0 to 2047"), (dict(ids=[]), "no tokens: give at least one"), (dict(ids=[-1]), "token -1"),
          (dict(ids=["a"]), "Expected `int`, got `str`"), (dict(sampling={"temperature": -1.0}), "temperature: expected"),
