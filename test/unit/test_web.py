@@ -127,7 +127,7 @@ def test_markdown(page: Page, script: Script):
 
 def test_settled_blocks_stay(page: Page, script: Script):
   """What is read and selected above is not made anew while more comes; a link whose address comes last still becomes one"""
-  script.answers = [["One.\n\nTwo is [here][1]", 0.4, " and on.\n\n- a", 0.4, "\n- b\n\n[1]: https://example.org/x\n"]]
+  script.answers = [["One.\n\nTwo is [here][1]", 2.0, " and on.\n\n- a", 2.0, "\n- b\n\n[1]: https://example.org/x\n"]]
   ask(page, "Go", wait=False)
   blocks = answer(page).locator(".prose").last.locator(".block")
   expect(blocks).to_have_count(2)
@@ -154,14 +154,14 @@ def test_a_text_in_any_cuts(page: Page, script: Script):
   assert same == []
 
 def test_reasoning(page: Page, script: Script):
-  script.answers = [[reasons("Let me "), reasons("see."), 0.5, "It is so."]]
+  script.answers = [[reasons("Let me "), reasons("see."), 1.5, "It is so."]]
   ask(page, "Why?", wait=False)
   details = answer(page).locator("details")
   expect(details).to_have_attribute("open", "")
   expect(details.locator("summary")).to_have_text("Thinking")
   expect(details.locator(".prose")).to_have_text("Let me see.")
   expect(details).not_to_have_attribute("open", "")   # folded by the answer
-  expect(details.locator("summary")).to_have_text("Thought for a moment")
+  expect(details.locator("summary")).to_have_text(re.compile(r"Thought for \d"))
   details.locator("summary").click()
   expect(details.locator(".prose")).to_be_visible()
   button(page, "Thinking").click()
