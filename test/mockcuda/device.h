@@ -55,12 +55,11 @@ template <int transposed, class W> static inline void mock_ldmatrix(W& a, W& b, 
 }
 extern "C" void mock_copy(void* to, const void* from, int bytes = 16);
 extern "C" void mock_group();
-extern "C" void mock_tell(unsigned* to, unsigned value);
-extern "C" unsigned mock_word(const unsigned* from);
+extern "C" void mock_send(unsigned long long* to, unsigned long long first, unsigned long long second);
+extern "C" void mock_words(unsigned long long* first, unsigned long long* second, const unsigned long long* from);
+static inline void mock_look(unsigned long long& first, unsigned long long& second, const unsigned long long* from) { mock_words(&first, &second, from); }
 extern "C" void mock_trap();
-static inline void mock_told(unsigned& seen, const unsigned* from) { seen = mock_word(from); }
 #define __trap mock_trap
-template <class T> static inline T __ldcv(const T* from) { return *from; }
 extern "C" void mock_copied(int groups);
 static inline float __fdividef(float a, float b) { return a / b; }
 static inline int __dp4a(int a, int b, int c) {

@@ -63,7 +63,7 @@ def test_numbers_that_go_round(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_device_that_does_not_come(monkeypatch: pytest.MonkeyPatch):
   hopper = intrinsics.of_arch("sm_90")
-  short = intrinsics.replace(hopper, peer_meet=hopper.peer_meet.replace(str(intrinsics.PATIENCE), "1000"))
+  short = intrinsics.replace(hopper, peer_receive=hopper.peer_receive.replace(str(intrinsics.PATIENCE), "1000"))
   monkeypatch.setattr(intrinsics, "OF_CAPABILITY", {0: short})
   with on_cuda("sm_90"):
     exchange = exchange_of(DEVICES[:2], 64)
@@ -71,11 +71,11 @@ def test_a_device_that_does_not_come(monkeypatch: pytest.MonkeyPatch):
     first = all_reduce(parts, exchange)[0]
     with pytest.raises(RuntimeError, match="all_reduce_64_0_of_2: block .*: a trap"): first.numpy()
 
-PLACE = Exchange.place
-def one_place(self: Exchange, parity: Any, device: int) -> Any: return PLACE(self, parity, 0)
+LINE = Exchange.line
+def one_place(self: Exchange, parity: Any, device: int) -> Any: return LINE(self, parity, 0)
 
 def test_parts_that_lie_over_each_other(monkeypatch: pytest.MonkeyPatch):
-  monkeypatch.setattr(Exchange, "place", one_place)
+  monkeypatch.setattr(Exchange, "line", one_place)
   with pytest.raises(AssertionError): test_sums([(1, 2048)], 3)
 
 # ---- a model ----

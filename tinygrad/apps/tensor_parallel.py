@@ -165,7 +165,7 @@ MOST_TOKENS = 64   # of a step whose sums go by an Exchange, as many as a step o
 def exchange_of(devices:Sequence[str], most:int) -> Exchange|None:
   """None: the devices do not reach each other's memory, or a step is not one graph, without which one may wait for what is not launched"""
   target, allocators = target_of(devices[0]), [Device[device].allocator for device in devices]
-  if target is None or target.peer_meet is None or JIT >= 2: return None
+  if target is None or target.peer_send is None or JIT >= 2: return None
   if not all(own is other or own.reaches(other) for own in allocators for other in allocators): return None
   memories = [to_device(np.zeros(Exchange.words(len(devices), most), np.uint32), device) for device in devices]
   addresses = np.uint64([allocator.address(memory.uop.base.buffer._buf) for allocator, memory in zip(allocators, memories)])

@@ -87,11 +87,9 @@ class Target:
   copied_but: str|None = None  # … but those of its latest {n} groups
   matrices: str|None = None    # statements: {0} … {3} point to the lane's words of four (8, 8) matrices of halves, {4} to a row that the lane names
   transposed: str|None = None  # the same, of the transposed matrices
-  # of several devices that reach each other's memory
-  peer_store: str|None = None  # statement: the floats {2} … {5} are number {1} … of those at the address {0}, on another device
-  peer_load: str|None = None   # four floats from {0}, which another device wrote
-  peer_meet: str|None = None   # statements: {2} is number {1} of the words at the address {0}, on another device, when all that was stored before is
-                               # there; go on when {3} is as much, or more
+  # of several devices that reach each other's memory, in lines of 32 bytes: four floats, a word that all of them have behind each
+  peer_send: str|None = None      # statements: the floats {2} … {5} with the word {6} are number {1} of the lines at the address {0}, on another device
+  peer_receive: str|None = None   # statements: go on when the line at {4} has the word {5}; {0} … {3} point to where its floats are then
   lanes: int = 32              # of a warp
   shared_bytes: int = 32768    # of a block
   most_shared_bytes: int = 0   # of a block that has a multiprocessor for itself (runtime/ops_cuda.py's dynamic_shared)
@@ -118,15 +116,22 @@ TARGETS = {
   "METAL": Target("simd_shuffle_xor({{0}}, (ushort){o})", mma=MMA_METAL),
 }
 
+PATIENCE = 1 << 24   # looks at a line from another device, about ten seconds: one that does not come has failed
+
+def _peer_send() -> str:
+  def number(i:int) -> str: return f'"l"((unsigned long long)({{6}}) << 32 | tg_bitcast<uint>((float)({{{i}}})))'
+  def pair(i:int) -> str: return (f'asm volatile("st.relaxed.sys.global.v2.b64 [%0], {{{{%1, %2}}}};" : : '
+                                  f'"l"((unsigned long long*)({{0}}) + ({{1}}) * 4 + {i}), {number(2 + i)}, {number(3 + i)} : "memory");')
+  return f"{pair(0)} {pair(2)}"
+def _peer_receive() -> str:
+  def pair(i:int) -> str: return (f'asm volatile("ld.relaxed.sys.global.v2.b64 {{{{%0, %1}}}}, [%2];" : "=l"(line[{i}]), "=l"(line[{i + 1}]) : '
+                                  f'"l"((const unsigned long long*)({{4}}) + {i}) : "memory");')
+  there, floats = " && ".join(f"line[{i}] >> 32 == {{5}}" for i in range(4)), " ".join(f"*{{{i}}} = tg_bitcast<float>((uint)line[{i}]);" for i in range(4))
+  return (f"unsigned long long line[4]; for (uint turn = 0; ; turn++) {{{{ {pair(0)} {pair(2)} if ({there}) break; "
+          f"if (turn == {PATIENCE}u) __trap(); }}}} {floats}")
+
 # from Hopper on a kernel may start while those before it still run, up to the point where it waits for them (programmatic dependent launch)
-# a device that does not come, for about ten seconds, has failed
-PATIENCE = 1 << 24
-HOPPER = replace(TARGETS["CUDA"], most_shared_bytes=232448,
-                 peer_store="*(float4*)((float*)({0}) + ({1})) = make_float4({2}, {3}, {4}, {5});", peer_load="__ldcv((const float4*)({0}))",
-                 peer_meet='asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"((uint*)({0}) + ({1})), "r"({2}) : "memory"); '
-                           'for (uint seen, turn = 0; ; turn++) {{ '
-                           'asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"({3}) : "memory"); '
-                           f'if ((int)(seen - {{2}}) >= 0) break; if (turn == {PATIENCE}u) __trap(); }}}}',
+HOPPER = replace(TARGETS["CUDA"], most_shared_bytes=232448, peer_send=_peer_send(), peer_receive=_peer_receive(),
                  wait='asm volatile("griddepcontrol.wait;" ::: "memory")',
                  trigger='asm volatile("griddepcontrol.launch_dependents;" ::: "memory")')
 
@@ -284,23 +289,17 @@ def load_matrices(target:Target, place:UOp, registers:list[UOp], transposed:bool
   assert text is not None
   return UOp(Ops.CUSTOM, dtypes.uint32, src=(*registers, place), arg=f"0; {text}")
 
-def peer_store(target:Target, address:UOp, number:UOp, values:list[UOp]) -> UOp:
-  """Stores four floats to another device's memory: from `number` on of those at an address, uint64. Returns a zero, known when it has begun"""
-  assert target.peer_store is not None
-  return UOp(Ops.CUSTOM, dtypes.uint32, src=(address, number, *values), arg=f"0; {target.peer_store}")
+def peer_send(target:Target, address:UOp, number:UOp, values:list[UOp], tag:UOp) -> UOp:
+  """Stores four floats to another device's memory, each with a word: line `number` of those at an address, uint64. Returns a zero, known when it has
+  begun"""
+  assert target.peer_send is not None
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(address, number, *values, tag), arg=f"0; {target.peer_send}")
 
-def peer_load(target:Target, place:UOp, registers:list[UOp]) -> UOp:
-  """Loads four floats that another device wrote, from an index of a buffer of words, to places in registers. Returns a zero, as load_words"""
-  assert target.peer_load is not None
-  load, stores = target.peer_load.replace("{0}", "{4}"), " ".join(f"*{{{i}}} = numbers.{part};" for i, part in enumerate("xyzw"))
-  return UOp(Ops.CUSTOM, dtypes.uint32, src=(*registers, place), arg=f"0; {{{{ float4 numbers = {load}; {stores} }}}}")
-
-def peer_meet(target:Target, address:UOp, number:UOp, value:UOp, place:UOp, inside:UOp) -> UOp:
-  """Where `inside` is true: stores a word to another device's memory, as `number` of those at an address, when the block's stores before a barrier
-  are there; and waits until that device has stored as much, or more, to an index of a buffer. Words go round. Returns a zero, known when both are
-  done"""
-  assert target.peer_meet is not None
-  return UOp(Ops.CUSTOM, dtypes.uint32, src=(address, number, value, place, inside), arg=f"0; if ({{4}}) {{{{ {target.peer_meet} }}}}")
+def peer_receive(target:Target, place:UOp, registers:list[UOp], tag:UOp) -> UOp:
+  """Waits for a line from another device that has this word, at an index of a buffer of words, and puts its four floats into places in registers.
+  Returns a zero, as load_words"""
+  assert target.peer_receive is not None
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(*registers, place, tag), arg=f"0; {{{{ {target.peer_receive} }}}}")
 
 def reciprocal(target:Target, value:UOp) -> UOp:
   """1 / value, nearly"""
