@@ -105,29 +105,6 @@ typedef signed char v16c __attribute__((ext_vector_type(16), aligned(1))); typed
 #define WIDE
 #endif
 FN float sum16(v16f v) { v8f a = v.lo + v.hi; v4f b = a.lo + a.hi; return (b.x + b.y) + (b.z + b.w); }
-FN float most16(v16f v) {
-  v8f a = __builtin_elementwise_max(v.lo, v.hi); v4f b = __builtin_elementwise_max(a.lo, a.hi);
-  float c = b.x > b.y ? b.x : b.y, d = b.z > b.w ? b.z : b.w;
-  return c > d ? c : d;
-}
-/* the sums of 16 vectors, part[j] of those numbered j, j + 4, j + 8, j + 12: first each to four numbers, side by side */
-FN v16f sums4(const v16f* t) {
-  v16f a = __builtin_shufflevector(t[0], t[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) + \
-__builtin_shufflevector(t[0], t[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-  v16f b = __builtin_shufflevector(t[2], t[3], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) + \
-__builtin_shufflevector(t[2], t[3], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) + \
-__builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-}
-FN v16f pairs16(v16f a, v16f b) {
-  return __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) + \
-__builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-}
-FN v16f sums16(const v16f* part) {
-  v16f a = pairs16(part[0], part[1]), b = pairs16(part[2], part[3]);
-  return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) + \
-__builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-}
 FN int clamp(int i, int n) { return i < 0 ? 0 : i < n ? i : n - 1; }
 FN v16f exp16(v16f x) {
   x = __builtin_elementwise_min(__builtin_elementwise_max(x, (v16f)(-87.0f)), (v16f)(88.0f));
@@ -411,6 +388,32 @@ def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, ca
   q_latent, written = launch(f"latent_query_{k_b.label}", outs, ins, dot("dot", k_b), body, H * groups, k_b.nbytes)
   return q_latent, written
 
+ACROSS = """/* of the numbers of a vector, the largest */
+FN float most16(v16f v) {
+  v8f a = __builtin_elementwise_max(v.lo, v.hi); v4f b = __builtin_elementwise_max(a.lo, a.hi);
+  float c = b.x > b.y ? b.x : b.y, d = b.z > b.w ? b.z : b.w;
+  return c > d ? c : d;
+}
+/* the sums of 16 vectors, part[j] of those numbered j, j + 4, j + 8, j + 12: first each to four numbers, side by side */
+FN v16f sums4(const v16f* t) {
+  v16f a = __builtin_shufflevector(t[0], t[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) + \
+__builtin_shufflevector(t[0], t[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  v16f b = __builtin_shufflevector(t[2], t[3], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) + \
+__builtin_shufflevector(t[2], t[3], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) + \
+__builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+FN v16f pairs16(v16f a, v16f b) {
+  return __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) + \
+__builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+FN v16f sums16(const v16f* part) {
+  v16f a = pairs16(part[0], part[1]), b = pairs16(part[2], part[3]);
+  return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) + \
+__builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+"""
+
 DECODE_KEYS = 16  # positions of the cache, of one page, that a thread reads at a time
 
 def attention_takes(row:RowFormat) -> bool:
@@ -486,7 +489,7 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tens
     for (int h = first; h < last; h++) for (int i = 0; i < {L}; i++) context[h * {L} + i] /= total[h];
   }}"""
   outs, ins = {"context": empty(q_latent, S, H, L)}, {"q_latent": q_latent, "q": query, "cache": cache, "start": start, "tables": tables}
-  return launch(f"mla_attention_{H}_{L}_{dim - L}{f'_{S}' if S > 1 else ''}", outs, ins, "", body, S * H, cache.nbytes())[0]
+  return launch(f"mla_attention_{H}_{L}_{dim - L}{f'_{S}' if S > 1 else ''}", outs, ins, ACROSS, body, S * H, cache.nbytes())[0]
 
 # ---- feed-forward of a token ----
 
