@@ -151,6 +151,20 @@ def test_attention_of_many(pos: int, tokens: int, kept):
 @pytest.mark.parametrize("pos", [0, 3, 15, 16, 40, 63, 64, 130])
 def test_attention(pos: int, kept): check_attention("cpu_decode", decoding(pos, tables=SCATTERED), kept, 0.1, 1e-8)
 
+@pytest.mark.parametrize("kept", [dtypes.half, dtypes.float])
+@pytest.mark.parametrize("pos", [0, 3, 40, 130])
+def test_attention_of_scores_far_below_zero(pos: int, kept):
+  """Keys that are not there, up to 16 of a page, score nothing: their zeros would be the largest"""
+  H, L, R = 5, 64, 16
+  q, rows = np.full((1, H, L + R), -1, np.float32), tensor(1 + 0.1 * normal(384, L + R)).cast(kept).contiguous().realize()
+  got = cpu.mla_attention_decode(tensor(q[..., :L]), tensor(q.reshape(1, -1)), rows, tensor(np.int32([pos])), tensor(SCATTERED), 2.0)
+  at = np.arange(pos + 1)
+  keys = rows.numpy()[SCATTERED[0, at // 64] * 64 + at % 64].astype(np.float64)
+  scores = np.einsum("hi,pi->hp", q[0].astype(np.float64), keys) * 2
+  assert scores.max() < -100
+  weights = np.exp(scores - scores.max(1, keepdims=True))
+  same(got, (weights / weights.sum(1, keepdims=True) @ keys[:, :L])[None], 1e-8)
+
 # ---- a token of each of several sequences ----
 
 FEW = pytest.mark.parametrize("tokens", [2, 3, 5, 8, 12, 13, 33])

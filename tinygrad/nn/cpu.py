@@ -476,7 +476,7 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tens
         v16f score = lane < some ? sums16(part) : -1e30f;
         float old = top[h], now = most16(score);
         now = old > now ? old : now;
-        float shrink = exp1(old - now); v16f weight = lane < some ? exp16(score - now) : 0;
+        float shrink = exp1(old - now); v16f weight = exp16(score - now); /* 1e-38 of a key that is not there, which is zeros */
         top[h] = now; total[h] = total[h] * shrink + sum16(weight);
         ALL for (int p = 0; p < {DECODE_KEYS}; p++) w[p] = weight[p];
         ROLLED for (int i = 0; i < {L}; i += 16) {{
