@@ -292,12 +292,12 @@ def cases(model: Transformer, s: Sequences) -> list[Case]:
   out.append(Case("latent_attention", "", attention))
   out.append(Case("attention_output", "", lambda n: (step(n), context(n), a.attn_v_b, a.attn_output, x(n))))
   for ffn in (block.ffn for block in model.blk):
-    if isinstance(ffn, MLP): out.append(Case("feed_forward", "", lambda n, ffn=ffn: (step(n), x(n), ffn.ffn_norm, ffn.weights)))
+    if isinstance(ffn, MLP): out.append(Case("feed_forward", "", lambda n, ffn=ffn: (step(n), x(n), ffn.ffn_norm, ffn.weights, x(n))))
     else:
       experts = FeedForward(ffn.ffn_gate_exps, ffn.ffn_up_exps, ffn.ffn_down_exps)
       for what, shared in (("beside a shared expert", ffn.shared and ffn.shared.weights), ("without one", None)):
         of_block = ffn.ffn_norm, ffn.ffn_gate_inp, ffn.routing, experts, shared
-        out.append(Case("mixture", what, lambda n, of_block=of_block: (step(n), x(n), *of_block)))
+        out.append(Case("mixture", what, lambda n, of_block=of_block: (step(n), x(n), *of_block, x(n))))
   return out
 
 def planned(step: Step, k_b: Any, cache: Tensor) -> Step:

@@ -89,7 +89,8 @@ def gated(router: bool, kind: T) -> Callable:
     return step_of(tokens), floats(tokens, 256), norm(256), load(kind, 37, 256), load(kind, 37, 256), load(T.F32, 9, 256) if router else None
   return of
 def dense(tokens: int) -> tuple:
-  return step_of(tokens), floats(tokens, 64), norm(64), moe.FeedForward(load(T.Q4_0, 96, 64), load(T.Q4_0, 96, 64), load(T.Q5_1, 64, 96))
+  weights = moe.FeedForward(load(T.Q4_0, 96, 64), load(T.Q4_0, 96, 64), load(T.Q5_1, 64, 96))
+  return step_of(tokens), floats(tokens, 64), norm(64), weights, floats(64, tokens).reshape(tokens, 64)   # a residual that is not x
 def routing(gating: int) -> Routing: return Routing(3, gating, gating != 1, 1.8, tensor(0.1 * normal(7)) if gating == 2 else None)
 def chosen(gating: int, kind: T, rows: int, wide: int = 256) -> Callable:
   def of(tokens: int) -> tuple:
@@ -113,7 +114,8 @@ def mixed(shared: bool, kind: T = T.Q4_0, grouped: bool = False) -> Callable:
   def of(tokens: int) -> tuple:
     one = moe.FeedForward(load(kind, 64, 96), load(kind, 64, 96), load(T.Q8_0, 96, 64)) if shared else None
     many = moe.FeedForward(experts(T.Q4_0, E, 64, 96), experts(T.Q4_0, E, 64, 96), experts(T.Q5_1, E, 96, 64))
-    return step_of(tokens), floats(tokens, 96), norm(96), load(T.F32, E, 96), in_groups(3, E) if grouped else routing(2), many, one
+    residual, how = floats(96, tokens).reshape(tokens, 96), in_groups(3, E) if grouped else routing(2)
+    return step_of(tokens), floats(tokens, 96), norm(96), load(T.F32, E, 96), how, many, one, residual
   return of
 
 def rows_of_embedding(kind: T) -> Callable:

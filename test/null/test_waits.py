@@ -184,7 +184,7 @@ def sources_of_a_few(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[st
     x, _ = norm_linear.norm_linear(step, x, norm, [matrix(128, 128), matrix(32, 128)], Rope(Tensor.empty(64, 32, 2), 128, 64))
     x = norm_linear.attention_output(step, x.reshape(9, 1, 128), matrix(1, 128, 128), matrix(128, 128), x)
     shared, chosen = (moe.FeedForward(of(32, 128), of(32, 128), of(128, 32)) for of in (matrix, experts))
-    moe.mixture(step, x, norm, matrix(4, 128), Routing(2, Gating.SIGMOID, True, 1.8), chosen, shared).realize()
+    moe.mixture(step, x, norm, matrix(4, 128), Routing(2, Gating.SIGMOID, True, 1.8), chosen, shared, x).realize()
     programs = [call.src[0] for call in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   return {p.arg.name: (names[p.arg.name], next(u.arg for u in p.src if u.op is Ops.SOURCE)) for p in programs if p.arg.name in names}
 

@@ -204,7 +204,7 @@ class MLP:
   def weights(self) -> FeedForward: return FeedForward(self.ffn_gate, self.ffn_up, self.ffn_down)
   def __call__(self, step:Step, x:Tensor, residual:Tensor|None=None) -> Tensor:
     """(T, D) -> residual, x by default, + feed-forward of x's norm"""
-    return feed_forward(step, x, self.ffn_norm, self.weights, residual)
+    return feed_forward(step, x, self.ffn_norm, self.weights, x if residual is None else residual)
 
 class MoE:
   def __init__(self, norm:RMSNorm, router:QuantizedLinear, routing:Routing, gate:QuantizedExpertWeights, up:QuantizedExpertWeights,
@@ -217,7 +217,7 @@ class MoE:
     """(T, D) -> residual, x by default, + the chosen experts' and the shared expert's feed-forward of x's norm"""
     experts = FeedForward(self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps)
     shared = None if self.shared is None else self.shared.weights
-    return mixture(step, x, self.ffn_norm, self.ffn_gate_inp, self.routing, experts, shared, residual)
+    return mixture(step, x, self.ffn_norm, self.ffn_gate_inp, self.routing, experts, shared, x if residual is None else residual)
 
 class Block:
   def __init__(self, attn:Attention, ffn:MLP|MoE): self.attn, self.ffn = attn, ffn

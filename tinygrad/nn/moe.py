@@ -45,9 +45,6 @@ class FeedForward(NamedTuple):
 Shared = tuple[Tensor, Weight]   # the shared expert's hidden numbers, float32 (T, G), and its down, (D, G)
 
 def present(*weights:Weight|None) -> list[Weight]: return [weight for weight in weights if weight is not None]
-def added(x:Tensor, residual:Tensor|None) -> Tensor:
-  """What a feed-forward is added to"""
-  return x if residual is None else residual
 
 # ---- gate and up ----
 
@@ -107,24 +104,24 @@ def gate_up_launch(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
 # ---- a dense feed-forward ----
 
 @primitive(outputs=lambda step, x, norm, weights, residual: empty(x, *x.shape), composite=True)
-def feed_forward(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:Tensor|None=None) -> Tensor:
-  """residual + down·(silu(gate·n) · (up·n)) with n = RMSNorm(x). x, residual: float32 (T, D); residual is x by default -> float32 (T, D)"""
+def feed_forward(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:Tensor) -> Tensor:
+  """residual + down·(silu(gate·n) · (up·n)) with n = RMSNorm(x). x, residual: float32 (T, D) -> float32 (T, D)"""
   hidden, = gate_up(step, x, norm, weights.gate, weights.up)
-  return norm_linear(step, hidden, None, [weights.down], residual=added(x, residual))[0]
+  return norm_linear(step, hidden, None, [weights.down], residual=residual)[0]
 
 @feed_forward.form("prefill", takes=lambda step, x, norm, weights, residual: prefill_target(step, weights.gate, *weights.gate.shape))
-def feed_forward_prefill(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:Tensor|None) -> Tensor:
+def feed_forward_prefill(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:Tensor) -> Tensor:
   target = target_of(weights.gate.device)
   assert target is not None
   hidden = gate_up_prefill(target, rms_norm_half(target, x, norm)[0], weights[:2])
-  return matmul(target, hidden, weights.down, added(x, residual))
+  return matmul(target, hidden, weights.down, residual)
 
 @feed_forward.form("few", takes=lambda step, x, norm, weights, residual: few_target(step, weights.gate, *weights.gate.shape))
-def feed_forward_few(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:Tensor|None) -> Tensor:
+def feed_forward_few(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:Tensor) -> Tensor:
   target = target_of(weights.gate.device)
   assert target is not None
   hidden, _ = few_tokens.few_gate_up(target, few_tokens.columns(target, x, norm)[0], weights.gate, weights.up)
-  return few_tokens.few_matmul(target, hidden, [weights.down], added(x, residual))[0]
+  return few_tokens.few_matmul(target, hidden, [weights.down], residual)[0]
 
 # ---- the chosen experts ----
 
@@ -290,14 +287,14 @@ def expert_down_launch(hidden:Tensor|Codes, down:Weight, count:int, choosing:dic
 # ---- a mixture of experts ----
 
 @primitive(outputs=lambda step, x, norm, router, routing, experts, shared, residual: empty(x, *x.shape), composite=True)
-def mixture(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None=None,
-            residual:Tensor|None=None) -> Tensor:
-  """residual + the chosen experts' feed-forward of RMSNorm(x), weighted, + the shared expert's. x, residual: float32 (T, D); residual is x by
-  default; router: (E, D) -> float32 (T, D)"""
+def mixture(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None,
+            residual:Tensor) -> Tensor:
+  """residual + the chosen experts' feed-forward of RMSNorm(x), weighted, + the shared expert's. x, residual: float32 (T, D); router: (E, D)
+  -> float32 (T, D)"""
   if shared is None: logits, = norm_linear(step, x, norm, [router])
   else: beside, logits = gate_up(step, x, norm, shared.gate, shared.up, router)
   hidden, sel = expert_gate_up(step, x, norm, experts.gate, experts.up, logits, routing)
-  return expert_down(step, hidden, experts.down, sel, added(x, residual), None if shared is None else (beside, shared.down))
+  return expert_down(step, hidden, experts.down, sel, residual, None if shared is None else (beside, shared.down))
 
 def mixture_stores_codes(step:Step, x:Tensor, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None) -> bool:
   """Whether a decode step's hidden numbers can be int8 between the launches"""
@@ -311,7 +308,7 @@ def mixture_stores_codes(step:Step, x:Tensor, router:Weight, routing:Routing, ex
 @mixture.form("decode", takes=lambda step, x, norm, router, routing, experts, shared, residual:
               mixture_stores_codes(step, x, router, routing, experts, shared))
 def mixture_decode(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None,
-                   residual:Tensor|None) -> Tensor:
+                   residual:Tensor) -> Tensor:
   """The plain form's launches, with hidden numbers as int8"""
   T, F, E, K, beside, target = x.shape[0], experts.down.shape[2], router.shape[0], routing.count, None, target_of(router.device)
   assert target is not None
@@ -324,7 +321,7 @@ def mixture_decode(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routin
   def early(buffers:dict[str, UOp], token:UOp) -> TopKInKernel:
     return TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token, early=True)
   choosing = {"logits": logits, **optional(bias=routing.bias)} if chooses else {"sel": sel[0]}
-  return expert_down_launch(Codes(words, scales), experts.down, K, choosing, added(x, residual), beside, early if chooses else None)
+  return expert_down_launch(Codes(words, scales), experts.down, K, choosing, residual, beside, early if chooses else None)
 
 def repeated_instructions(target:Target, routing:Routing, gate:Weight) -> int:
   """What the blocks of expert_gate_up_launch spend on one token's choice and vector, each for itself"""
@@ -333,7 +330,7 @@ def repeated_instructions(target:Target, routing:Routing, gate:Weight) -> int:
   return blocks * (routing.comparisons(E) * COMPARING + D // 4 * STAGING) // target.lanes
 
 def pairs_target(step:Step, x:Tensor, _:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None,
-                 residual:Tensor|None) -> Target|None:
+                 residual:Tensor) -> Target|None:
   """The target, with tensor cores, that takes so few tokens a pair of token and expert at a time. One token where many blocks would choose of many
   experts, or make a long vector's int8."""
   if step.tokens > PAIRS_TOKENS or shared is None or not all(weight.integer for weight in (*experts, *shared)): return None
@@ -346,7 +343,7 @@ def pairs_target(step:Step, x:Tensor, _:Norm, router:Weight, routing:Routing, ex
 
 @mixture.form("pairs", takes=pairs_target)
 def mixture_pairs(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None,
-                  residual:Tensor|None) -> Tensor:
+                  residual:Tensor) -> Tensor:
   """The launches of the decode form, but that the first hands RMSNorm(x) on as int8, and the choice is a launch: tokens come in turns, and blocks
   that neither stage nor choose are short"""
   T, target = x.shape[0], target_of(router.device)
@@ -358,12 +355,12 @@ def mixture_pairs(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing
   hidden = chosen_gate_up(Rounded(*made[2:]), experts.gate, experts.up, sel, weights, trigger_last=chooses)
   def early(buffers:dict[str, UOp], token:UOp) -> MadeChoice: return MadeChoice(E, buffers["sel"], K, token)
   beside = Codes(*made[:2]), shared.down
-  return expert_down_launch(hidden, experts.down, K, {"sel": sel}, added(x, residual), beside, early if chooses else None)
+  return expert_down_launch(hidden, experts.down, K, {"sel": sel}, residual, beside, early if chooses else None)
 
 @mixture.form("prefill", takes=lambda step, x, norm, router, routing, experts, shared, residual:
               prefill_target(step, router, x.shape[1], experts.down.shape[2], *(weights.down.shape[1] for weights in (shared,) if weights)))
 def mixture_prefill(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None,
-                    residual:Tensor|None) -> Tensor:
+                    residual:Tensor) -> Tensor:
   """By tensor cores; the router's logits as good as float32"""
   target = target_of(router.device)
   assert target is not None
@@ -372,14 +369,13 @@ def mixture_prefill(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routi
   order = sort_by_expert(target, sel, router.shape[0])
   hidden = expert_gate_up_prefill(target, normed, experts[:2], order, scale)
   each = grouped_matmul(target, hidden, experts.down, order, routing.count)
-  total = added(x, residual)
-  if shared is not None: total = matmul(target, gate_up_prefill(target, normed, shared[:2]), shared.down, total)
+  total = residual if shared is None else matmul(target, gate_up_prefill(target, normed, shared[:2]), shared.down, residual)
   return (total + each.sum(1)).contiguous()
 
 @mixture.form("few", takes=lambda step, x, norm, router, routing, experts, shared, residual:
               few_target(step, router, x.shape[1], experts.down.shape[2], *(weights.down.shape[1] for weights in (shared,) if weights)))
 def mixture_few(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None,
-                residual:Tensor|None) -> Tensor:
+                residual:Tensor) -> Tensor:
   """By tensor cores; the router's logits, beside the shared expert's gate and up, as good as float32"""
   target = target_of(router.device)
   assert target is not None
@@ -392,4 +388,4 @@ def mixture_few(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, 
   groups = group_choices(target, sel, router.shape[0])
   hidden = few_tokens.few_expert_gate_up(target, normed, experts[:2], groups, scale)
   each = few_tokens.few_expert_down(target, hidden, experts.down, groups, routing.count, beside)
-  return few_tokens.few_sum(target, added(x, residual), each, routing.count)
+  return few_tokens.few_sum(target, residual, each, routing.count)
