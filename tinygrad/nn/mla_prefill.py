@@ -52,6 +52,8 @@ def mla_prefill(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, step:Ste
 
 def prefill_launch(name:str, shape:PrefillLaunch, q_latent:Tensor, q:Tensor, cache:Tensor, step:Step,
                    body:Callable[[dict[str, UOp]], list[UOp]]) -> Tensor:
+  """What all kernels of a prompt's attention have alike: name, the kernel's, to which its shape is added; body: a block's stores, given its buffers;
+  the rest, and what is returned, as mla_prefill's"""
   outs = {"context": empty(cache, shape.tokens, shape.heads, shape.latent, dtype=dtypes.half)}
   ins = {"q_latent": q_latent, "q": q, "cache": cache, "start": step.start, "tables": step.tables}
   return launch(f"{name}_{shape.tokens}_{shape.heads}_{shape.latent}_{shape.dim - shape.latent}", outs, ins, body, cache.nbytes())[0]

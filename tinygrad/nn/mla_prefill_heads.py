@@ -31,6 +31,7 @@ assert KEY_TILES == 1 and STEP_POSITIONS == LANE_POSITIONS * ROW_LANES
 
 @dataclass(frozen=True)
 class HeadsLaunch(PrefillLaunch):
+  """… and that of mla_prefill_heads besides"""
   own_heads: int  # of a block
 
 def heads_of_block(target:Target, dim:int, tokens:int, heads:int) -> int|None:
