@@ -44,12 +44,14 @@ class Config:
     self.family = FAMILIES[kind]
     self.rope = {"rope_theta": d.get("rope_theta"), **(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}
     self.rope_type = self.rope.get("rope_type", self.rope.get("type", "default"))
-    self.blocks, self.experts = self["num_hidden_layers"], d.get("n_routed_experts") or 0
+    self.blocks, self.experts, self.groups = self["num_hidden_layers"], d.get("n_routed_experts") or 0, d.get("n_group") or 1
     dense = d.get("first_k_dense_replace", (d.get("mlp_layer_types") or []).count("dense") or self.family.first_dense)
     self.dense = dense if self.experts else self.blocks
     y = self.rope if self.rope_type == "yarn" else {}
+    # the GGUF's keys mean groups that are as good as their two best experts; by softmax (DeepSeek-V2) they are as good as their best
+    groups = (self.groups if self.family.gating is gguf.ExpertGatingFuncType.SIGMOID else 1,)
     for what, found, good in (("rope_interleave", d.get("rope_interleave", True), (True,)), ("rope_type", self.rope_type, ("default", "yarn")),
-                              ("n_group", d.get("n_group") or 1, (1,)), ("attention_bias", d.get("attention_bias", False), (False,)),
+                              ("n_group", self.groups, groups), ("attention_bias", d.get("attention_bias", False), (False,)),
                               ("hidden_act", d.get("hidden_act", "silu"), ("silu",)),
                               ("mlp_layer_types", (d.get("mlp_layer_types") or ["dense"] * dense)[:dense], (["dense"] * dense,)),
                               ("rope_scaling.mscale", y.get("mscale"), (y.get("mscale_all_dim"),)),
@@ -105,6 +107,9 @@ def add_keys(w: gguf.GGUFWriter, c: Config, mtp: bool) -> None:
   if c.experts:
     w.add_expert_count(c.experts)
     w.add_expert_used_count(c["num_experts_per_tok"])
+    if c.groups > 1:
+      w.add_expert_group_count(c.groups)
+      w.add_expert_group_used_count(c["topk_group"])
     w.add_expert_weights_scale(c["routed_scaling_factor"])
     w.add_expert_weights_norm(c["norm_topk_prob"])
     w.add_expert_gating_func(c.family.gating)

@@ -7,6 +7,8 @@ from gguf import GGMLQuantizationType as T
 from extra.hf_to_gguf import FAMILIES, main
 from extra.mkgguf import write_model
 from oracle import forward_mtp, logits, nmse
+from tinygrad.apps.gguf import read_gguf
+from tinygrad.apps.mla import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDENS, TINY = ROOT / "test/goldens", ROOT / "models/tiny-glm-Q4_0.gguf"
@@ -134,6 +136,19 @@ def test_keys(tmp_path: Path):
   assert of("small-ds2", *yarn) == ["yarn", 40, 4096, pytest.approx(.0707)] and of("small-glm", *yarn) == [None] * 4
   assert of("small-glm", "rope.freq_base", "expert_weights_scale") == [1e6, pytest.approx(1.8)]
 
+def test_experts_in_groups(tmp_path: Path):
+  """The keys by which a reader's choice is another; none where all experts are one group"""
+  hf = checkpoint(arrays(GOLDENS / "small-glm-F16.gguf"))
+  plain, grouped = (convert(write_folder(tmp_path / name, CONFIGS["small-glm"] | more, hf), "F16")
+                    for name, more in (("plain", {"topk_group": 1}), ("grouped", {"n_group": 4, "topk_group": 2})))
+  of_groups = {"deepseek2.expert_group_count": 4, "deepseek2.expert_group_used_count": 2}
+  own, others = ({k: v for k, v in keys(f).items() if not k.startswith("general.")} for f in (grouped, plain))
+  assert own == others | of_groups and not set(of_groups) & set(others)
+  c = Config.from_gguf(read_gguf(grouped))
+  assert (c.n_groups, c.n_used_groups) == (4, 2) and Config.from_gguf(read_gguf(plain)).n_groups == 1
+  ids = np.random.default_rng(0).integers(0, 256, 16)
+  assert nmse(logits(grouped, ids), logits(plain, ids)) > 1e-6
+
 def test_vocabulary(tmp_path: Path):
   k = keys(convert(write_folder(tmp_path / "m", CONFIGS["small-glm"], checkpoint(arrays(GOLDENS / "small-glm-F16.gguf"))), "F32"))
   words, kinds = k["tokenizer.ggml.tokens"], k["tokenizer.ggml.token_type"]
@@ -186,7 +201,8 @@ def test_rows_that_no_block_divides(tmp_path: Path):
   folder = write_folder(tmp_path / "m", CONFIGS["small-youtu"] | dict(intermediate_size=150), hf)
   assert types(convert(folder, "Q4_0"))["blk.1.ffn_down.weight"] == T.F16
 
-BAD = {"model_type": dict(model_type="llama"), "n_group": dict(n_group=8), "rope_interleave": dict(rope_interleave=False),
+BAD = {"model_type": dict(model_type="llama"), "topk_group": dict(n_group=4),
+       "n_group": dict(model_type="deepseek_v2", n_group=4, topk_group=2), "rope_interleave": dict(rope_interleave=False),
        "kv_lora_rank": dict(kv_lora_rank=None), "vocab_size": dict(vocab_size=200), "experts.8.": dict(n_routed_experts=9),
        "rope_type": dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e6}), "kv_b_proj": dict(num_attention_heads=8)}
 FILES = {"config.json": "{", "README.md": "---\na: [\n---\n", "generation_config.json": "[]",
