@@ -1,7 +1,7 @@
 """A model on several devices says what it says on one, byte for byte, and each of its tensors lies where it is to lie."""
 from __future__ import annotations
 import functools, itertools, random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Iterator
 import numpy as np, pytest
@@ -11,13 +11,14 @@ from oracle import Judge
 from extra.mkgguf import write_model
 from helpers import SMALL
 from tinygrad import Device, Tensor
-from tinygrad.apps import mla
+from tinygrad.apps import mla, models
 from tinygrad.apps.capture import Replay, batches, in_graphs, to_device, write
 from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sequence import Request
 from tinygrad.apps.gguf import GGUFFile, read_gguf
 from tinygrad.apps.mla import MLP, Attention, Block, Config, MoE, RMSNorm, Transformer, sizes_of
+from tinygrad.apps.models import UserError, load
 from tinygrad.apps.mtp import MTP, load_block
 from tinygrad.apps.quantized import QuantizedWeight
 from tinygrad.apps.shard import PlacementError, Sizes, by_layers, check_room, device_names, room, runs
@@ -77,6 +78,14 @@ def test_room():
   assert complaint(10, 450).endswith(": --devices 2 would fit") and complaint(10, 350).endswith(": --cpu_experts 4 would fit")
   assert complaint(10, 350, 300).endswith(": no way to place it here fits")
 
+def test_a_block_that_drafts():
+  """Its rows lie at home, which has fewer of the others' for it"""
+  sizes = replace(SIX, drafting=1)
+  alone, both = (by_layers(sizes, device_names("CUDA", n), 10) for n in (1, 2))
+  assert sizes.cached(alone) == {"CUDA": 7} and sizes.cached(both) == {"CUDA": 4, "CUDA:1": 3}
+  assert room(sizes, alone, lambda _: 530 + 90 + 70) == 10 and room(sizes, alone, lambda _: 530 + 90 + 69) == 9
+  assert [by_layers(s, device_names("CUDA", 5), 1000).attention.count("CUDA") for s in (SIX, sizes)] == [2, 1]
+
 # ---- models ----
 
 # each small as others' files are, whose kernels are compiled already: three blocks are as two
@@ -123,6 +132,17 @@ def whole_copies(monkeypatch: pytest.MonkeyPatch):
     assert len(dest) == source.size
     copyout(self, dest, source)
   monkeypatch.setattr(kind, "_copyout", checked)
+
+def test_load_asks_for_room_for_a_block_that_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+  path, = write_model(tmp_path / "m.gguf", "small-glm", "F32", seed=3, **SMALL | dict(q_lora=64, mtp=True))
+  f = read_gguf(path)
+  sizes = sizes_of(f, 16)
+  blocks = len(sizes.attention) + 1
+  whole = sum(t.data.nbytes for t in f.tensors.values()) + blocks * (64 + sizes.spare) * sizes.row
+  monkeypatch.setattr(models, "room_for_weights", lambda device: whole - 1)
+  with pytest.raises(UserError, match="and is to hold"): load(path, 64, mtp=path)
+  monkeypatch.setattr(models, "room_for_weights", lambda device: whole)
+  assert load(path, 64, mtp=path).engine.runner.mtp is not None
 
 def test_the_same_bytes(case: Case):
   for devices in (2, 3):

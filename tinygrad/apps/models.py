@@ -376,8 +376,8 @@ def load(path:str|Path, max_context:int|None=None, progress:bool=False, cache_to
   sizes = sizes_of(f, cache_bits)
   if mtp is not None:
     drafting = f if str(mtp) == str(path) else read_gguf(find_model(str(mtp)))
-    own = sum(held_bytes(t.type, t.shape) for name, t in drafting.tensors.items() if name.startswith(f"blk.{config.n_blocks}."))
-    sizes = replace(sizes, home=sizes.home + own)
+    own = [held_bytes(t.type, t.shape) for name, t in drafting.tensors.items() if name.startswith(f"blk.{config.n_blocks}.")]
+    sizes = replace(sizes, home=sizes.home + sum(own), largest=max([sizes.largest, *own]), drafting=1)
   place = place_model(f, sizes, names, cpu_experts, tokens, fewer)
   block = None if mtp is None else load_block(drafting, config, *shown)
   transformer = Transformer.from_gguf(f, context, *shown, device=place, cache_bits=cache_bits,

@@ -48,7 +48,7 @@ def device_names(first:str, count:int) -> tuple[str, ...]:
 class Sizes:
   """Bytes of a model's parts. attention, feed_forward: weights of each block; home: those of none; row: of the cache, a token's in one block;
   largest: the largest tensor, which lies on a card twice while it is loaded; experts: the blocks that have some; spare: rows that a cache has beside
-  those that are asked for"""
+  those that are asked for; drafting: how many blocks that draft have rows, at home"""
   attention: tuple[int, ...]
   feed_forward: tuple[int, ...]
   home: int
@@ -56,6 +56,7 @@ class Sizes:
   largest: int
   experts: tuple[int, ...]
   spare: int = 0
+  drafting: int = 0
 
   @staticmethod
   def of(blocks:int, row:int, tensors:Mapping[str, int], spare:int=0) -> Sizes:
@@ -74,7 +75,8 @@ class Sizes:
     return total
   def cached(self, place:Placement) -> Counter[str]:
     """Of each memory, a token's rows"""
-    return Counter({memory: blocks * self.row for memory, blocks in Counter(map(memory_of, place.attention)).items()})
+    blocks = Counter(map(memory_of, [*place.attention, *[place.home] * self.drafting]))
+    return Counter({memory: count * self.row for memory, count in blocks.items()})
   def twice(self, memory:str) -> int:
     """What loading takes beside the weights; the CPU's are made from the file as it lies"""
     return 0 if memory == "CPU" else self.largest
@@ -105,7 +107,7 @@ def by_layers(sizes:Sizes, devices:tuple[str, ...], tokens:int, cpu_experts:int=
     raise PlacementError(f"expected at most {len(sizes.experts)} blocks of experts on the CPU, as many as the model has, found {cpu_experts}")
   away = set(sizes.experts[:cpu_experts])
   own = [sizes.attention[i] + tokens * sizes.row + (0 if i in away else sizes.feed_forward[i]) for i in range(blocks)]
-  counts = runs(own, sizes.home, len(devices))
+  counts = runs(own, sizes.home + tokens * sizes.row * sizes.drafting, len(devices))
   attention = tuple(device for device, count in zip(devices, counts) for _ in range(count))
   # a CPU's own experts lie on another device of it: for tests
   cpu = next(name for name in device_names("CPU", len(devices) + 1) if name not in devices)
