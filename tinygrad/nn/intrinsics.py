@@ -88,7 +88,7 @@ class Target:
   matrices: str|None = None    # statements: {0} … {3} point to the lane's words of four (8, 8) matrices of halves, {4} to a row that the lane names
   transposed: str|None = None  # the same, of the transposed matrices
   # of several devices that reach each other's memory, in lines of 32 bytes: four floats, a word that all of them have behind each
-  peer_send: str|None = None      # statements: the floats {2} … {5} with the word {6} are number {1} of the lines at the address {0}, on another device
+  peer_send: str|None = None      # statements: the floats {2} … {5} with the word {6} are line {1} of those at the address {0}, on another device
   peer_receive: str|None = None   # statements: go on when the line at {4} has the word {5}; {0} … {3} point to where its floats are then
   lanes: int = 32              # of a warp
   shared_bytes: int = 32768    # of a block
@@ -126,7 +126,8 @@ def _peer_send() -> str:
 def _peer_receive() -> str:
   def pair(i:int) -> str: return (f'asm volatile("ld.relaxed.sys.global.v2.b64 {{{{%0, %1}}}}, [%2];" : "=l"(line[{i}]), "=l"(line[{i + 1}]) : '
                                   f'"l"((const unsigned long long*)({{4}}) + {i}) : "memory");')
-  there, floats = " && ".join(f"line[{i}] >> 32 == {{5}}" for i in range(4)), " ".join(f"*{{{i}}} = tg_bitcast<float>((uint)line[{i}]);" for i in range(4))
+  there = " && ".join(f"line[{i}] >> 32 == {{5}}" for i in range(4))
+  floats = " ".join(f"*{{{i}}} = tg_bitcast<float>((uint)line[{i}]);" for i in range(4))
   return (f"unsigned long long line[4]; for (uint turn = 0; ; turn++) {{{{ {pair(0)} {pair(2)} if ({there}) break; "
           f"if (turn == {PATIENCE}u) __trap(); }}}} {floats}")
 
