@@ -6,6 +6,7 @@ if __name__ == "__main__": sys.path[0] = str(Path(__file__).parents[1])
 from types import SimpleNamespace
 from typing import Iterator
 from gguf import TokenType
+from tinygrad.apps.engine.engine import DeviceFailed
 from tinygrad.apps.models import Model
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.engine.sequence import Request, Sequence
@@ -37,6 +38,9 @@ class Talker(Model):
       yield from itertools.repeat("on and on ", 1 if word != "ponder" else 10**9)
       yield "</think>"
     if word == "forever": yield from itertools.repeat("ever ", 10**9)
+    elif word in ("full", "broken"):
+      yield "half an "
+      raise MemoryError("no room") if word == "full" else DeviceFailed("the device failed: CUDA:1: gone")
     elif word == "escape": yield "a\x1b[31mred\x07\x9b2J\u202eb\tc"
     else: yield f"heard {len(said)} characters, {said.count(chr(10)) + 1} lines, {prompt.count('<|user|>')} turns, seed {sampling.seed}"
 

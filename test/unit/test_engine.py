@@ -1,15 +1,15 @@
 """The engine on a toy model whose next token tells of every row that it read: what a sequence says is what it says alone, whoever else is there."""
 from __future__ import annotations
-import itertools, random, sys, threading
+import itertools, random, sys, threading, weakref
 from collections import deque
 from dataclasses import replace
 from typing import Any, Callable
 import numpy as np, pytest
 from helpers import in_child
 from tinygrad.apps.engine import cache, constraint, engine, scheduler, sequence
-from tinygrad.apps.engine.engine import ContextFull, Engine
+from tinygrad.apps.engine.engine import ContextFull, DeviceFailed, Engine
 from tinygrad.apps.engine.sampling import Features, Sampling
-from tinygrad.apps.engine.sequence import Logprob, Request, Sequence, State
+from tinygrad.apps.engine.sequence import BatchRow, Logprob, Request, Sequence, State
 from toy_runner import VOCAB, Rule, ToyRunner, alone, bits_of
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB, 400).tolist()
@@ -625,6 +625,51 @@ def test_a_device_that_fails(name: str, after: bool, monkeypatch):
         with pytest.raises(RuntimeError, match="planted"): list(e.stream(s))
     for n in (30, 45): assert list(e.generate(PROMPT[:n], 20)) == alone(PROMPT[:n], 20)
     finish(e)
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_device_that_stays_failed(name: str, monkeypatch):
+  """All end with the line that names it, and nothing is taken any more"""
+  monkeypatch.setattr(cache, "PAGE", 8)
+  count = itertools.count(1)
+  class Broken(Failing):
+    error = staticmethod(lambda: RuntimeError("CUDA:1:\nplanted"))
+    fails = staticmethod(lambda called: (called == name and next(count) >= 3) or (called == "wait" and next(count) > 3))
+  e = toy(100, runner=Broken, sizes=(4, 8), max_rows=4)
+  each = [e.add(r) for r in of_all_kinds()]
+  while e.step(): check(e)
+  broken = [s for s in each if s.reason == "error"]
+  assert broken and each[-1] in broken and e.failed == "the device failed: CUDA:1: planted" and not e.scheduler.live
+  for s in broken:
+    with pytest.raises(DeviceFailed, match="^the device failed: CUDA:1: planted$"): list(e.stream(s))
+  with pytest.raises(DeviceFailed): e.add(Request([1]))
+  e.abort(each[0])
+  assert not e.step()
+
+def test_no_room_for_many(monkeypatch, capsys):
+  """As many run at once as there is room for, the others wait; who is the one too many of as many as ran before, ends. What was made goes."""
+  monkeypatch.setattr(cache, "PAGE", 8)
+  room, held = 3, list[Any]()
+  class Full(ToyRunner):
+    def set_batch(self, rows: list[BatchRow]) -> None:
+      made = Made()
+      held.append(weakref.ref(made))
+      if len(rows) > room: raise MemoryError("no\nroom")
+      super().set_batch(rows)
+  class Made: pass
+  e, requests = toy(100, runner=Full, sizes=(4, 8)), of_all_kinds()
+  each = [e.add(r) for r in requests]
+  while e.step(): check(e)
+  for r, s in zip(requests, each): assert (s.produced, s.logprobs) == said(r, r.limit) and s.error is None
+  assert e.scheduler.max_rows == 3 and e.most == 3
+  err = capsys.readouterr().err.splitlines()
+  assert err[-1] == "steps of 4 answers find no memory (no room): at most 3 run at once from here on" or err[-1].startswith("steps of 6")
+  room = 1
+  each = [e.add(r) for r in requests[:3]]
+  while e.step(): check(e)
+  assert [s.reason for s in each] == ["length", "error", "error"] and each[0].produced == said(requests[0], requests[0].limit)[0]
+  with pytest.raises(MemoryError, match="no\nroom"): list(e.stream(each[1]))
+  assert not any(made() for made in held)
+  finish(e)
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("name", CALLS)

@@ -316,14 +316,16 @@ def test_a_step_that_fails():
   toy.leave()
 
 def test_a_device_that_fails():
-  """Once it does nothing any more, the worker says so, after the news"""
+  """Once it does nothing any more, the worker says so, after the news: of those that waited, too"""
   def fault() -> None: raise RuntimeError("gone")
   toy = Toy(fault)
-  toy.engine.runner.wait = fault  # type: ignore[method-assign]
-  toy.add(1, [1], 50)
-  assert toy.until_ended(1)[1].end == "error"
+  def gone() -> None: raise RuntimeError("CUDA:1: it is\ngone")
+  toy.engine.runner.wait, toy.engine.scheduler.max_rows = gone, 1  # type: ignore[method-assign]
+  toy.say(*(wire.Add(number, [number], {}, [], 50) for number in (1, 2)))
+  why = "the device failed: CUDA:1: it is gone"
+  assert {(news.end, news.why) for news in toy.until_ended(1, 2).values()} == {("error", why)}
   toy.thread.join(SECONDS)
-  assert toy.broken == "the device failed: RuntimeError: gone"
+  assert toy.broken == why
 
 def test_work_that_raises_again_and_again(capfd):
   toy, raised = Toy(), []

@@ -122,6 +122,17 @@ def test_a_full_context_and_no_place_for_a_history(person):
   assert "\x1b[?2004l" in p.terminal.rest() and p.terminal.process.returncode == 143
   assert p.modes() & termios.ECHO and p.modes() & termios.ICANON
 
+def test_a_device_that_fails(person):
+  """In the middle of an answer: one line below it, and the conversation can still be saved"""
+  p = person()
+  p.says("/set think off")
+  assert p.heard("x") == (1, 1, 1)
+  line = r"half an\s+\[%s: the answer is not kept; %s\]\s+>$"
+  assert re.search(line % ("out of memory: no room; a smaller --max_context needs less", "/regen asks again"), p.says("full"))
+  assert re.search(line % ("the device failed: CUDA:1: gone", "/save keeps the conversation"), p.says("broken"))
+  assert "[2 messages in talk.json]" in p.says("/save talk.json")
+  p.leaves()
+
 # ---- pipes ----
 
 def through_pipes(talk:str, *args:str) -> subprocess.CompletedProcess[str]:

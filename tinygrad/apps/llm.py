@@ -28,9 +28,10 @@ if __name__ == "__main__":
 import argparse, dataclasses, json, math, re, time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable
-from tinygrad.apps.engine.engine import MAX_STALL, ContextFull
+from tinygrad.apps.engine.engine import MAX_STALL, ContextFull, DeviceFailed
 from tinygrad.apps.gguf import GGUFError
-from tinygrad.apps.models import ALIASES, BUILT_IN, DEFAULT_CONTEXT, MODELS, SHARDS, Answer, Model, UserError, find_model, load, local_file
+from tinygrad.apps.models import (ALIASES, BUILT_IN, DEFAULT_CONTEXT, MODELS, SHARDS, Answer, Model, UserError, find_model, load, local_file,
+                                  out_of_memory)
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.engine.speculate import MAX_DRAFTS
 from tinygrad.apps.screen import doing, lossy, note, safe_line
@@ -326,7 +327,7 @@ def warm(model:Model, sampling:Sampling) -> None:
 
 def main(argv:list[str]|None=None) -> int|None:
   """Parses the flags, loads the model, and answers, converses or measures. Returns the exit code where it is not 0. Raises UserError, GGUFError,
-  ContextFull, ValueError, MemoryError."""
+  ContextFull, ValueError, MemoryError, DeviceFailed."""
   argv = sys.argv[1:] if argv is None else argv
   args = parser(any(a.split("=")[0] == "--benchmark" for a in argv)).parse_args(argv)
   if args.list_models: return list_models()
@@ -364,7 +365,7 @@ def die(message:str, code:int) -> None:
     sys.exit(code)
 
 def run() -> None:
-  """main as a process: every failure is one line on stderr and an exit code (2 the user's or the file's, 130 Ctrl-C, 1 stdout's)"""
+  """main as a process: every failure is one line on stderr and an exit code (2 the user's or the file's, 130 Ctrl-C, 1 stdout's or a device's)"""
   if signal.getsignal(signal.SIGINT) != signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
   if sys.stderr is None: sys.stderr = open(os.devnull, "w")
   if sys.stdout is None: die("error: stdout is closed: there is nowhere to write an answer", 2)
@@ -375,7 +376,11 @@ def run() -> None:
     sys.stdout.flush()
     sys.exit(code)
   except GGUFError as e: die(f"GGUFError: {e}", 2)
-  except MemoryError as e: die(f"error: out of memory{f': {e}' if str(e) else ''}; a smaller --max_context needs less", 2)
+  except MemoryError as e: die(f"error: {out_of_memory(e)}", 2)
+  except RuntimeError as e:
+    if type(e) not in (RuntimeError, DeviceFailed): raise   # those are what drivers raise
+    sys.unraisablehook = lambda _: None   # what is given back to a device that does nothing any more raises
+    die(f"error: {e}", 1)
   except (UserError, ContextFull, ValueError) as e: die(f"error: {e}", 2)
   except KeyboardInterrupt: die("", 130)
   except OSError as e:

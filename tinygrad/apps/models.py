@@ -222,6 +222,11 @@ def words_of(f:GGUFFile) -> Words:
 
 # ---- from Python ----
 
+def out_of_memory(e:MemoryError) -> str:
+  """As a person reads it: one line"""
+  text = " ".join(str(e).split())
+  return f"out of memory{text and f': {text}'}; a smaller --max_context needs less"
+
 class Until:
   """Text as it comes, up to the first of the `stops` strings; text that may be the beginning of one waits for more. found: whether one has come.
   Raises ValueError for stops that are not texts of one character or more."""

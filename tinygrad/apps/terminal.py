@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 from tinygrad import Device
 from tinygrad.apps.gguf import GGUFError
-from tinygrad.apps.models import Answer, Model, UserError
+from tinygrad.apps.engine.engine import DeviceFailed
+from tinygrad.apps.models import Answer, Model, UserError, out_of_memory
 from tinygrad.apps.reasoning import ANSWER, MARK, OPEN, REASONING
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.screen import dim, doing, note, safe, safe_line
@@ -127,6 +128,9 @@ def print_stream(answer:Answer, options:Options, prompt:str|None=None) -> Printe
           printed.thinking = kind == REASONING or (kind == MARK and text.endswith(OPEN))
           piece = None if asked.is_set() else next(pieces, None)
       except KeyboardInterrupt: asked.set()
+      except (MemoryError, RuntimeError):
+        if answer.tokens: screen.end()   # what is said of it stands on a line of its own
+        raise
       printed.stopped = asked.is_set() and not answer.done
   finally:
     pieces.close()
@@ -307,12 +311,17 @@ class Conversation:
     return messages[start:], ids
 
   def answer(self, messages:list[Message], sampling:Sampling) -> None:
-    """Prints the answer to the messages. Where there is one to keep, they and it become the conversation."""
+    """Prints the answer to the messages. Where there is one to keep, they and it become the conversation. A device's failure is said on a terminal,
+    where the conversation can still be saved. Raises it elsewhere."""
     try:
       messages, ids = self.fitting(messages)
       options = replace(self.options, sampling=sampling)
       printed = print_stream(Answer(self.model, ids, options.count, sampling, options.stops), options)
     except (Refused, GGUFError, ValueError) as e: return note(f"[{safe_line(str(e))}]")
+    except (MemoryError, DeviceFailed) as e:
+      if not self.terminal: raise
+      what, then = (out_of_memory(e), "/regen asks again") if isinstance(e, MemoryError) else (str(e), "/save keeps the conversation")
+      return note(f"[{safe_line(what)}: the answer is not kept; {then}]")
     content, reasoning = printed.answer.strip(), printed.reasoning.strip()
     if not content and (printed.stopped or printed.thinking):
       why = "in mid-thought" if printed.thinking else "before a word"

@@ -1,6 +1,6 @@
 """Tokens in, tokens out. Knows no text, no block format and no target."""
 from __future__ import annotations
-import operator, os, sys, threading, time, weakref
+import operator, os, sys, threading, time, traceback, weakref
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
@@ -43,6 +43,9 @@ def tokens_of(ids:Iterable[int], vocab:int) -> list[int]:
 class ContextFull(Exception):
   """The prompt does not fit. str(e) is one line."""
 
+class DeviceFailed(RuntimeError):
+  """A device does nothing any more, and so the engine neither. str(e) is one line, which names the device."""
+
 class Steps(Protocol):
   """What the engine needs of a runner. The device does what it is given in order, and calls return before it is done, but for read and wait.
   table: the pages of a sequence's rows, in order; what it does not name is page 0."""
@@ -84,7 +87,7 @@ class Steps(Protocol):
     """What prefill of each size needs, and launch of each size of a batch up to so many rows by each kind of features, is there from here on, and
     need not be compiled"""
   def wait(self) -> None:
-    """Until the device is done"""
+    """Until the device is done. Raises what names the device, in one line, where it failed"""
   def logits(self, ids:list[int], start:int, table:list[int]) -> np.ndarray:
     """As prefill, of sizes[0] ids at most -> float32 (len(ids), vocab), the logits after each"""
 
@@ -137,6 +140,8 @@ class Engine:
     self.recorded: set[int] = set()                          # sizes of chunks that ran before: a first run tells no time
     self.told = False                                        # whether it was said that answers waited for a compiler
     self.steps = 0                                           # of decoding, so far
+    self.most = 1                                            # rows of those that were read
+    self.failed = ""                                         # what a device failed with that does nothing any more: one line
     self.speculation = Speculation()
     self.news = threading.Condition()                        # guards `driver`
     self.driver: int|None = None                             # the thread that drives
@@ -162,7 +167,8 @@ class Engine:
   # ---- use ----
   def add(self, request:Request) -> Sequence:
     """A sequence that whoever drives computes from here on. Raises ValueError for what is no prompt, ContextFull for one that leaves no room for an
-    answer."""
+    answer, DeviceFailed."""
+    if self.failed: raise DeviceFailed(self.failed)
     ids = self._tokens(request.ids)
     if request.limit is not None and _whole("count", request.limit) < 0: raise ValueError(f"count: expected 0 or more, found {request.limit}")
     if request.logprobs is not None and not 0 <= _whole("logprobs", request.logprobs) <= TOP:
@@ -269,10 +275,30 @@ class Engine:
     except Exception as e:
       if not (concerned := self.concerned): raise
       self._recover()
-      for s in concerned: self.scheduler.end(s, "error", e)
+      self._fail(e, concerned)
       result = True
     self.dirty = False
     return result
+
+  def _fail(self, e:Exception, concerned:list[Sequence]) -> None:
+    """Ends whom an error of the device is about: all, where it does nothing any more; of a step without room, as few as can be"""
+    try: self.runner.wait()
+    except Exception as dead:
+      self.failed = f"the device failed: {' '.join(str(dead).split())}"
+      error = DeviceFailed(self.failed)
+      error.__cause__ = e
+      e, concerned = error, list(self.scheduler.live)
+    if isinstance(e, MemoryError):
+      traceback.clear_frames(e.__traceback__)   # what was made is given back, as long as anybody keeps the error
+      if (rows := len(concerned)) > self.most: return self._narrow(max(self.most, rows // 2), f"steps of {rows} answers", e)
+      concerned = concerned[-1:]
+    for s in concerned: self.scheduler.end(s, "error", e)
+
+  def _narrow(self, rows:int, what:str, e:MemoryError) -> None:
+    """At most so many answers run at once from here on; the others wait"""
+    print(f"{what} find no memory ({' '.join(str(e).split())}): at most {rows} run{'s' * (rows == 1)} at once from here on", file=sys.stderr)
+    self.scheduler.max_rows = rows
+    while self.scheduler.holding > rows: self.scheduler.preempt()
 
   # ---- pieces of work ----
   def _work(self) -> bool:
@@ -364,7 +390,7 @@ class Engine:
     start = time.perf_counter()
     said = self.runner.read().reshape(len(self.batch), -1)
     drafts, seconds = self.drafted.popleft(), self.decode_seconds + time.perf_counter() - start
-    self.flying -= 1
+    self.flying, self.most = self.flying - 1, max(self.most, len(self.batch))
     if self.timed: self.scheduler.took(DECODE, seconds)
     if self.runner.drafts: self.speculation.read(said, self.runner.found, bool(drafts), seconds)
     self.decode_seconds, self.timed = 0.0, True  # a batch's first step may record one

@@ -226,6 +226,10 @@ class Batch:
   def all_replays(self) -> list[Replay]:
     """Whatever steps of these features may do"""
     return [self.replay()]
+  def forget(self) -> None:
+    """The step that there was no room for: what it has is given back"""
+    self.replays.pop(self.kind, None)
+    self.pieces.pop(self.features, None)
   def piece(self, number:int) -> UOp:
     """Of a step with masks: 0, the model; 1, the draw"""
     if self.features not in self.pieces:
@@ -381,8 +385,12 @@ class Runner:
     """Enqueues a decode step, of one with masks all but the draw"""
     batch = self.batch
     batch.expect()
-    if batch.features.mask: enqueue(batch.piece(0))
-    else: batch.replay()()
+    try:
+      if batch.features.mask: enqueue(batch.piece(0))
+      else: batch.replay()()
+    except MemoryError:
+      batch.forget()
+      raise
     self.launched.append((batch, batch.columns))
     batch.columns = batch.columns + 1
 
@@ -435,8 +443,12 @@ class Runner:
     return Logprob(values[0], list(zip(tokens[1:], values[1:])))
 
   def wait(self) -> None:
-    """Until the devices have done all that they were given"""
-    for device in self.model.devices: Device[device].synchronize()
+    """Until the devices have done all that they were given. Raises RuntimeError, which names those that failed"""
+    failed = []
+    for device in self.model.devices:
+      try: Device[device].synchronize()
+      except Exception as e: failed.append((device, e))
+    if failed: raise RuntimeError("; ".join(f"{device}: {e}" for device, e in failed)) from failed[0][1]
 
   # ---- prompts ----
   def chunk_step(self, size:int) -> Step: return Step.prefill(self.start, self.table, size)
@@ -463,7 +475,11 @@ class Runner:
     if size not in self.chunks: self.chunks[size] = self.cut(self.record_chunk(size))
     self._set_chunk(ids, start, size, table)
     if self.mtp is not None: write(self.behind[size], np.int32([*ids[1:], following, *[0] * (size - len(ids))]))
-    for i in range(self.slices) if slices is None else slices: enqueue(self.chunks[size][i])
+    try:
+      for i in range(self.slices) if slices is None else slices: enqueue(self.chunks[size][i])
+    except MemoryError:
+      del self.chunks[size]   # what it has is given back
+      raise
   def logits(self, ids:Sequence[int], start:int, table:Sequence[int]) -> np.ndarray:
     """As prefill, of at most sizes[0] tokens -> float32 (len(ids), vocab), the logits after each"""
     replay, logits = self.logits_step

@@ -36,6 +36,10 @@ class Scheduler:
   @property
   def running(self) -> list[Sequence]: return [s for s in self.live if s.state is State.RUNNING]
   @property
+  def holding(self) -> int:
+    """How many hold pages"""
+    return sum(s.state in (State.PREFILLING, State.RUNNING) for s in self.live)
+  @property
   def tables(self) -> list[Table]: return [s.table for s in self.live]
 
   # ---- prompts ----

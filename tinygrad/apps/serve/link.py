@@ -116,6 +116,7 @@ class Link(asyncio.Protocol):
     """No request is taken from here on, and all handles end. What was known first stays the reason."""
     if self.state == FAILED: return
     self.why = why
+    self.gauges = msgspec.structs.replace(self.gauges, running=0, waiting=0, pages=0)
     self._change(FAILED, "")
     for number in list(self.handles): self._pass_on(wire.News(number, [], end="error", why=why))
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses, gc, importlib.util, os, select, signal, socket, sys, threading, traceback
 import msgspec
 from tinygrad.apps.engine.constraint import GrammarError, Vocabulary, constraint_of
-from tinygrad.apps.engine.engine import MAX_STALL, ContextFull, Engine
+from tinygrad.apps.engine.engine import MAX_STALL, ContextFull, DeviceFailed, Engine
 from tinygrad.apps.engine.sampling import Features, Sampling
 from tinygrad.apps.engine.sequence import Request, Sequence, State
 from tinygrad.apps.gguf import GGUFError
 from tinygrad.apps.machine import device_name
-from tinygrad.apps.models import Model, UserError, load
+from tinygrad.apps.models import Model, UserError, load, out_of_memory
 from tinygrad.apps.serve import wire
 from tinygrad.helpers import NUM_CPU_THREADS
 from tinygrad.nn.step import PAGE
@@ -25,12 +25,12 @@ PATIENCE = 3      # pieces of work in a row that may raise
 class Broken(Exception):
   """The engine cannot go on. str(e) is one line."""
 
-TO_BE_READ = ValueError, ContextFull, UserError, GGUFError, Broken
+TO_BE_READ = ValueError, ContextFull, DeviceFailed, UserError, GGUFError, Broken
 
 def one_line(e:Exception) -> str:
   """An error as a person reads it: with its class, unless it was raised to be read"""
   text = " ".join(str(e).split())
-  if isinstance(e, MemoryError): return f"out of memory{text and f': {text}'}; a smaller --max_context needs less"
+  if isinstance(e, MemoryError): return out_of_memory(e)
   return text if isinstance(e, TO_BE_READ) and text else f"{type(e).__name__}{text and f': {text}'}"
 
 class Served:
@@ -55,9 +55,9 @@ class Worker:
     """Until it is told to leave and nothing is left to do, or the other process is gone. Raises Broken."""
     while not self.gone and not (self.leaving and not self.served and not self.news and not self.unsent):
       busy = self._work()
-      failed = self._collect()
+      self._collect()
       self._send()
-      if failed: self._check_device()
+      if self.engine.failed: raise Broken(self.engine.failed)
       if not busy and self.served: raise Broken(f"the engine has nothing to do for {len(self.served)} sequences that have not ended")
       self._receive(wait=not busy)
 
@@ -78,15 +78,9 @@ class Worker:
     self.raised = 0
     return busy
 
-  def _check_device(self) -> None:
-    """After a step that failed: whether the device does anything at all from here on"""
-    try: self.engine.wait()
-    except Exception as e: raise Broken(f"the device failed: {one_line(e)}") from None
-
   # ---- news ----
-  def _collect(self) -> bool:
-    """Notes what is new of each sequence. Returns whether one ended with an error."""
-    failed = False
+  def _collect(self) -> None:
+    """Notes what is new of each sequence"""
     for number, served in list(self.served.items()):
       s, ended = served.sequence, served.sequence.state is State.ENDED
       told, there = served.told, len(s.ids) - s.prompt
@@ -98,9 +92,7 @@ class Worker:
       if ended:
         news.end = "grammar" if isinstance(s.error, GrammarError) else s.reason
         news.why, news.times = "" if s.error is None else one_line(s.error), wire.Times(**vars(s.times))
-        failed |= s.error is not None
         del self.served[number]
-    return failed
 
   def _send(self) -> None:
     """Sends what the socket takes at once: the rest of a message, and all news since in one"""
@@ -225,6 +217,7 @@ def main(number:int) -> None:
     if not isinstance(e, (*TO_BE_READ, MemoryError, OSError)): traceback.print_exc()
     sock.setblocking(True)
     sock.sendall(wire.frame(wire.Failed(one_line(e))))
+    sys.unraisablehook = lambda _: None   # what is given back to a device that does nothing any more raises
     sys.exit(1)
 
 if __name__ == "__main__": main(int(sys.argv[1]))
