@@ -13,7 +13,7 @@ from helpers import SMALL
 from tinygrad import Device, Tensor
 from tinygrad.apps import mla, models
 from tinygrad.apps.capture import Replay, batches, in_graphs, to_device, write
-from tinygrad.apps.engine.engine import Engine
+from tinygrad.apps.engine.engine import DeviceFailed, Engine
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sequence import Request
 from tinygrad.apps.gguf import GGUFFile, read_gguf
@@ -247,6 +247,19 @@ def test_two_cards(cards: Cards, monkeypatch: pytest.MonkeyPatch):
     if not cpu_experts: assert got == want
     if devices == 2: assert launched(runner.batch_of(1).replay(), monkeypatch) == ["MOCKCUDA MOCKCUDA:1"]
     monkeypatch.undo()
+
+def test_the_second_card_breaks(cards: Cards, monkeypatch: pytest.MonkeyPatch):
+  """In a kernel of an answer: what it raises is not the first card's"""
+  engine = Engine(Runner(cards.on(2)), PAGES)
+  s = engine.add(Request(IDS[:1], limit=40))
+  while len(s.produced) < 3: engine.step()
+  def broken(*args: Any) -> None: raise RuntimeError("CUDA Error 700, an illegal memory access was encountered")
+  for call in ("launch", "synchronize"): monkeypatch.setattr(Device["MOCKCUDA:1"], call, broken)
+  while engine.step(): pass
+  why = "the device failed: MOCKCUDA:1: CUDA Error 700, an illegal memory access was encountered"
+  assert engine.failed == why and (s.reason, str(s.error)) == ("error", why)
+  with pytest.raises(DeviceFailed, match="MOCKCUDA:1"): engine.add(Request([1]))
+  monkeypatch.undo()
 
 # ---- drafts ----
 
