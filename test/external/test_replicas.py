@@ -195,6 +195,32 @@ def test_smg(alone: list[list[str]]):
       assert texts(converse_all(url)) == alone
       assert counted(gone)[0] > 0
 
+@needs("smg", SMG is not None)
+def test_smg_when_one_fails(alone: list[list[str]]):
+  """The engine of one replica dies: its answers end with the error, the other's go on, and all that comes goes there"""
+  with server() as (first, a), server() as (second, b), router(a, b) as url:
+    processes, ended = {a: first, b: second}, dict[str, list[str]]()
+    streams = [asked(url, [{"role": "user", "content": f"{text} {n}"}], max_tokens=LONG, ignore_eos=True, stream=True)
+               for n, text in enumerate(TEXTS * 2)]
+    with contextlib.ExitStack() as stack:
+      responses = [stack.enter_context(stream) for stream in streams]
+      for response in responses:
+        while not response.readline().startswith(b"data: "): pass
+      replicas = [response.headers["x-smg-routed-worker-id"] for response in responses]
+      broken = replicas[0]
+      children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(processes[broken].pid)], capture_output=True, text=True).stdout.split()
+      assert len(children) == 1 and {*replicas} == {a, b}
+      os.kill(int(children[0]), signal.SIGKILL)
+      for replica, response in zip(replicas, responses): ended.setdefault(replica, []).append(response.read().decode())
+    for replica, rests in ended.items():
+      for rest in rests:
+        assert ("the engine's process was killed by SIGKILL" in rest) == (replica == broken) == ('"finish_reason":"length"' not in rest)
+    left, = {a, b} - {broken}
+    until(lambda: healthy(url) == {left})
+    assert texts(converse_all(url)) == alone
+    processes[broken].send_signal(signal.SIGTERM)
+    assert processes[broken].wait(10) == 1
+
 # ---- Ray Serve ----
 
 @contextlib.contextmanager

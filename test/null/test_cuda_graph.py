@@ -143,13 +143,17 @@ def test_much_shared_memory(monkeypatch:pytest.MonkeyPatch):
 
 @contextlib.contextmanager
 def full_device(monkeypatch:pytest.MonkeyPatch, free:int=3 << 19) -> Iterator[None]:
-  """The driver of a card with 80 GB that are taken"""
+  """The driver of two cards, the second, which it was told of last, with 80 GB that are taken"""
+  def second(card) -> int:
+    ctypes.cast(card, ctypes.POINTER(ctypes.c_int))[0] = 1
+    return 0
   def info(a, b) -> int:
     for place, value in ((a, free), (b, 80 << 30)): ctypes.cast(place, ctypes.POINTER(ctypes.c_size_t))[0] = value
     return 0
   for name in ("cuMemAlloc_v2", "cuGraphInstantiate_v2", "cuModuleLoadData"):
     monkeypatch.setattr(cuda, name, lambda *args: cuda.CUDA_ERROR_OUT_OF_MEMORY)
   monkeypatch.setattr(cuda, "cuCtxSetCurrent", lambda *args: 0)
+  monkeypatch.setattr(cuda, "cuCtxGetDevice", second)
   monkeypatch.setattr(cuda, "cuMemGetInfo_v2", info)
   yield
 
@@ -158,15 +162,15 @@ def test_no_room_for_a_buffer(monkeypatch:pytest.MonkeyPatch):
     ops_cuda.CUDAAllocator(SimpleNamespace(device="CUDA", context=None)).alloc(2 << 30)
   line = str(e.value)
   assert line.startswith("Allocation of 2.00 GB failed on CUDA. Used: ") and "\n" not in line
-  assert line.endswith("the CUDA device has no room left: 1.50 MB of 80.00 GB are free")
+  assert line.endswith("; CUDA:1 has no room left: 1.50 MB of 80.00 GB are free")
 
 def test_no_room_for_a_graph(monkeypatch:pytest.MonkeyPatch):
-  with full_device(monkeypatch), pytest.raises(MemoryError, match="no room left: 1.50 MB of 80.00 GB are free"):
+  with full_device(monkeypatch), pytest.raises(MemoryError, match="^CUDA:1 has no room left: 1.50 MB of 80.00 GB are free"):
     graph._wheel.check(cuda.cuGraphInstantiate_v2())
 
 @pytest.mark.filterwarnings("error")
 def test_no_room_for_a_kernel(monkeypatch:pytest.MonkeyPatch):
-  with full_device(monkeypatch), pytest.raises(MemoryError, match="no room left: 1.50 MB of 80.00 GB are free"):
+  with full_device(monkeypatch), pytest.raises(MemoryError, match="^CUDA:1 has no room left: 1.50 MB of 80.00 GB are free"):
     ops_cuda.CUDAProgram(SimpleNamespace(context=None), SimpleNamespace(name="k", lib=b"", signature=()))
 
 def test_other_failures_stay(monkeypatch:pytest.MonkeyPatch):

@@ -285,6 +285,17 @@ def test_a_first_step_that_fails(path: Path, judge: Engine, monkeypatch, where: 
   monkeypatch.undo()
   for following in (PROMPT[:1], PROMPT[:10]): assert_greedy(judge, following, list(g.generate(following, 4)))
 
+@pytest.mark.parametrize("prompt", [PROMPT[:1], PROMPT[:10]], ids=["a_step", "a_chunk"])
+def test_no_room_for_what_is_recorded(path: Path, judge: Engine, monkeypatch, prompt: list[int]):
+  """What it has of memory is given back, and the next one finds room"""
+  g = engine_of(path, CONTEXT)
+  def full(*args, **kw): raise MemoryError("planted")
+  with monkeypatch.context() as m:
+    m.setattr("tinygrad.engine.jit.get_runtime", full)
+    with pytest.raises(MemoryError, match="planted"): list(g.generate(prompt, 4))
+  assert not any(batch.replays for batch in g.runner.batches.values()) and not g.runner.chunks and not g.failed
+  assert_greedy(judge, prompt, list(g.generate(prompt, 4)))
+
 def test_logits_then_generate(g: Engine, judge: Engine):
   g.logits(PROMPT[:CHUNK + 5])
   assert held(g, PROMPT)[0] == CHUNK + 5

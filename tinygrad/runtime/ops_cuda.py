@@ -23,9 +23,10 @@ _check = _wheel.check
 def check(status:int) -> None:
   """Raises MemoryError where the device has no room left (for a buffer, a graph, a kernel's code), RuntimeError for any other failure"""
   if status != cuda.CUDA_ERROR_OUT_OF_MEMORY: return _check(status)
-  free, total = ctypes.c_size_t(), ctypes.c_size_t()
-  known = cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
-  raise MemoryError("the CUDA device has no room left" + (f": {size_to_str(free.value)} of {size_to_str(total.value)} are free" if known else ""))
+  free, total, card = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_int()
+  known = cuda.cuCtxGetDevice(ctypes.byref(card)) == cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
+  name = f"CUDA:{card.value}" if card.value else "CUDA"
+  raise MemoryError(f"{name} has no room left: {size_to_str(free.value)} of {size_to_str(total.value)} are free" if known else "no room left")
 
 @functools.cache
 def _event(device:CUDADevice) -> Any:
