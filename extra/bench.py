@@ -81,9 +81,11 @@ def bytes_moved(name:str, estimate:int, model:Transformer, position:int) -> int:
   (the position is on the device, out of an estimate's reach): they read what is written of it."""
   c = model.config
   if name.startswith(("mla_attention", "mla_split_kv", "mla_prefill")): return estimate * (position + 1) // model.cache[0].shape[0]
-  if name.startswith("mla_combine") and (t := intrinsics.target_of(Device.DEFAULT)):
+  if name.startswith(("mla_combine", "combine_mul_mat")) and (t := intrinsics.target_of(Device.DEFAULT)):
     splits, step = plan_splits(t, c.n_heads, Pages(model.pages, model.pages, 1, model.row))
-    return estimate * (position // split_length(position, splits, step) + 1) // splits
+    written = position // split_length(position, splits, step) + 1
+    if name.startswith("mla_combine"): return estimate * written // splits
+    return estimate - (splits - written) * c.n_heads * (c.kv_lora_rank + 2) * 4
   return estimate
 
 def cache_row_bytes(c:Config, to:str) -> int:

@@ -1,5 +1,5 @@
 """Attention over a cache whose pages lie anywhere, on the mocks of CUDA and Metal: splits of one sequence and of several against float64
-(split_kv_mma, split_kv_simt, mla_combine), and what the forms write to the cache."""
+(split_kv_mma, split_kv_simt, mla_combine, SplitContext), and what the forms write to the cache."""
 from __future__ import annotations
 import dataclasses, re
 from typing import Callable, NamedTuple
@@ -17,9 +17,10 @@ from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedLinear
 from tinygrad.apps.rope import Rope, rope_table
 from tinygrad.engine.realize import compile_linear
-from tinygrad.nn import intrinsics, kernel, mla_attention, split_kv
+from tinygrad.nn import intrinsics, kernel, matvec, mla_attention, norm_linear, split_kv
 from tinygrad.nn.latent_cache import LARGEST, LATENT_GROUP, ROTATED_GROUP, PageAhead, Pages, RowFormat
 from tinygrad.nn.mla_attention import attention_plan, latent_attention
+from tinygrad.nn.matvec import Operand
 from tinygrad.nn.primitive import plain_ops
 from tinygrad.nn.split_plan import Item, PlanShape
 from tinygrad.nn.step import PAGE, Step
@@ -113,6 +114,71 @@ def test_few_blocks(last: int, arch: str, monkeypatch: pytest.MonkeyPatch):
   with on_cuda(arch):
     error, halves = attention(10, 128, 32, 401, last, seed=3)
     assert error < halves
+
+# ---- splits that v_b combines ----
+
+def combined_in_v_b(H: int, L: int, R: int, v: int, last: int, positions: int = 128 * PAGE) -> tuple[int, float]:
+  """How many splits are written up to a position, and the worst NMSE of a head's v_b·context. What is not written is NaN. Each split tells in the
+  sums, and a head's weights do not favour a few"""
+  rng, target, row = np.random.default_rng(last), intrinsics.target_of(Device.DEFAULT), RowFormat(L, R)
+  pages = Pages(positions // PAGE, positions // PAGE, 1, row)
+  splits, step = split_kv.plan_splits(target, H, pages)
+  assert split_kv.blocks_combine(target, H, pages, 1)
+  written = last // ((last // (splits * step) + 1) * step) + 1
+  sums, stats = np.full((splits, H, L), np.nan, np.float32), np.full((H, splits, 2), np.nan, np.float32)
+  sums[:written] = rng.standard_normal((written, H, L))
+  stats[:, :written] = np.stack([rng.standard_normal((H, written)) - 40, rng.random((H, written)) + 0.1], -1)
+  v_b, weights = load_weight(H, v, L), np.exp2(stats[:, :written, 0].astype(np.float64))
+  context = np.einsum("hs,shl->hl", weights, sums[:written].astype(np.float64)) / (weights * stats[:, :written, 1]).sum(1)[:, None]
+  def operand(buffers: dict[str, UOp], head: UOp) -> Operand:
+    return Operand([L // 32], None, made=split_kv.SplitContext(target, buffers, pages, splits, H, step, head))
+  ins = {"sums": Tensor(sums), "stats": Tensor(stats), "start": Tensor(np.int32([last]))}
+  words, scales = (part.numpy() for part in norm_linear.heads_as_codes(f"combined_{splits}", v_b, ins, operand, mem=0))
+  codes = words.transpose(0, 2, 1, 3).copy().view(np.int8).reshape(-1, 8) * scales.reshape(-1, 1).astype(np.float64)
+  want = np.einsum("hl,hvl->hv", context, v_b.dequantize().numpy().astype(np.float64))
+  return written, max(nmse(own, right) for own, right in zip(codes.reshape(H, v), want))
+
+def load_weight(*shape: int) -> QuantizedLinear: return QuantizedLinear.load(T.Q8_0, shape, random_weight(T.Q8_0, shape)[0])
+
+@pytest.fixture
+def large_blocks(monkeypatch: pytest.MonkeyPatch): monkeypatch.setattr(matvec, "FEW_BLOCKS", 1)
+
+def ends_of_splits(count: int, step: int) -> list[int]: return [(count - 1) * step, count * step - 1]
+SPLITS = 1, 2, 16, 17, 32, 33, 131, 132
+@pytest.mark.parametrize("shape", [(2, 512, 64, 32), (18, 128, 32, 16)])
+@pytest.mark.parametrize("splits", SPLITS)
+def test_splits_combined_in_v_b(shape: tuple[int, ...], splits: int, large_blocks: None):
+  with on_cuda("sm_90"):
+    for last in ends_of_splits(splits, 32):
+      written, error = combined_in_v_b(*shape, last)
+      assert written == splits and error < 1e-3
+
+def test_long_splits_combined_in_v_b(large_blocks: None):
+  """Of two steps each"""
+  with on_cuda("sm_90"):
+    for last, splits in ((132 * 32, 67), (132 * 32 + 64, 68), (8191, 128)):
+      written, error = combined_in_v_b(2, 512, 64, 32, last)
+      assert written == splits and error < 1e-3
+
+def one_less(right: property) -> property: return property(lambda context: right.fget(context) - 1)
+def one_more(right: property) -> property: return property(lambda context: right.fget(context) + 1)
+def one_turn(right: property) -> property: return property(lambda context: right.fget(context).minimum(64))
+@pytest.mark.parametrize("fault,splits", [(one_less, 2), (one_less, 17), (one_less, 132), (one_more, 1), (one_more, 33), (one_turn, 131)])
+def test_splits_left_out(fault: Callable, splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch):
+  """… or read too many, are noticed"""
+  monkeypatch.setattr(split_kv.SplitContext, "written", fault(split_kv.SplitContext.written))
+  monkeypatch.setattr(kernel, "_programs", {})
+  with pytest.raises(AssertionError): test_splits_combined_in_v_b((2, 512, 64, 32), splits, large_blocks)
+
+@pytest.mark.parametrize("heads,rows,combines", [(20, 256, True), (16, 128, True), (64, 128, True), (128, 128, True), (40, 1024, False)])
+def test_who_combines(heads: int, rows: int, combines: bool):
+  """Where the blocks' reading stays small"""
+  with no_device("CUDA"):
+    step, cache = Step.decode(*(Tensor.empty(*n, dtype=dtypes.int32) for n in ((1,), (1, 256)))), Tensor.empty(256 * PAGE, 576, dtype=dtypes.half)
+    shapes = (heads, 512, 128), (heads, rows, 512), (64, heads * rows)
+    k_b, v_b, output = (QuantizedLinear.load(T.Q8_0, shape, np.empty(np.prod(shape) // 32 * 34, np.uint8)) for shape in shapes)
+    weights = mla_attention.LatentWeights(RMSNorm(Tensor.empty(512), 1e-5), k_b, v_b, output, 1.0)
+    assert mla_attention.combine_in_v_b(step, weights, cache) is combines
 
 # ---- what is read before the wait ----
 

@@ -7,9 +7,9 @@ from helpers import WIDE, engine_of, write_mixed
 from mockcuda import on_cuda
 from mockmetal import on_metal
 from oracle import Judge
-from tinygrad import Tensor, TinyJit, dtypes
+from tinygrad import Tensor, TinyJit, UOp, dtypes
 from tinygrad.apps.capture import to_device
-from tinygrad.nn import intrinsics, split_kv
+from tinygrad.nn import intrinsics, kernel, split_kv
 from tinygrad.nn.step import Step
 
 # and the error: activations of 8 bits cost a product 2e-5, 17 in two blocks 4e-4, and no position 2.5 times that; without them a cache of
@@ -54,3 +54,11 @@ def test_splits_left_out(limit: float, tmp_path: Path, monkeypatch: pytest.Monke
   monkeypatch.setattr(split_kv, "mla_combine", faulty)
   with pytest.raises(AssertionError, match=r"^positions \[32, 33\] of 34"):
     test_decode(limit, "small-youtu", "F16", dict(q_lora=256, experts=0, blocks=1), tmp_path)
+
+@pytest.mark.parametrize("limit", ["cuda"], indirect=True)
+def test_splits_left_out_in_v_b(limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+  """Where its blocks combine them"""
+  monkeypatch.setattr(split_kv.SplitContext, "written", property(lambda context: UOp.const(min(context.splits, 1))))
+  monkeypatch.setattr(kernel, "_programs", {})
+  with pytest.raises(AssertionError, match=r"^positions \[32, 33\] of 34"):
+    test_decode(limit, "small-youtu", "Q8_0", dict(q_lora=256, experts=0, blocks=1), tmp_path)

@@ -180,6 +180,7 @@ CASES = [
   Case(mla_attention.latent_attention, "5 heads of several", attention(5, 128, 32, 40), gpus((Sequences(3),))),
   Case(mla_attention.latent_attention, "8 bits", attention(5, 128, 32, 40, True), cpu_() + gpus((), (17,)) + sequences(2)[:1]),
   *(Case(mla_attention.attention_plan, f"{blocks} blocks", plan(blocks, 16), gpus((Sequences(n),))) for blocks, n in ((2, 3), (200, 33), (130, 64))),
+  Case(mla_attention.attention, "of a block", attention_of_a_block, INT8[:1]),
   Case(norm_linear.attention_output, "heads", output, INT8 + gpus((), (33,))),
   Case(moe.gate_up, "Q4_K router", gated(True, T.Q4_K), cpu_(many=(27,)) + gpus(metal="msl") + sequences(2, 5)),
   Case(moe.gate_up, "IQ4_XS", gated(False, T.IQ4_XS), cpu_(many=(2,)) + gpus() + sequences(8)),

@@ -34,7 +34,7 @@ RMSNorm costs nothing here: x is multiplied by the norm's weight while it is sta
 """
 from __future__ import annotations
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable, Iterable, NamedTuple, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
@@ -151,6 +151,14 @@ def named(x:Tensor|Codes|Rounded, name:str) -> dict[str, Tensor]:
 def codes_in(buffers:dict[str, UOp], name:str) -> tuple[UOp, UOp]: return buffers[f"{name}_words"], buffers[f"{name}_scales"]
 def rounded_in(buffers:dict[str, UOp], name:str) -> tuple[UOp, UOp, UOp]: return *codes_in(buffers, name), buffers[f"{name}_factors"]
 
+class MadeVector(Protocol):
+  """A vector that each block makes for itself. threads: of such a block"""
+  threads: int
+  def constants(self) -> list[UOp]:
+    """The loads of what no kernel of the step writes"""
+  def load4(self, thread:UOp, threads:int, wait_zero:UOp, slot:int) -> Load4:
+    """The vector in shared memory, behind a barrier. slot: its buffer's"""
+
 class CodedUnit(NamedTuple):
   """32 numbers as int8: eight words, and the scale of each two"""
   words: list[UOp]
@@ -166,13 +174,14 @@ def load_codes(buffers:dict[str, UOp], name:str, units:int, vector:UOp, unit:UOp
 class Operand:
   """The vectors of a launch, one a token, which other kernels have written. segments: units of each. vector(token) loads it. norm: the weight of
   an RMSNorm of it, and its epsilon. codes(token, segment, unit) loads a unit of a vector that is int8 already, in place of vector.
-  rounded: the buffers of a Rounded, in place of vector, and the number of the first token's."""
+  rounded: the buffers of a Rounded, in place of vector, and the number of the first token's. made: in place of vector, of one token."""
   segments: Sequence[int]
   vector: Callable[[UOp], Load4]|None
   norm: tuple[Load4, float]|None = None
   tokens: int = 1
   codes: Callable[[UOp, int, UOp], CodedUnit]|None = None
   rounded: tuple[UOp, UOp, UOp, UOp|int]|None = None
+  made: MadeVector|None = None
 
   @property
   def units(self) -> int: return sum(self.segments)
@@ -389,7 +398,7 @@ def thread_layout(segments:Sequence[int], warp_lanes:int, jobs:int, coded:bool=F
                   large:int=0) -> ThreadLayout:
   """The layout for a launch of so many jobs. A team is within a warp up to `steps` units a lane, over the most lanes that leave at most a tenth of
   them idle. Larger blocks are for launches whose blocks make the vectors' int8. coded: they read it; copies: they copy it.
-  large: large_warps of the launch."""
+  large: large_warps of the launch, or those that make its vector."""
   units, lanes, warps = sum(segments), warp_lanes, 1
   def units_of_lane(warps:int) -> int: return sum(-(-length // (warp_lanes * warps)) for length in segments)
   if large: steps = min(steps, LARGE_STEPS)
@@ -422,9 +431,10 @@ def turns_of(work:int, part:MatvecPart) -> int:
   at_once, most = (AT_ONCE, TURNS) if part.integer else (AT_ONCE // 2, TURNS // 4)
   return -(-work // (at_once * -(-work // (at_once * most))))
 
-def stores_codes(target:Target, segments:Sequence[int], jobs:int, results:int, items:int=1, copies:bool=False) -> bool:
-  """Whether a launch of so many jobs, each with so many results, can store them as int8: a block has whole EIGHTs. copies: it reads a Rounded"""
-  teams = thread_layout(segments, target.lanes, items * jobs, copies=copies).teams
+def stores_codes(target:Target, segments:Sequence[int], jobs:int, results:int, items:int=1, copies:bool=False, making:int=0) -> bool:
+  """Whether a launch of so many jobs, each with so many results, can store them as int8: a block has whole EIGHTs. copies: it reads a Rounded;
+  making: the threads that make its vector"""
+  teams = thread_layout(segments, target.lanes, items * jobs, copies=copies, large=making // target.lanes).teams
   return target.dot4 is not None and jobs * results % EIGHT == 0 and teams * results % EIGHT == 0
 
 class LaneUnit(NamedTuple):
@@ -477,13 +487,14 @@ def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_sto
   items: how many times a token runs all this, by gidx1, which is the caller's, in operand and parts. Where the caller's gidx1 numbers tokens too,
   the layout, and with it the order of sums, is still that of one token alone.
   extra_stores, choice and trigger_last (see pdl_wait) are for a launch of one part."""
-  large = large_warps(target, operand, parts[0], items) if len(parts) == 1 else 0
+  large, making = large_warps(target, operand, parts[0], items) if len(parts) == 1 else 0, operand.made.threads if operand.made is not None else 0
   layouts = [thread_layout(operand.segments, target.lanes, items * part.jobs, operand.codes is not None, operand.rounded is not None, part.steps,
-                           large) for part in parts]
-  threads = max(layout.threads for layout in layouts)
+                           making // target.lanes or large) for part in parts]
+  threads = max(making, *(layout.threads for layout in layouts))
   columns = columns_of(target, operand, parts, threads // target.lanes)
   # of several tokens a block has work enough beside its loads
-  turns = turns_of(items * parts[0].jobs * layouts[0].span // target.lanes, parts[0]) if large and operand.tokens == 1 and choice is None else 1
+  in_turn = large and operand.tokens == 1 and operand.made is None and choice is None
+  turns = turns_of(items * parts[0].jobs * layouts[0].span // target.lanes, parts[0]) if in_turn else 1
   blocks = [-(-part.jobs // (layout.teams * turns)) * group_count(operand.tokens, columns) for part, layout in zip(parts, layouts)]
   block, thread = UOp.special(sum(blocks), "gidx0"), UOp.special(threads, "lidx0")
   if len(parts) == 1:
@@ -633,8 +644,8 @@ class _Part:
 
   def prefetch(self) -> tuple[Weights, UOp]:
     """The weights, and wait_zero. Whatever no other kernel decides is loaded before the wait."""
-    known = self.load(None)
-    wait_zero = self.wait(*self.norm_loads(), *global_loads(known))
+    known, made = self.load(None), self.operand.made
+    wait_zero = self.wait(*self.norm_loads(), *(made.constants() if made is not None else ()), *global_loads(known))
     complete = all(len(units) == len(self.lane_units) for units in known)
     return known if complete else self.load(wait_zero), wait_zero
 
@@ -658,6 +669,9 @@ class _Part:
     """The vectors, the sums of their squares where there is a norm, and the stores that make both"""
     vectors, stores, squares = self.shared_vectors(wait_zero), [], []
     if self.operand.codes is not None: return vectors, None, []
+    if self.operand.made is not None:
+      made = self.operand.made.load4(self.thread, self.threads, wait_zero, self.slot + 2)   # it has no norm
+      self.operand = replace(self.operand, vector=lambda _: made)
     for column in range(self.group.columns):
       own, of_column = self.stage_column(vectors, column, wait_zero)
       stores += of_column

@@ -15,8 +15,9 @@ from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Norm, Rope, Weight, branch, empty, launch, load4
 from tinygrad.nn.latent_cache import CacheRow, Pages, RowFormat, cache_row, expanded, visible_rows, write_rows
 from tinygrad.nn.matmul import matmul
-from tinygrad.nn.matvec import Operand, linear_part, matvec
-from tinygrad.nn.norm_linear import as_half, attention_output, decode_target, few_target, mul_mat, prefill_target, single_segment
+from tinygrad.nn.matvec import Operand, linear_part, matvec, thread_layout
+from tinygrad.nn.norm_linear import (as_half, attention_output, decode_target, few_target, heads_as_codes, heads_store_codes, linear_of_codes,
+                                     mul_mat, prefill_target, single_segment)
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step
 
@@ -100,6 +101,29 @@ def latent_attention_decode(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Nor
   assert target is not None
   sums, stats, cache = latent_splits(step, q, kv, k_b, norm, cache, rope, scale)
   return split_kv.mla_combine(target, sums, stats, cache, step), cache
+
+def combine_in_v_b(step:Step, weights:LatentWeights, cache:Tensor) -> bool:
+  """Whether the blocks of v_b combine a token's splits"""
+  (heads, rows, latent), making = weights.v_b.shape, split_kv.CONTEXT_THREADS
+  if not (step.one_token and splits_take(step, weights.k_b, cache) and heads_store_codes(step, weights.v_b, weights.output, making)): return False
+  target = target_of(weights.v_b.device)
+  assert target is not None
+  teams = thread_layout([latent // UNIT], target.lanes, heads * rows // 2, large=making // target.lanes).teams
+  return split_kv.blocks_combine(target, heads, Pages.of(cache, step.tables, latent), -(-rows // (2 * teams)))
+
+@attention.form("decode", takes=lambda step, residual, q, kv, weights, cache, rope: combine_in_v_b(step, weights, cache))
+def attention_decode(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+  """Four launches: queries and the cache's rows; splits of the cache; v_b a head, whose blocks combine the splits; output + residual"""
+  v_b, target = weights.v_b, target_of(weights.v_b.device)
+  assert target is not None
+  sums, stats, cache = latent_splits(step, q, kv, weights.k_b, weights.norm, cache, rope, weights.scale)
+  (splits, heads, latent), pages = sums.shape, Pages.of(cache, step.tables, sums.shape[2])
+  at_once = split_kv.plan_splits(target, heads, pages)[1]
+  def context(buffers:dict[str, UOp], head:UOp) -> Operand:
+    return Operand([latent // UNIT], None, made=split_kv.SplitContext(target, buffers, pages, splits, heads, at_once, head))
+  mem = v_b.nbytes + sums.nbytes() + stats.nbytes()   # a loop's turns are out of the renderer's reach
+  codes = heads_as_codes(f"combine_mul_mat_{v_b.label}_{splits}", v_b, {"sums": sums, "stats": stats, "start": step.start}, context, mem=mem)
+  return linear_of_codes(codes, weights.output, residual), cache
 
 @attention.form("few", takes=lambda step, residual, q, kv, weights, cache, rope:
                 few_target(step, weights.v_b, *weights.v_b.shape[1:]) and splits_take(step, weights.k_b, cache) and step.plan is not None)

@@ -178,20 +178,23 @@ def attention_output(step:Step, context:Tensor, v_b:Weight, weight:Weight, resid
   heads = mul_mat(context, v_b).reshape(residual.shape[0], -1)
   return norm_linear(step, heads, None, [weight], residual=residual)[0]
 
-def heads_store_codes(step:Step, v_b:Weight, weight:Weight) -> bool:
-  """Whether a decode step's heads can be int8 between the launches"""
+def heads_store_codes(step:Step, v_b:Weight, weight:Weight, making:int=0) -> bool:
+  """Whether a decode step's heads can be int8 between the launches. making: the threads of a block that make a head's context"""
   heads, rows, width = v_b.shape
   target = decode_target(step, v_b, width, heads * rows)
   if target is None or few_target(step, v_b, width, rows): return False
-  return weight.integer and rows % 2 == 0 and stores_codes(target, [width // UNIT], rows // 2, 2, heads)
+  return weight.integer and rows % 2 == 0 and stores_codes(target, [width // UNIT], rows // 2, 2, heads, making=making)
 
 @attention_output.form("decode", takes=lambda step, context, v_b, weight, residual: heads_store_codes(step, v_b, weight))
 def attention_output_decode(step:Step, context:Tensor, v_b:Weight, weight:Weight, residual:Tensor) -> Tensor:
-  return linear_of_codes(heads_as_codes(context, v_b), weight, residual)
+  def operand(buffers:dict[str, UOp], head:UOp) -> Operand: return operand_of_head(buffers, context, head)
+  tokens, heads = context.shape[:2]
+  return linear_of_codes(heads_as_codes(f"mul_mat_{v_b.label}_{tokens * heads}", v_b, {"x": context}, operand, tokens), weight, residual)
 
-def heads_as_codes(context:Tensor, v_b:Weight) -> Codes:
-  """The heads' v_b·context, a head by gidx1, as one vector a token"""
-  (heads, rows, _), T, target = v_b.shape, context.shape[0], target_of(v_b.device)
+def heads_as_codes(name:str, v_b:Weight, ins:dict[str, Tensor], operand:Callable[[dict[str, UOp], UOp], Operand], T:int=1,
+                   mem:int|None=None) -> Codes:
+  """The heads' v_b·context, a head by gidx1, as one vector a token. operand(buffers, head): the head's contexts. name, ins, mem: of the launch"""
+  (heads, rows, _), target = v_b.shape, target_of(v_b.device)
   assert target is not None
   units = heads * rows // UNIT
   def body(buffers:dict[str, UOp]) -> list[UOp]:
@@ -199,9 +202,9 @@ def heads_as_codes(context:Tensor, v_b:Weight) -> Codes:
     of = single_segment(v_b.matrix(buffers, "w"), head * rows)
     out = CodesOut(*codes_in(buffers, "y"), units, 2, lambda sums, _job, _zero: sums, lambda token: token, lambda job: head * rows + job * 2)
     part = MatvecPart(rows // 2, lambda job: [of(job * 2 + i) for i in range(2)], out, v_b.integer)
-    return matvec(target, operand_of_head(buffers, context, head), [part], items=heads)
-  outs, ins = named(empty_codes(context, T, heads * rows), "y"), {"x": context, **v_b.args("w")}
-  return Codes(*launch(f"mul_mat_{v_b.label}_{T * heads}", outs, ins, body))
+    return matvec(target, operand(buffers, head), [part], items=heads)
+  outs = named(empty_codes(next(iter(ins.values())), T, heads * rows), "y")
+  return Codes(*launch(name, outs, {**ins, **v_b.args("w")}, body, mem))
 
 def linear_of_codes(x:Codes, weight:Weight, residual:Tensor) -> Tensor:
   """residual + W·x"""

@@ -1,6 +1,8 @@
 """Absorbed attention of one token a sequence over the latent cache, whose written rows are cut into splits: split_kv, then mla_combine.
 One sequence is cut into equal splits. Several are cut by a plan (nn/split_plan.py), whose items are the splits of all of them.
 
+Where one token's splits are read by a product of each head alone, v_b, its blocks combine them for themselves (SplitContext): a launch less.
+
 Two forms of split_kv: split_kv_mma by tensor cores over rows that are copied to shared memory while the kernels before still run, split_kv_simt on
 every other target. Both make the same float32 sums of a split:
 
@@ -21,8 +23,8 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.nn.few_tokens import Columns, columns_like, store_columns
 from tinygrad.nn.halves import half_pair
 from tinygrad.nn.intrinsics import (MMA_CUDA, Target, copied_but, copy, group_reduce, group_sum, grouped, leave_unless, load_words, pdl_wait,
-                                    store_words)
-from tinygrad.nn.kernel import LOG2_E, MULTIPROCESSORS, behind_wait, branch, empty, gated, launch, local, total
+                                    reciprocal, shuffle_from, store_words)
+from tinygrad.nn.kernel import LOG2_E, MULTIPROCESSORS, Load4, behind_wait, branch, empty, gated, launch, local, total
 from tinygrad.nn.latent_cache import CODES, MASKED_SCORE, PageAhead, Pages, RowFormat
 from tinygrad.nn.online_softmax import LANE_POSITIONS, RowSoftmax, SharedWeights, SoftmaxThread
 from tinygrad.nn.split_plan import PlanShape, item_of, items_of
@@ -39,6 +41,8 @@ LATENT_PER_WARP, LATENT_TILES = 64, 4   # numbers that a warp multiplies, and wh
 PIECE = 8                          # entries of a row that are copied at once, 16 bytes
 COMBINE_WARPS = 8                  # of a block of mla_combine, or half of them where sequences have fewer splits
 ROW_MAX, WEIGHT_SUM = 0, 1         # in stats
+CONTEXT_THREADS = 512              # of a block that combines a head's splits for itself
+MOST_COMBINED = 24 << 20           # bytes that all of those read when all splits are written: the second cache hands out 5 or 6 MB a µs
 Words = list[list[UOp]]            # of products: a lane's elements of b, two words
 
 # ---- what callers ask ----
@@ -738,3 +742,76 @@ class CombineThread:
     if shape.columns: return store_columns(context, number, self.sequence, shape.tokens, is_writer, values)   # a head's are whole chunks
     first = self.sequence * (shape.heads * shape.latent) + number
     return [context[(first + i).valid(is_writer)].store(value) for i, value in enumerate(values)]
+
+# ---- combining where the context is read ----
+
+def blocks_combine(target:Target, heads:int, pages:Pages, blocks:int) -> bool:
+  """Whether so many blocks a head, which read its context, combine its splits for themselves: where their threads share a split evenly, and what all
+  of them read together stays small"""
+  (splits, _), latent = plan_splits(target, heads, pages), pages.format.latent
+  return target.shuffle_from is not None and 4 * CONTEXT_THREADS % latent == 0 and 4 * heads * blocks * splits * latent <= MOST_COMBINED
+
+@dataclass(frozen=True)
+class SplitContext:
+  """The context of one token's head, which a block makes of the splits (matvec's MadeVector). Each warp has all splits' row_max and weight_sum, a
+  lane those of some. A group of threads, four numbers of the head each, takes every so many-th split: as many as a warp has lanes are in flight,
+  more come in a loop.
+    row_max = max of the splits' row_max
+    weight of a split = 2^(its row_max - row_max)
+    sums = Σ weight · its sums                        a group's splits; then all groups' in shared memory
+    context = sums / Σ weight · its weight_sum"""
+  target: Target
+  buffers: dict[str, UOp]
+  pages: Pages
+  splits: int
+  heads: int    # H
+  step: int     # positions that a block of split_kv reads at once
+  head: UOp
+
+  @property
+  def threads(self) -> int: return CONTEXT_THREADS
+  @property
+  def written(self) -> UOp:
+    """Splits"""
+    last = self.pages.position(self.buffers)
+    return last // split_length(last, self.splits, self.step) + 1
+  def constants(self) -> list[UOp]: return [self.written]
+
+  def load4(self, thread:UOp, threads:int, wait_zero:UOp, slot:int) -> Load4:
+    lanes, quads = self.target.lanes, self.pages.format.latent // 4
+    lane, group, quad, groups = thread % lanes, thread // quads, thread % quads, threads // quads
+    assert threads % quads == 0 and lanes % groups == 0
+    stats = [self.stats(lane + first, wait_zero) for first in range(0, self.splits, lanes)]
+    row_max = group_reduce(self.target, reduce(UOp.maximum, [row_max for row_max, _ in stats]), lanes, UOp.maximum)
+    weights = [(own - row_max).exp2() for own, _ in stats]
+    weight_sum = group_reduce(self.target, reduce(UOp.add, [weight * own for weight, (_, own) in zip(weights, stats)]), lanes, UOp.add)
+    def turn(first:UOp|int, weight:UOp, most:int) -> list[UOp]:
+      """The group's four sums, of as many splits from `first` on as a warp has lanes, or of `most`; weight: of the lane's"""
+      terms = []
+      for number in range(0, min(lanes, most), groups):
+        of_split, split = shuffle_from(self.target, weight, number + group), first + number + group
+        place = ((split * self.heads + self.head) * quads + quad) * 4
+        terms.append([of_split * self.buffers["sums"][(place + i + wait_zero * 4).valid(split < self.written)].load() for i in range(4)])
+      return [reduce(UOp.add, column) for column in zip(*terms)]
+    sums = turn(0, weights[0], self.splits)
+    if len(stats) > 1:
+      registers = UOp.placeholder((4,), dtypes.float, slot=0, addrspace=AddrSpace.REG)
+      registers = registers.after(UOp.group(*(registers[i].store(value) for i, value in enumerate(sums))))
+      loop = UOp.range((self.written - 1) // lanes, 0)
+      weight, own = weights[1], registers.after(loop)
+      for number, other in enumerate(weights[2:], 1): weight = loop.eq(number).where(other, weight)
+      more = turn((loop + 1) * lanes, weight, self.splits - lanes)
+      registers = registers.after(UOp.group(*(own[i].store(own[i].load() + value) for i, value in enumerate(more))).end(loop))
+      sums = [registers[i].load() for i in range(4)]
+    shared = local(threads * 4, dtypes.float, slot)
+    shared = shared.after(UOp(Ops.BARRIER, src=tuple(shared[thread * 4 + i].store(value) for i, value in enumerate(sums))))
+    inverse = reciprocal(self.target, weight_sum)
+    def load(number:UOp) -> list[UOp]:
+      return [reduce(UOp.add, [shared[(of * quads + number) * 4 + i].load() for of in range(groups)]) * inverse for i in range(4)]
+    return load
+
+  def stats(self, split:UOp, wait_zero:UOp) -> tuple[UOp, UOp]:
+    """A split's row_max and weight_sum; of one that is not written, those of a split without positions"""
+    index, written = (self.head * self.splits + split) * 2 + wait_zero * 2, split < self.written
+    row_max, weight_sum = (self.buffers["stats"][(index + i).valid(written)].load() for i in (ROW_MAX, WEIGHT_SUM))
+    return written.where(row_max, MASKED_SCORE), weight_sum
