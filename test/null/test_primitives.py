@@ -28,6 +28,9 @@ DEVICES = {"CPU": contextlib.nullcontext, "CUDA": on_cuda, "METAL": on_metal}
 def normal(*shape: int) -> np.ndarray: return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
 def tensor(values: np.ndarray) -> Tensor: return Tensor(values).realize()
 def floats(*shape: int) -> Tensor: return tensor(normal(*shape))
+def residual(tokens: int, rows: int, size: float) -> Tensor:
+  """size: about that of what it is added to, as one that is lost would not be seen otherwise. Its numbers are no other tensor's"""
+  return tensor(np.float32(size) * normal(rows, tokens, 1).reshape(tokens, rows))
 def ids(*values: int) -> Tensor: return tensor(np.int32(values))
 def norm(n: int) -> RMSNorm: return RMSNorm(tensor(1 + 0.1 * normal(n)), 1e-5)
 def load(kind: T, *shape: int, cls: type[QuantizedWeight] = QuantizedLinear) -> QuantizedWeight:
@@ -55,14 +58,15 @@ def product_by_id(kind: T) -> Callable:
 def linear(rows: int, rotated: bool, inner: int = 96) -> Callable:
   def of(tokens: int) -> tuple:
     rope = Rope(rope_table(16, 1e4, 128), 32, 16) if rotated else None
-    residual = None if rotated else floats(tokens, rows)
-    return step_of(tokens), floats(tokens, inner), norm(inner), [load(T.Q4_0, rows, inner), load(T.Q8_0, 21, inner)], rope, residual
+    added = None if rotated else residual(tokens, rows, 40)
+    return step_of(tokens), floats(tokens, inner), norm(inner), [load(T.Q4_0, rows, inner), load(T.Q8_0, 21, inner)], rope, added
   return of
 def growing(tokens: int) -> tuple:
   """Queries, by a table of all pairs of their heads"""
   step, x, norm_of_x, weights, *_ = linear(96, True)(tokens)
   return step, x, norm_of_x, weights, Rope(query_table(Temperature(.5, 4), 16, 16, 1e4, 128), 32, 0), None
-def with_residual(tokens: int) -> tuple: return step_of(tokens), floats(tokens, 96), None, [load(T.Q5_1, 33, 96)], None, floats(tokens, 33)
+def with_residual(tokens: int) -> tuple:
+  return step_of(tokens), floats(tokens, 96), None, [load(T.Q5_1, 33, 96)], None, residual(tokens, 33, 100)
 CODED = RowFormat(128, 32, True)   # of all caches of 8 bits
 def attention(heads: int, latent: int, rotated: int, start: int, coded: bool = False) -> Callable:
   def of(tokens: int) -> tuple:
@@ -78,19 +82,20 @@ def attention(heads: int, latent: int, rotated: int, start: int, coded: bool = F
 def plan(blocks: int, positions: int) -> Callable:
   def of(tokens: int) -> tuple: return step_of(tokens), PlanShape.of(Pages(9, 2, tokens, RowFormat(32, 8)), blocks, positions)
   return of
-def output(tokens: int) -> tuple: return step_of(tokens), floats(tokens, 3, 64), load(T.Q8_0, 3, 32, 64), load(T.Q4_0, 50, 96), floats(tokens, 50)
+def output(tokens: int) -> tuple:
+  return step_of(tokens), floats(tokens, 3, 64), load(T.Q8_0, 3, 32, 64), load(T.Q4_0, 50, 96), residual(tokens, 50, 3e4)
 def attention_of_a_block(tokens: int) -> tuple:
   step, q, kv, k_b, norm_of_kv, cache, rope, _ = attention(3, 128, 32, 40)(tokens)
   scale = 1e-4   # what the queries' int8 costs is latent_attention's case
   weights = mla_attention.LatentWeights(norm_of_kv, k_b, load(T.Q8_0, 3, 32, 128), load(T.Q4_0, 50, 96), scale)
-  return step, floats(tokens, 50), q, kv, weights, cache, rope
+  return step, residual(tokens, 50, 8e3), q, kv, weights, cache, rope
 def gated(router: bool, kind: T) -> Callable:
   def of(tokens: int) -> tuple:
     return step_of(tokens), floats(tokens, 256), norm(256), load(kind, 37, 256), load(kind, 37, 256), load(T.F32, 9, 256) if router else None
   return of
 def dense(tokens: int) -> tuple:
   weights = moe.FeedForward(load(T.Q4_0, 96, 64), load(T.Q4_0, 96, 64), load(T.Q5_1, 64, 96))
-  return step_of(tokens), floats(tokens, 64), norm(64), weights, floats(64, tokens).reshape(tokens, 64)   # a residual that is not x
+  return step_of(tokens), floats(tokens, 64), norm(64), weights, residual(tokens, 64, 8e5)
 def routing(gating: int) -> Routing: return Routing(3, gating, gating != 1, 1.8, tensor(0.1 * normal(7)) if gating == 2 else None)
 def chosen(gating: int, kind: T, rows: int, wide: int = 256) -> Callable:
   def of(tokens: int) -> tuple:
@@ -106,7 +111,7 @@ def down(shared: bool, kind: T) -> Callable:
   def of(tokens: int) -> tuple:
     sel = tensor(np.int32([[(6 + i) % 7, (2 + i) % 7, i % 7] for i in range(tokens)]))
     beside = (floats(tokens, 64), load(T.Q8_0, 45, 64)) if shared else None
-    return step_of(tokens), floats(tokens, 3, 256), experts(kind, 7, 45, 256), sel, floats(tokens, 45), beside
+    return step_of(tokens), floats(tokens, 3, 256), experts(kind, 7, 45, 256), sel, residual(tokens, 45, 2e4 if shared else 2e3), beside
   return of
 def mixed(shared: bool, kind: T = T.Q4_0, grouped: bool = False) -> Callable:
   """kind: of the shared expert's gate and up"""
@@ -114,8 +119,8 @@ def mixed(shared: bool, kind: T = T.Q4_0, grouped: bool = False) -> Callable:
   def of(tokens: int) -> tuple:
     one = moe.FeedForward(load(kind, 64, 96), load(kind, 64, 96), load(T.Q8_0, 96, 64)) if shared else None
     many = moe.FeedForward(experts(T.Q4_0, E, 64, 96), experts(T.Q4_0, E, 64, 96), experts(T.Q5_1, E, 96, 64))
-    residual, how = floats(96, tokens).reshape(tokens, 96), in_groups(3, E) if grouped else routing(2)
-    return step_of(tokens), floats(tokens, 96), norm(96), load(T.F32, E, 96), how, many, one, residual
+    how, added = in_groups(3, E) if grouped else routing(2), residual(tokens, 96, 3e6 if kind is T.Q4_0 else 3e8)
+    return step_of(tokens), floats(tokens, 96), norm(96), load(T.F32, E, 96), how, many, one, added
   return of
 
 def rows_of_embedding(kind: T) -> Callable:
