@@ -80,7 +80,8 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
   yield start
   for served in all_of_them:
     served.process.kill()
-    served.process.communicate()
+    served.process.wait()
+    for pipe in (served.process.stdout, served.process.stderr): pipe.close()   # unread: what compiles may have them longer
 
 def refused(served: Served, why: str) -> None:
   """Nothing is taken any more, which stays so, and the server ends at once where it is told to"""

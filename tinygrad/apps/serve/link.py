@@ -10,7 +10,7 @@ loop's thread. Nothing here knows a device.
 
 A handle that is not read keeps what comes for it as one piece of news. When the process dies, each handle ends with an error."""
 from __future__ import annotations
-import asyncio, os, signal, socket, subprocess, sys
+import asyncio, contextlib, os, signal, socket, subprocess, sys
 from pathlib import Path
 from typing import Any, Callable, Iterable
 import msgspec
@@ -176,6 +176,7 @@ class Link(asyncio.Protocol):
     try: code = await asyncio.to_thread(self.process.wait, GRACE)
     except subprocess.TimeoutExpired: how = "closed its socket"
     else: how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+    with contextlib.suppress(OSError): os.killpg(self.process.pid, signal.SIGTERM)   # what compiled for it, and may not have ended with it
     if self.state != DRAINING or self.handles: self.fail(f"the engine's process {how}")
     self.ended = True
     self.changed.set()

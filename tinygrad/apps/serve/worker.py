@@ -208,7 +208,8 @@ def serve(sock:socket.socket) -> None:
 
 def main(number:int) -> None:
   """number: of the socket's file. The process's exit code is 1 where it could not go on, which the last report says."""
-  for which in (signal.SIGINT, signal.SIGTERM): signal.signal(which, signal.SIG_IGN)   # the other process has them, and says what follows
+  # the other process has them, and says what follows. Not SIG_IGN, which the processes that compile would inherit, and never end
+  for which in (signal.SIGINT, signal.SIGTERM): signal.signal(which, lambda *_: None)
   os.set_inheritable(number, False)
   sock = socket.socket(fileno=number)
   end_with_the_other(sock)
