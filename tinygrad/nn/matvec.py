@@ -498,13 +498,13 @@ def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_sto
   blocks = [-(-part.jobs // (layout.teams * turns)) * group_count(operand.tokens, columns) for part, layout in zip(parts, layouts)]
   block, thread = UOp.special(sum(blocks), "gidx0"), UOp.special(threads, "lidx0")
   if len(parts) == 1:
-    return _Part(target, operand, parts[0], layouts[0], columns, Threads(block, thread, threads, 0), turns, trigger_last).stores(extra_stores, choice)
+    return Part(target, operand, parts[0], layouts[0], columns, Threads(block, thread, threads, 0), turns, trigger_last).stores(extra_stores, choice)
   assert extra_stores is None and choice is None and not trigger_last
   stores, start = [], 0
   for number, (part, layout, count) in enumerate(zip(parts, layouts, blocks)):
     loop, zero = branch(number, (block >= start) & (block < start + count))
     own = Threads(block - start + zero, thread, threads, number * SLOTS)
-    stores.append(UOp.group(*_Part(target, operand, part, layout, columns, own).stores()).end(loop))
+    stores.append(UOp.group(*Part(target, operand, part, layout, columns, own).stores()).end(loop))
     start += count
   return stores
 
@@ -549,7 +549,7 @@ class TeamSums(NamedTuple):
   team: UOp
   is_first: UOp                # of the threads that have them
 
-class _Part:
+class Part:
   """A part of a launch, put together: the phases at the head of the file, a method each"""
   def __init__(self, target:Target, operand:Operand, part:MatvecPart, layout:ThreadLayout, columns:int, at:Threads, turns:int=1,
                trigger_last:bool=False):
@@ -573,9 +573,14 @@ class _Part:
       barrier = choice.barrier(self.thread, self.threads, wait_zero, staged)
       weights = self.load(wait_zero, gated=False)
     vectors.after(barrier)
+    stores = self.finish(weights, vectors, squares, barrier, wait_zero, gated=choice is None)
+    return stores + (extra_stores(self.block_of_all, self.thread, self.threads, wait_zero) if extra_stores else [])
+
+  def finish(self, weights:Weights, vectors:SharedVectors, squares:SquareSums|None, barrier:UOp, wait_zero:UOp, gated:bool=True) -> list[UOp]:
+    """The stores of the products with what is staged behind the barrier. gated: as for load"""
     stores, beside, out = [], [], self.part.finish
     if isinstance(out, CodesOut): codes = local(self.layout.teams * self.group.columns * out.count, dtypes.float, self.slot + 4)
-    for sums, column, team, is_first in self.reduce(self.products(weights, vectors, gated=choice is None), vectors, wait_zero):
+    for sums, column, team, is_first in self.reduce(self.products(weights, vectors, gated), vectors, wait_zero):
       factor, (job, inside) = self.factor(squares, column, barrier, wait_zero), self.job(team)
       if factor is not None: sums = [value * factor for value in sums]
       writes = both(both(is_first, inside), self.group.inside(column))
@@ -586,7 +591,7 @@ class _Part:
       if self.part.rounded is not None and factor is not None:
         beside.append(self.part.rounded[2][self.group.token(column).valid(writes & job.eq(0))].store(factor))
     if isinstance(out, CodesOut): stores = self.code_stores(out, codes.after(UOp(Ops.BARRIER, src=tuple(stores))))
-    return stores + beside + (extra_stores(self.block_of_all, self.thread, self.threads, wait_zero) if extra_stores else [])
+    return stores + beside
 
   def job(self, team:UOp) -> tuple[UOp, UOp|None]:
     """A team's job, and whether there is one. In later turns teams have higher numbers"""
