@@ -14,7 +14,7 @@ from tinygrad.nn.step import Step
 
 # and the error: activations of 8 bits cost a product 2e-5, 17 in two blocks 4e-4, and no position 2.5 times that; without them a cache of
 # halves costs keys and values 2^-24 of their squares each, four times in two blocks, where scores of a few units multiply what the keys are off
-GPUS = {"cuda": (on_cuda, 1e-3), "metal": (on_metal, 1e-6)}
+GPUS = {"cuda": (on_cuda, 1e-3), "hopper": (lambda: on_cuda("sm_90"), 1e-3), "metal": (on_metal, 1e-6)}
 
 IN_GROUPS = dict(q_lora=256, experts=12, used=3, groups=(4, 2), blocks=1, dense=0)
 
@@ -25,6 +25,7 @@ def limit(request: pytest.FixtureRequest) -> Iterator[float]:
 
 @pytest.mark.parametrize("limit,family,types,sizes", [
   ("cuda", "small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5)), ("cuda", "small-ds", "Q4_K F16 Q5_0", dict(blocks=1, dense=0)),
+  ("hopper", "small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5, blocks=1, dense=0)),
   ("metal", "small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5, blocks=1, dense=0)),
   ("cuda", "small-v3", "Q4_0 Q8_0 Q6_K", IN_GROUPS), ("metal", "small-v3", "Q4_K Q8_0", IN_GROUPS),
   ("cuda", "small-moonlight", "Q4_0 Q5_K", dict(experts=8, used=3, blocks=1, dense=0))], indirect=["limit"])

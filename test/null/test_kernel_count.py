@@ -18,12 +18,12 @@ from tinygrad.uop.ops import Ops, UOp
 
 # model: {target: (kernels a token, [(blocks of a kind, kernels a block)])}; types as in the public Q4_0 files
 TABLE = {
-  "glm": {"CUDA": (428, [(1, 8), (4, 9), (42, 9)]), "METAL": (475, [(1, 9), (4, 10), (42, 10)]), "CPU": (565, [(1, 8), (4, 12), (42, 12)])},
+  "glm": {"CUDA": (381, [(1, 7), (4, 8), (42, 8)]), "METAL": (475, [(1, 9), (4, 10), (42, 10)]), "CPU": (565, [(1, 8), (4, 12), (42, 12)])},
   "ds2lite": {"CUDA": (221, [(1, 7), (2, 8), (24, 8)]), "METAL": (248, [(1, 8), (2, 9), (24, 9)]), "CPU": (298, [(1, 7), (2, 11), (24, 11)])},
-  "youtu": {"CUDA": (262, [(4, 8), (28, 8)]), "METAL": (294, [(4, 9), (28, 9)]), "CPU": (261, [(4, 8), (28, 8)])},
+  "youtu": {"CUDA": (230, [(4, 7), (28, 7)]), "METAL": (294, [(4, 9), (28, 9)]), "CPU": (261, [(4, 8), (28, 8)])},
   # a choice of so many experts is a launch, one in groups is as many as without
   "kimi": {"CUDA": (614, [(1, 8), (6, 10), (54, 10)])}, "v3": {"CUDA": (610, [(3, 8), (4, 10), (54, 10)])},
-  "small-v3": {"CUDA": (40, [(2, 8), (2, 9)]), "METAL": (44, [(2, 9), (2, 10)]), "CPU": (45, [(2, 8), (2, 12)])},
+  "small-v3": {"CUDA": (36, [(2, 7), (2, 8)]), "METAL": (44, [(2, 9), (2, 10)]), "CPU": (45, [(2, 8), (2, 12)])},
 }
 
 # model: {(target, sequences): kernels a step}. From 3 sequences on CUDA has tensor cores for the products; elsewhere all numbers have one form

@@ -17,13 +17,14 @@ from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope, Temperature, query_table, rope_table
 from tinygrad.nn import cpu, cutoff, embedding, intrinsics, likeliest, matvec, mla_attention, moe, norm_linear
+from tinygrad.nn.lora_query import QueryWeights
 from tinygrad.nn.primitive import PRIMITIVES, Primitive, plain_ops
 from tinygrad.nn.routing import Gating, Routing
 from tinygrad.nn.latent_cache import CODES, Pages, RowFormat
 from tinygrad.nn.split_plan import PlanShape
 from tinygrad.nn.step import Step
 
-DEVICES = {"CPU": contextlib.nullcontext, "CUDA": on_cuda, "METAL": on_metal}
+DEVICES = {"CPU": contextlib.nullcontext, "CUDA": on_cuda, "HOPPER": lambda: on_cuda("sm_90"), "METAL": on_metal}
 
 def normal(*shape: int) -> np.ndarray: return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
 def tensor(values: np.ndarray) -> Tensor: return Tensor(values).realize()
@@ -89,6 +90,10 @@ def attention_of_a_block(tokens: int) -> tuple:
   scale = 1e-4   # what the queries' int8 costs is latent_attention's case
   weights = mla_attention.LatentWeights(norm_of_kv, k_b, load(T.Q8_0, 3, 32, 128), load(T.Q4_0, 50, 96), scale)
   return step, residual(tokens, 50, 8e3), q, kv, weights, cache, rope
+def attention_by_rank(tokens: int) -> tuple:
+  step, added, _, kv, weights, cache, rope = attention_of_a_block(tokens)
+  small = RMSNorm(norm(256).weight * 0.01, 1e-5)   # as are attention_of_a_block's queries
+  return step, added, floats(tokens, 256), kv, QueryWeights(small, load(T.Q4_0, 3 * (64 + 32), 256)), weights, cache, rope
 def gated(router: bool, kind: T) -> Callable:
   def of(tokens: int) -> tuple:
     return step_of(tokens), floats(tokens, 256), norm(256), load(kind, 37, 256), load(kind, 37, 256), load(T.F32, 9, 256) if router else None
@@ -186,6 +191,7 @@ CASES = [
   Case(mla_attention.latent_attention, "8 bits", attention(5, 128, 32, 40, True), cpu_() + gpus((), (17,)) + sequences(2)[:1]),
   *(Case(mla_attention.attention_plan, f"{blocks} blocks", plan(blocks, 16), gpus((Sequences(n),))) for blocks, n in ((2, 3), (200, 33), (130, 64))),
   Case(mla_attention.attention, "of a block", attention_of_a_block, INT8[:1]),
+  Case(mla_attention.lora_attention, "of a block", attention_by_rank, [("HOPPER", "decode", 1)]),
   Case(norm_linear.attention_output, "heads", output, INT8 + gpus((), (33,))),
   Case(moe.gate_up, "Q4_K router", gated(True, T.Q4_K), cpu_(many=(27,)) + gpus(metal="msl") + sequences(2, 5)),
   Case(moe.gate_up, "IQ4_XS", gated(False, T.IQ4_XS), cpu_(many=(2,)) + gpus() + sequences(8)),
@@ -243,7 +249,8 @@ def numbers(out: Any) -> list[np.ndarray]:
 
 # what a form's arithmetic costs a product: activations of 8 bits; of halves; the order of float32 sums (a cache of halves: its rounding)
 EIGHT_BITS = 1e-5   # … and in rows of the cache: a code is its neighbour
-LIMITS = {("CUDA", "decode"): 2e-3, ("CUDA", "pairs"): 2e-3, ("CUDA", "few"): 5e-5, ("CUDA", "prefill"): 5e-5, ("METAL", "prefill"): 5e-5}
+LIMITS = {("CUDA", "decode"): 2e-3, ("HOPPER", "decode"): 2e-3, ("CUDA", "pairs"): 2e-3, ("CUDA", "few"): 5e-5, ("CUDA", "prefill"): 5e-5,
+          ("METAL", "prefill"): 5e-5}
 
 def run(case: Case, device: str, form: str, tokens: int) -> None:
   def bound() -> tuple:

@@ -14,14 +14,14 @@ from tinygrad.apps.mla import RMSNorm, Transformer
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope
 from tinygrad.engine.realize import compile_linear
-from tinygrad.nn import embedding, few_tokens, mla_attention, moe, norm_linear, routing, split_kv, split_plan
+from tinygrad.nn import embedding, few_tokens, lora_query, mla_attention, moe, norm_linear, routing, split_kv, split_plan
 from tinygrad.nn.routing import Gating, Routing
 from tinygrad.nn.step import Step
 from tinygrad.runtime.graph.cuda import kept_edges
 from tinygrad.uop.ops import Ops, UOp
 
 WAIT, TRIGGER = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
-CONSTANT = re.compile(r"norm|rope|bias|.*\..*")  # weights' planes are named with a dot
+CONSTANT = re.compile(r"(q_)?norm|rope|bias|.*\..*")  # weights' planes are named with a dot
 # the first two are changed after all kernels of a token, by what waits for them in full; a plan is written before any kernel that reads it starts
 STEADY = {"start", "tables", "plan"}
 # kernels without the instruction: the graph keeps them behind whatever they need, and what needs them behind them
@@ -66,7 +66,7 @@ def sources(model: str, rows: int = 1) -> list[Launched]:
     return wrapped
   with no_device("CUDA"), pytest.MonkeyPatch.context() as patch:
     patch.setattr(capture, "_scheduled", {})   # what another test has recorded would launch nothing here
-    for module in (embedding, few_tokens, mla_attention, moe, norm_linear, routing, split_kv, split_plan):
+    for module in (embedding, few_tokens, lora_query, mla_attention, moe, norm_linear, routing, split_kv, split_plan):
       patch.setattr(module, "launch", recording(module.launch))
     calls = Runner(Transformer.from_gguf(with_blocks(stand_in(model), [0, 1]), 256)).batch_of(rows).record(compiled=False).calls
     compiled = [(c.src[0], c.src[1:]) for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
@@ -138,8 +138,8 @@ def test_nothing_of_others_before_the_wait(model: str, rows: int, early_readers:
 
 def test_a_weight_does_go_first():
   """What the overlap is for"""
-  launch = next(launch for launch in sources("small-glm") if launch.name.startswith("norm_linear_rope"))
-  assert launch.names.index("w0.q0") in launch.early()
+  launch = next(launch for launch in sources("small-glm") if launch.name.startswith("lora_query"))
+  assert {launch.names.index(name) for name in ("q_b.q0", "k_b.q0")} <= launch.early()
 
 def faulty(launches: list[Launched], prefix: str, change: Callable[[Launched], str]) -> list[Launched]:
   """The launches, the sources of those of that prefix changed"""

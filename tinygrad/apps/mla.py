@@ -28,7 +28,8 @@ from tinygrad.dtype import DType
 from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.latent_cache import CODES, LATENT_GROUP, ROTATED_GROUP, RowFormat
-from tinygrad.nn.mla_attention import LatentWeights, attention, attention_plan, plan_shape
+from tinygrad.nn.lora_query import QueryWeights
+from tinygrad.nn.mla_attention import LatentWeights, attention, attention_plan, lora_attention, plan_shape
 from tinygrad.nn.moe import FeedForward, feed_forward, mixture
 from tinygrad.nn.norm_linear import norm_linear
 from tinygrad.nn.primitive import PLAIN, rehearsal
@@ -187,13 +188,13 @@ class Attention:
 
   def __call__(self, step:Step, x:Tensor, cache:Tensor, rope:Rope, residual:Tensor|None=None) -> tuple[Tensor, Tensor]:
     """x: (T, D), cache: (C, L+R) -> residual, x by default, + attention of x's norm, (T, D), and the cache with T more rows"""
-    c = self.config
-    if c.q_lora_rank:
-      q, kv = norm_linear(step, x, self.attn_norm, [self.attn_q_a, self.attn_kv_a_mqa])
-      q, = norm_linear(step, q, self.attn_q_a_norm, [self.attn_q_b], rope.of_queries)           # (T, H·(nope+R))
-    else: q, kv = norm_linear(step, x, self.attn_norm, [self.attn_q, self.attn_kv_a_mqa], rope.of_queries)
+    c, residual = self.config, x if residual is None else residual
     weights = LatentWeights(self.attn_kv_a_norm, self.attn_k_b, self.attn_v_b, self.attn_output, c.score_scale)
-    return attention(step, x if residual is None else residual, q, kv, weights, cache, rope)
+    if not c.q_lora_rank:
+      q, kv = norm_linear(step, x, self.attn_norm, [self.attn_q, self.attn_kv_a_mqa], rope.of_queries)   # (T, H·(nope+R)), (T, L+R)
+      return attention(step, residual, q, kv, weights, cache, rope)
+    q_a, kv = norm_linear(step, x, self.attn_norm, [self.attn_q_a, self.attn_kv_a_mqa])
+    return lora_attention(step, residual, q_a, kv, QueryWeights(self.attn_q_a_norm, self.attn_q_b), weights, cache, rope)
 
 class MLP:
   def __init__(self, norm:RMSNorm, gate:QuantizedLinear, up:QuantizedLinear, down:QuantizedLinear):

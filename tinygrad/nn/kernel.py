@@ -111,6 +111,9 @@ class Rope(Protocol):
   table: Tensor                # float32 (positions, R/2, 2): cos and sin of each pair's angle
   head: int                    # numbers of a head
   nope: int
+  @property
+  def of_queries(self) -> Rope:
+    """What rotates a query's heads; `table` is what rotates keys"""
   def rotate(self, x:Tensor, step:Step) -> Tensor:
     """(T, …, R) of the step's tokens -> the same shape"""
   def rotate_heads(self, q:Tensor, step:Step) -> Tensor:

@@ -10,14 +10,14 @@ nn/latent_cache.py's; on the CPU, nn/cpu.py and nn/cpu_prefill.py.
 from __future__ import annotations
 from typing import NamedTuple
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens, mla_prefill, mla_prefill_heads, split_kv, split_plan
+from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens, lora_query, mla_prefill, mla_prefill_heads, split_kv, split_plan
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Norm, Rope, Weight, branch, empty, launch, load4
 from tinygrad.nn.latent_cache import CacheRow, Pages, RowFormat, cache_row, expanded, visible_rows, write_rows
 from tinygrad.nn.matmul import matmul
 from tinygrad.nn.matvec import Operand, linear_part, matvec, thread_layout
 from tinygrad.nn.norm_linear import (as_half, attention_output, decode_target, few_target, heads_as_codes, heads_store_codes, linear_of_codes,
-                                     mul_mat, prefill_target, single_segment)
+                                     mul_mat, norm_linear, prefill_target, single_segment)
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step
 
@@ -48,6 +48,13 @@ def attention(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:LatentWei
   """residual + output·(the heads' v_b·context), and the cache with the tokens' rows. residual: float32 (T, D) -> (T, D)"""
   context, cache = latent_attention(step, q, kv, weights.k_b, weights.norm, cache, rope, weights.scale)   # (T, H, L)
   return attention_output(step, context, weights.v_b, weights.output, residual), cache
+
+@primitive(outputs=lambda step, residual, q_a, kv, query, weights, cache, rope: (empty(residual, *residual.shape), cache), composite=True)
+def lora_attention(step:Step, residual:Tensor, q_a:Tensor, kv:Tensor, query:lora_query.QueryWeights, weights:LatentWeights, cache:Tensor,
+                   rope:Rope) -> tuple[Tensor, Tensor]:
+  """attention whose queries come by way of a low rank. q_a: float32 (T, in)"""
+  q, = norm_linear(step, q_a, query.norm, [query.q_b], rope.of_queries)   # (T, H·(nope+R))
+  return attention(step, residual, q, kv, weights, cache, rope)
 
 @primitive(outputs=lambda step, shape: empty(step.start, *split_plan.plan_size(shape), dtype=dtypes.int32))
 def attention_plan(step:Step, shape:split_plan.PlanShape) -> Tensor:
@@ -114,16 +121,31 @@ def combine_in_v_b(step:Step, weights:LatentWeights, cache:Tensor) -> bool:
 @attention.form("decode", takes=lambda step, residual, q, kv, weights, cache, rope: combine_in_v_b(step, weights, cache))
 def attention_decode(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   """Four launches: queries and the cache's rows; splits of the cache; v_b a head, whose blocks combine the splits; output + residual"""
+  sums, stats, cache = latent_splits(step, q, kv, weights.k_b, weights.norm, cache, rope, weights.scale)
+  return output_of_splits(step, residual, sums, stats, weights, cache), cache
+
+def output_of_splits(step:Step, residual:Tensor, sums:Tensor, stats:Tensor, weights:LatentWeights, cache:Tensor) -> Tensor:
+  """What attention returns of a token, of what split_kv made, where combine_in_v_b"""
   v_b, target = weights.v_b, target_of(weights.v_b.device)
   assert target is not None
-  sums, stats, cache = latent_splits(step, q, kv, weights.k_b, weights.norm, cache, rope, weights.scale)
   (splits, heads, latent), pages = sums.shape, Pages.of(cache, step.tables, sums.shape[2])
   at_once = split_kv.plan_splits(target, heads, pages)[1]
   def context(buffers:dict[str, UOp], head:UOp) -> Operand:
     return Operand([latent // UNIT], None, made=split_kv.SplitContext(target, buffers, pages, splits, heads, at_once, head))
   mem = v_b.nbytes + sums.nbytes() + stats.nbytes()   # a loop's turns are out of the renderer's reach
   codes = heads_as_codes(f"combine_mul_mat_{v_b.label}_{splits}", v_b, {"sums": sums, "stats": stats, "start": step.start}, context, mem=mem)
-  return linear_of_codes(codes, weights.output, residual), cache
+  return linear_of_codes(codes, weights.output, residual)
+
+@lora_attention.form("decode", takes=lambda step, residual, q_a, kv, query, weights, cache, rope:
+                     combine_in_v_b(step, weights, cache) and lora_query.takes(target_of(weights.k_b.device), query.q_b, weights.k_b, rope))
+def lora_attention_decode(step:Step, residual:Tensor, q_a:Tensor, kv:Tensor, query:lora_query.QueryWeights, weights:LatentWeights, cache:Tensor,
+                          rope:Rope) -> tuple[Tensor, Tensor]:
+  """Four launches: those of attention_decode, the first of which takes q_a's output"""
+  k_b, target = weights.k_b, target_of(weights.k_b.device)
+  assert target is not None
+  q_latent, q_rope, cache = lora_query.lora_query(step, q_a, kv, query, k_b, weights.norm, cache, rope)
+  sums, stats = split_kv.split_kv(target, q_latent, q_rope.reshape(1, k_b.shape[0], -1), cache, step, weights.scale)
+  return output_of_splits(step, residual, sums, stats, weights, cache), cache
 
 @attention.form("few", takes=lambda step, residual, q, kv, weights, cache, rope:
                 few_target(step, weights.v_b, *weights.v_b.shape[1:]) and splits_take(step, weights.k_b, cache) and step.plan is not None)
