@@ -117,14 +117,14 @@ def test_few_blocks(last: int, arch: str, monkeypatch: pytest.MonkeyPatch):
 
 # ---- splits that v_b combines ----
 
-def combined_in_v_b(H: int, L: int, R: int, v: int, last: int, positions: int = 128 * PAGE) -> tuple[int, float]:
+def combined_in_v_b(H: int, L: int, R: int, v: int, last: int, positions: int = 256 * PAGE) -> tuple[int, float]:
   """How many splits are written up to a position, and the worst NMSE of a head's v_b·context. What is not written is NaN. Each split tells in the
   sums, and a head's weights do not favour a few"""
   rng, target, row = np.random.default_rng(last), intrinsics.target_of(Device.DEFAULT), RowFormat(L, R)
   pages = Pages(positions // PAGE, positions // PAGE, 1, row)
   splits, step = split_kv.plan_splits(target, H, pages)
   assert split_kv.blocks_combine(target, H, pages, 1)
-  written = last // ((last // (splits * step) + 1) * step) + 1
+  written = last // (max(last // (splits * step) + 1, 1 + (last >= split_kv.FEW_SPLITS * step)) * step) + 1
   sums, stats = np.full((splits, H, L), np.nan, np.float32), np.full((H, splits, 2), np.nan, np.float32)
   sums[:written] = rng.standard_normal((written, H, L))
   stats[:, :written] = np.stack([rng.standard_normal((H, written)) - 40, rng.random((H, written)) + 0.1], -1)
@@ -144,31 +144,33 @@ def load_weight(*shape: int) -> QuantizedLinear: return QuantizedLinear.load(T.Q
 def large_blocks(monkeypatch: pytest.MonkeyPatch): monkeypatch.setattr(matvec, "FEW_BLOCKS", 1)
 
 def ends_of_splits(count: int, step: int) -> list[int]: return [(count - 1) * step, count * step - 1]
-SPLITS = 1, 2, 16, 17, 32, 33, 131, 132
+# splits of a step up to FEW_SPLITS, of two behind that
+SPLITS = (1, 32), (2, 32), (16, 32), (17, 32), (32, 32), (17, 64), (32, 64), (33, 64), (131, 64), (132, 64)
 @pytest.mark.parametrize("shape", [(2, 512, 64, 32), (18, 128, 32, 16)])
-@pytest.mark.parametrize("splits", SPLITS)
-def test_splits_combined_in_v_b(shape: tuple[int, ...], splits: int, large_blocks: None):
+@pytest.mark.parametrize("splits,length", SPLITS)
+def test_splits_combined_in_v_b(shape: tuple[int, ...], splits: int, length: int, large_blocks: None):
   with on_cuda("sm_90"):
-    for last in ends_of_splits(splits, 32):
+    for last in ends_of_splits(splits, length):
       written, error = combined_in_v_b(*shape, last)
       assert written == splits and error < 1e-3
 
 def test_long_splits_combined_in_v_b(large_blocks: None):
-  """Of two steps each"""
+  """Of three steps each"""
   with on_cuda("sm_90"):
-    for last, splits in ((132 * 32, 67), (132 * 32 + 64, 68), (8191, 128)):
+    for last, splits in ((132 * 64, 89), (132 * 64 + 96, 90), (132 * 96 - 1, 132)):
       written, error = combined_in_v_b(2, 512, 64, 32, last)
       assert written == splits and error < 1e-3
 
 def one_less(right: property) -> property: return property(lambda context: right.fget(context) - 1)
 def one_more(right: property) -> property: return property(lambda context: right.fget(context) + 1)
 def one_turn(right: property) -> property: return property(lambda context: right.fget(context).minimum(64))
-@pytest.mark.parametrize("fault,splits", [(one_less, 2), (one_less, 17), (one_less, 132), (one_more, 1), (one_more, 33), (one_turn, 131)])
-def test_splits_left_out(fault: Callable, splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("fault,splits,length", [(one_less, 2, 32), (one_less, 17, 32), (one_less, 132, 64), (one_more, 1, 32), (one_more, 33, 64),
+                                                 (one_turn, 131, 64)])
+def test_splits_left_out(fault: Callable, splits: int, length: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch):
   """… or read too many, are noticed"""
   monkeypatch.setattr(split_kv.SplitContext, "written", fault(split_kv.SplitContext.written))
   monkeypatch.setattr(kernel, "_programs", {})
-  with pytest.raises(AssertionError): test_splits_combined_in_v_b((2, 512, 64, 32), splits, large_blocks)
+  with pytest.raises(AssertionError): test_splits_combined_in_v_b((2, 512, 64, 32), splits, length, large_blocks)
 
 @pytest.mark.parametrize("heads,rows,combines", [(20, 256, True), (16, 128, True), (64, 128, True), (128, 128, True), (40, 1024, False)])
 def test_who_combines(heads: int, rows: int, combines: bool):

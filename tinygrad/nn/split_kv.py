@@ -40,6 +40,7 @@ MOST_COLUMNS = 4                   # of eight heads, of a block, by its register
 LATENT_PER_WARP, LATENT_TILES = 64, 4   # numbers that a warp multiplies, and whose weighted sums it makes; products of these
 PIECE = 8                          # entries of a row that are copied at once, 16 bytes
 COMBINE_WARPS = 8                  # of a block of mla_combine, or half of them where sequences have fewer splits
+FEW_SPLITS = 32                    # that are combined at once
 ROW_MAX, WEIGHT_SUM = 0, 1         # in stats
 CONTEXT_THREADS = 512              # of a block that combines a head's splits for itself
 MOST_COMBINED = 24 << 20           # bytes that all of those read when all splits are written: the second cache hands out 5 or 6 MB a µs
@@ -91,8 +92,8 @@ def plan_shape(target:Target, heads:int, pages:Pages) -> PlanShape:
   return PlanShape.of(pages, *machine_splits(target, heads, pages.format))
 
 def split_length(last:UOp, splits:int, step:int) -> UOp:
-  """Positions of a split, when `last` is the last position written"""
-  return (last // (splits * step) + 1) * step
+  """Positions of a split, when `last` is the last position written: a step while so many splits are few to combine, two at least behind that"""
+  return (last // (splits * step) + 1).maximum((last >= FEW_SPLITS * step).where(UOp.const(2), 1)) * step
 
 @dataclass(frozen=True)
 class MmaLayout:
