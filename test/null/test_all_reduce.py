@@ -7,7 +7,7 @@ from gguf import GGMLQuantizationType as T
 from helpers import SMALL, WIDE, write_mixed
 from mockcuda import on_cuda
 from oracle import Judge
-from tinygrad import Tensor
+from tinygrad import Device, Tensor
 from tinygrad.apps.capture import Replay, to_device, write
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.tensor_parallel import TensorParallel, exchange_of
@@ -34,6 +34,7 @@ def sums(shapes: list[tuple[int, int]], devices: int, repeat: int = 1, skip: Any
     runs.append((values, replay.run(summed, parts, exchange)))
   for _ in range(repeat):
     replay()
+    for device in DEVICES[:devices]: Device[device].synchronize()   # none goes on while a fault is told
     for values, results in runs:
       want = values[0]
       for value in values[1:]: want = want + value

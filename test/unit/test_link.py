@@ -316,16 +316,16 @@ def test_a_step_that_fails():
   toy.leave()
 
 def test_a_device_that_fails():
-  """Once it does nothing any more, the worker says so, after the news: of those that waited, too"""
+  """Once it does nothing any more, the worker says so, and the end of nobody, who waited neither: all end with that last report"""
   def fault() -> None: raise RuntimeError("gone")
   toy = Toy(fault)
   def gone() -> None: raise RuntimeError("CUDA:1: it is\ngone")
   toy.engine.runner.wait, toy.engine.scheduler.max_rows = gone, 1  # type: ignore[method-assign]
   toy.say(*(wire.Add(number, [number], {}, [], 50) for number in (1, 2)))
   why = "the device failed: CUDA:1: it is gone"
-  assert {(news.end, news.why) for news in toy.until_ended(1, 2).values()} == {("error", why)}
   toy.thread.join(SECONDS)
-  assert toy.broken == why
+  assert toy.broken == why and {number: str(served.sequence.error) for number, served in toy.worker.served.items()} == {1: why, 2: why}
+  assert not any(news.end for news in toy.worker.news.values())
 
 def test_work_that_raises_again_and_again(capfd):
   toy, raised = Toy(), []

@@ -89,7 +89,7 @@ class Worker:
       news.ids += s.ids[s.prompt + told:]
       if s.logprobs: news.logprobs += [wire.Logprob(*logprob) for logprob in s.logprobs[told:]]
       news.cached, served.told = s.cached, there
-      if ended:
+      if ended and not isinstance(s.error, DeviceFailed):   # those end with the last report, after which nobody is told that all is well
         news.end = "grammar" if isinstance(s.error, GrammarError) else s.reason
         news.why, news.times = "" if s.error is None else one_line(s.error), wire.Times(**vars(s.times))
         del self.served[number]
