@@ -83,7 +83,7 @@ def bytes_moved(name:str, estimate:int, model:Transformer, position:int) -> int:
   if name.startswith(("mla_attention", "mla_split_kv", "mla_prefill")): return estimate * (position + 1) // model.cache[0].shape[0]
   if name.startswith(("mla_combine", "combine_mul_mat")) and (t := intrinsics.target_of(Device.DEFAULT)):
     splits, step = plan_splits(t, c.n_heads, Pages(model.pages, model.pages, 1, model.row))
-    written = position // split_length(position, splits, step) + 1
+    written = position // split_length(UOp.const(position), splits, step).vmin + 1
     if name.startswith("mla_combine"): return estimate * written // splits
     return estimate - (splits - written) * c.n_heads * (c.kv_lora_rank + 2) * 4
   return estimate
