@@ -325,7 +325,9 @@ def test_a_device_that_fails():
   why = "the device failed: CUDA:1: it is gone"
   toy.thread.join(SECONDS)
   assert toy.broken == why and {number: str(served.sequence.error) for number, served in toy.worker.served.items()} == {1: why, 2: why}
-  assert not any(news.end for news in toy.worker.news.values())
+  toy.worker.tell_all()
+  steps = toy.hear()
+  assert steps and not any(news.end for step in steps for news in step.news)
 
 def test_work_that_raises_again_and_again(capfd):
   toy, raised = Toy(), []
