@@ -70,7 +70,6 @@ MMA_METAL = Mma(8, 8, 8, (2, 2, 2), _simdgroup, _simdgroup, _simdgroup, "METAL")
 class Target:
   """What a kernel may ask of a GPU. A str is a C expression over the operands {0}, {1}, … None: the GPU has no such instruction."""
   shuffle_xor: str             # {0} of the lane whose number differs by the bit {o}, a constant
-  shuffle_first: str|None = None   # {0} of lane 0
   shuffle_from: str|None = None    # {0} of lane {1}
   dot4: str|None = None        # {2} + Σ of the four int8 products of {0} and {1}; int32
   wait: str|None = None        # statement: go on when the kernels before this one are done
@@ -101,8 +100,8 @@ def _ldmatrix(kind:str) -> str:
   return f'asm volatile("ldmatrix.sync.aligned.m8n8.x4.{kind}b16 {{{{%0, %1, %2, %3}}}}, [%4];" : {words} : {_shared("{4}")});'
 
 TARGETS = {
-  "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", "__shfl_sync(0xffffffffu, {0}, 0)", "__shfl_sync(0xffffffffu, {0}, {1})",
-                 "__dp4a((int)({0}), {1}, {2})", mma=MMA_CUDA, byte_perm="__byte_perm({0}, {1}, {2})",
+  "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", "__shfl_sync(0xffffffffu, {0}, {1})", "__dp4a((int)({0}), {1}, {2})", mma=MMA_CUDA,
+                 byte_perm="__byte_perm({0}, {1}, {2})",
                  and_or='[](uint a, uint b, uint c) {{ uint d; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }}'
                         "({0}, {1}, {2})",
                  fma_halves="tg_bitcast<uint>(__hfma2(tg_bitcast<half2>((uint)({0})), tg_bitcast<half2>((uint)({1})), "
@@ -179,7 +178,7 @@ def shuffle_from(target:Target, value:UOp, lane:UOp) -> UOp:
 
 def uniform(target:Target, value:UOp) -> UOp:
   """A value that all lanes have, so that the target's compiler knows it"""
-  return value if target.shuffle_first is None else UOp(Ops.CUSTOM, value.dtype, src=(value,), arg=target.shuffle_first)
+  return value if target.shuffle_from is None else shuffle_from(target, value, UOp.const(0))
 
 def group_reduce(target:Target, value:UOp, lanes:int, op:Callable[[UOp, UOp], UOp], step:int=1) -> UOp:
   """op over `lanes` neighbouring lanes, a power of two, `step` apart. Every one of them has the result; the order is fixed."""
