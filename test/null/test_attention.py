@@ -22,7 +22,7 @@ from tinygrad.nn.latent_cache import LARGEST, LATENT_GROUP, ROTATED_GROUP, PageA
 from tinygrad.nn.mla_attention import attention_plan, latent_attention
 from tinygrad.nn.matvec import Operand
 from tinygrad.nn.primitive import plain_ops
-from tinygrad.nn.split_plan import Item, PlanShape
+from tinygrad.nn.split_plan import Item, PlanShape, plan_ops
 from tinygrad.nn.step import PAGE, Step
 from tinygrad.uop.ops import Ops
 
@@ -117,26 +117,35 @@ def test_few_blocks(last: int, arch: str, monkeypatch: pytest.MonkeyPatch):
 
 # ---- splits that v_b combines ----
 
-def combined_in_v_b(H: int, L: int, R: int, v: int, last: int, positions: int = 256 * PAGE) -> tuple[int, float]:
-  """How many splits are written up to a position, and the worst NMSE of a head's v_b·context. What is not written is NaN. Each split tells in the
-  sums, and a head's weights do not favour a few"""
-  rng, target, row = np.random.default_rng(last), intrinsics.target_of(Device.DEFAULT), RowFormat(L, R)
-  pages = Pages(positions // PAGE, positions // PAGE, 1, row)
+def combined_in_v_b(H: int, L: int, R: int, v: int, *lasts: int, positions: int = 256 * PAGE) -> tuple[int, float]:
+  """How many splits are written up to a position of each token, and the worst NMSE of a head's v_b·context. What is not written is NaN. Each split
+  tells in the sums, and a head's weights do not favour a few"""
+  rng, target, row, T_ = np.random.default_rng(lasts), intrinsics.target_of(Device.DEFAULT), RowFormat(L, R), len(lasts)
+  pages = Pages(T_ * positions // PAGE, positions // PAGE, T_, row)
   splits, step = split_kv.plan_splits(target, H, pages)
   assert split_kv.blocks_combine(target, H, pages, 1)
-  written = last // (max(last // (splits * step) + 1, 1 + (last >= split_kv.FEW_SPLITS * step)) * step) + 1
+  if T_ == 1:
+    plan, where, last = None, {"start": Tensor(np.int32(lasts))}, lasts[0]
+    spans = [(0, last // (max(last // (splits * step) + 1, 1 + (last >= split_kv.FEW_SPLITS * step)) * step) + 1)]
+  else:
+    plan = split_kv.plan_shape(target, H, pages)
+    rows = plan_ops(plan, Step.decode(Tensor(np.int32(lasts)), Tensor.empty(T_, positions // PAGE, dtype=dtypes.int32))).numpy()
+    where, splits, spans = {"plan": Tensor(rows)}, plan.items, [(first, count) for first, count, *_ in rows[plan.items:].tolist()]
   sums, stats = np.full((splits, H, L), np.nan, np.float32), np.full((H, splits, 2), np.nan, np.float32)
-  sums[:written] = rng.standard_normal((written, H, L))
-  stats[:, :written] = np.stack([rng.standard_normal((H, written)) - 40, rng.random((H, written)) + 0.1], -1)
-  v_b, weights = load_weight(H, v, L), np.exp2(stats[:, :written, 0].astype(np.float64))
-  context = np.einsum("hs,shl->hl", weights, sums[:written].astype(np.float64)) / (weights * stats[:, :written, 1]).sum(1)[:, None]
+  v_b, contexts = load_weight(H, v, L), []
+  for first, count in spans:
+    own = slice(first, first + count)
+    sums[own] = rng.standard_normal((count, H, L))
+    stats[:, own] = np.stack([rng.standard_normal((H, count)) - 40, rng.random((H, count)) + 0.1], -1)
+    weights = np.exp2(stats[:, own, 0].astype(np.float64))
+    contexts.append(np.einsum("hs,shl->hl", weights, sums[own].astype(np.float64)) / (weights * stats[:, own, 1]).sum(1)[:, None])
   def operand(buffers: dict[str, UOp], head: UOp) -> Operand:
-    return Operand([L // 32], None, made=split_kv.SplitContext(target, buffers, pages, splits, H, step, head))
-  ins = {"sums": Tensor(sums), "stats": Tensor(stats), "start": Tensor(np.int32([last]))}
-  words, scales = (part.numpy() for part in norm_linear.heads_as_codes(f"combined_{splits}", v_b, ins, operand, mem=0))
+    return Operand([L // 32], None, tokens=T_, made=split_kv.SplitContext(target, buffers, pages, splits, H, step, plan, head))
+  ins = {"sums": Tensor(sums), "stats": Tensor(stats), **where}
+  words, scales = (part.numpy() for part in norm_linear.heads_as_codes(f"combined_{splits}", v_b, ins, operand, T_, mem=0))
   codes = words.transpose(0, 2, 1, 3).copy().view(np.int8).reshape(-1, 8) * scales.reshape(-1, 1).astype(np.float64)
-  want = np.einsum("hl,hvl->hv", context, v_b.dequantize().numpy().astype(np.float64))
-  return written, max(nmse(own, right) for own, right in zip(codes.reshape(H, v), want))
+  want = np.einsum("thl,hvl->thv", np.array(contexts), v_b.dequantize().numpy().astype(np.float64)).reshape(-1, v)
+  return sum(count for _, count in spans), max(nmse(own, right) for own, right in zip(codes.reshape(-1, v), want, strict=True))
 
 def load_weight(*shape: int) -> QuantizedLinear: return QuantizedLinear.load(T.Q8_0, shape, random_weight(T.Q8_0, shape)[0])
 
@@ -161,16 +170,32 @@ def test_long_splits_combined_in_v_b(large_blocks: None):
       written, error = combined_in_v_b(2, 512, 64, 32, last)
       assert written == splits and error < 1e-3
 
-def one_less(right: property) -> property: return property(lambda context: right.fget(context) - 1)
-def one_more(right: property) -> property: return property(lambda context: right.fget(context) + 1)
-def one_turn(right: property) -> property: return property(lambda context: right.fget(context).minimum(64))
+@pytest.mark.parametrize("shape", [(2, 512, 64, 32), (18, 128, 32, 16)])
+@pytest.mark.parametrize("lasts", [(0, 31), (40, 5000), (1000, 0, 100), (3, 16000, 700, 31)])
+def test_splits_of_several_combined_in_v_b(shape: tuple[int, ...], lasts: tuple[int, ...], large_blocks: None):
+  """Those of a plan: a token's begin where it says"""
+  with on_cuda("sm_90"): assert combined_in_v_b(*shape, *lasts)[1] < 1e-3
+
+def one_less(first: UOp, count: UOp) -> tuple[UOp, UOp]: return first, count - 1
+def one_more(first: UOp, count: UOp) -> tuple[UOp, UOp]: return first, count + 1
+def one_turn(first: UOp, count: UOp) -> tuple[UOp, UOp]: return first, count.minimum(64)
+def others(first: UOp, count: UOp) -> tuple[UOp, UOp]: return UOp.const(0), count
+def faulty(fault: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+  right = split_kv.SplitContext.own
+  monkeypatch.setattr(split_kv.SplitContext, "own", lambda context, token: fault(*right(context, token)))
+  monkeypatch.setattr(kernel, "_programs", {})
+
 @pytest.mark.parametrize("fault,splits,length", [(one_less, 2, 32), (one_less, 17, 32), (one_less, 132, 64), (one_more, 1, 32), (one_more, 33, 64),
                                                  (one_turn, 131, 64)])
 def test_splits_left_out(fault: Callable, splits: int, length: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch):
   """… or read too many, are noticed"""
-  monkeypatch.setattr(split_kv.SplitContext, "written", fault(split_kv.SplitContext.written))
-  monkeypatch.setattr(kernel, "_programs", {})
+  faulty(fault, monkeypatch)
   with pytest.raises(AssertionError): test_splits_combined_in_v_b((2, 512, 64, 32), splits, length, large_blocks)
+
+@pytest.mark.parametrize("fault,lasts", [(one_less, (40, 5000)), (others, (40, 5000)), (one_turn, (3, 5000)), (one_more, (1000, 0, 100))])
+def test_splits_of_several_left_out(fault: Callable, lasts: tuple[int, ...], large_blocks: None, monkeypatch: pytest.MonkeyPatch):
+  faulty(fault, monkeypatch)
+  with pytest.raises(AssertionError): test_splits_of_several_combined_in_v_b((2, 512, 64, 32), lasts, large_blocks)
 
 @pytest.mark.parametrize("heads,rows,combines", [(20, 256, True), (16, 128, True), (64, 128, True), (128, 128, True), (40, 1024, False)])
 def test_who_combines(heads: int, rows: int, combines: bool):

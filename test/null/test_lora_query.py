@@ -1,4 +1,4 @@
-"""The launch that makes a token's queries of q_a's output, on the mock of CUDA, against plain ops: q_b, k_b a head, rotation, the cache's row."""
+"""The launch that makes a few tokens' queries of q_a's output, on the mock of CUDA, against plain ops: q_b, k_b a head, rotation, the cache."""
 from __future__ import annotations
 import math
 from typing import NamedTuple
@@ -27,42 +27,43 @@ class Shape(NamedTuple):
   latent: int = 128
   rotated: int = 32
   coded: bool = False   # rows of the cache
+  tokens: int = 1       # of a sequence each
 
 def weight(kind: T, *shape: int) -> QuantizedLinear: return QuantizedLinear.load(kind, shape, random_weight(kind, shape)[0])
 def normal(seed: int, *shape: int) -> np.ndarray: return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 class Arguments:
   def __init__(self, shape: Shape):
-    H, nope, width, q_b, k_b, L, R, coded = shape
-    self.row, self.step = RowFormat(L, R, coded), decoding(70)
-    self.q_a, self.kv = Tensor(normal(1, 1, width)), Tensor(normal(2, 1, L + R))
+    H, nope, width, q_b, k_b, L, R, coded, tokens = shape
+    self.row, self.step = RowFormat(L, R, coded), decoding(*[70, 3, 64, 127, 0, 1, 63, 100][:tokens])
+    self.q_a, self.kv = Tensor(normal(1, tokens, width)), Tensor(normal(2, tokens, L + R))
     # random weights are large: queries are to be halves
     self.q_norm, self.norm = RMSNorm(Tensor(1e-3 * (1 + 0.1 * normal(3, width))), 1e-5), RMSNorm(Tensor(1 + 0.1 * normal(4, L)), 1e-5)
     self.q_b, self.k_b, self.rope = weight(q_b, H * (nope + R), width), weight(k_b, H, L, nope), Rope(rope_table(R, 1e4, 128), nope + R, nope)
-    self.cache = Tensor(normal(5, 4 * PAGE, L + R).astype(np.float16))
+    self.cache = Tensor(normal(5, (2 * tokens + 2) * PAGE, L + R).astype(np.float16))
     if coded: self.cache = self.row.encoded(self.cache)
     self.cache = self.cache.contiguous().realize()
 
 def made(shape: Shape) -> list[np.ndarray]:
-  """Latent queries (H, L), rotated parts (H, R), the cache (C, L+R), by the launch"""
-  a, H, L = Arguments(shape), shape.heads, shape.latent
+  """Latent queries (T, H, L), rotated parts (T, H, R), the cache (C, L+R), by the launch"""
+  a, H, L, tokens = Arguments(shape), shape.heads, shape.latent, shape.tokens
   target = target_of(Device.DEFAULT)
-  assert lora_query.takes(target, a.q_b, a.k_b, a.rope)
+  assert lora_query.takes(target, a.q_b, a.k_b, a.rope, tokens)
   q_latent, q_rope, cache = lora_query.lora_query(a.step, a.q_a, a.kv, QueryWeights(a.q_norm, a.q_b), a.k_b, a.norm, a.cache, a.rope)
   Tensor.realize(q_latent, q_rope, cache)
-  queries = q_latent.numpy().reshape(-1).astype(np.float32)
+  queries = q_latent.numpy().reshape(tokens, -1).astype(np.float32)
   if split_kv.uses_tensor_cores(target, Pages.of(a.cache, a.step.tables, L).format):
     head, number = np.meshgrid(np.arange(H), np.arange(L), indexing="ij")
-    queries = queries[split_kv.query_place(head, number, L)]
-  return [queries.reshape(H, L), q_rope.numpy().reshape(H, -1), a.row.decoded(cache).numpy().astype(np.float32)]
+    queries = queries[:, split_kv.query_place(head, number, L)]
+  return [queries.reshape(tokens, H, L), q_rope.numpy().reshape(tokens, H, -1), a.row.decoded(cache).numpy().astype(np.float32)]
 
 def wanted(shape: Shape) -> list[np.ndarray]:
   with plain_ops():
     a, (H, nope, L) = Arguments(shape), (shape.heads, shape.nope, shape.latent)
-    q = norm_linear(a.step, a.q_a, a.q_norm, [a.q_b], a.rope)[0].reshape(1, H, -1)
+    q = norm_linear(a.step, a.q_a, a.q_norm, [a.q_b], a.rope)[0].reshape(shape.tokens, H, -1)
     row = a.norm(a.kv[:, :L]).cat(a.rope.rotate(a.kv[:, L:], a.step), dim=-1)
     cache = write_rows(a.step, a.cache, row, L)
-    return [mul_mat(q[..., :nope], a.k_b).numpy()[0], q[0, :, nope:].numpy(), a.row.decoded(cache).numpy().astype(np.float32)]
+    return [mul_mat(q[..., :nope], a.k_b).numpy(), q[..., nope:].numpy(), a.row.decoded(cache).numpy().astype(np.float32)]
 
 def worst_row(got: np.ndarray, want: np.ndarray) -> float:
   assert got.shape == want.shape
@@ -75,19 +76,24 @@ def check(shape: Shape) -> None:
 
 SHAPES = [Shape(3, 64, 256), Shape(5, 192, 768), Shape(3, 128, 1536, T.Q4_0, T.Q4_0, 512, 64), Shape(2, 96, 800, T.Q5_0, T.Q8_0, 256, 64, True),
           Shape(3, 256, 256, T.Q4_K, T.Q8_0), Shape(5, 64, 768, T.Q6_K, T.Q5_1, 256, 64), Shape(3, 64, 256, T.Q8_0, T.Q8_0, 192, 34)]
+SHAPES += [Shape(5, 192, 768, tokens=3), Shape(2, 96, 800, T.Q5_0, T.Q8_0, 256, 64, True, tokens=2),
+           Shape(3, 64, 256, T.Q8_0, T.Q8_0, 192, 34, tokens=4)]
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_queries(shape: Shape): check(shape)
 
-def launch_of(heads: int, nope: int, width: int, kinds: tuple[T, T] = (T.Q4_0, T.Q8_0)) -> QueryLaunch | None:
+def launch_of(heads: int, nope: int, width: int, kinds: tuple[T, T] = (T.Q4_0, T.Q8_0), tokens: int = 1) -> QueryLaunch | None:
   q_b, k_b = (QuantizedLinear(kind, shape, {"all": Tensor.empty(math.prod(shape) // 32 * size, dtype=dtypes.uint8)})
               for kind, shape, size in zip(kinds, ((heads * (nope + 64), width), (heads, 512, nope)), (GGML_QUANT_SIZES[k][1] for k in kinds)))
-  return QueryLaunch.of(HOPPER, q_b, k_b)
+  return QueryLaunch.of(HOPPER, q_b, k_b, tokens)
 
-@pytest.mark.parametrize("shape,shares,blocks", [((20, 192, 768), 4, 101), ((16, 128, 1536), 4, 97), ((8, 128, 1536), 8, 81),
-                                                 ((64, 128, 1536), None, 0), ((20, 192, 1536), None, 0)])
-def test_who_takes_it(shape: tuple[int, int, int], shares: int | None, blocks: int):
-  """GLM-4.7-Flash, Youtu-LLM, an eighth of Kimi-K2. Not all of Kimi-K2, whose blocks would not run at once; nor what has no room in registers"""
-  launch = launch_of(*shape)
+@pytest.mark.parametrize("shape,tokens,shares,blocks", [((20, 192, 768), 1, 4, 101), ((20, 192, 768), 4, 4, 104), ((20, 192, 768), 5, None, 0),
+                                                        ((16, 128, 1536), 1, 4, 97), ((16, 128, 1536), 3, 4, 99), ((16, 128, 1536), 4, None, 0),
+                                                        ((8, 128, 1536), 1, 8, 81),
+                                                        ((64, 128, 1536), 1, None, 0), ((20, 192, 1536), 1, None, 0)])
+def test_who_takes_it(shape: tuple[int, int, int], tokens: int, shares: int | None, blocks: int):
+  """GLM-4.7-Flash, Youtu-LLM, an eighth of Kimi-K2. Not all of Kimi-K2, whose blocks would not run at once; nor what has no room in registers; nor
+  too much that every block would do again"""
+  launch = launch_of(*shape, tokens=tokens)
   assert (launch.shares if launch else None) == shares and (launch is None or launch.blocks == blocks)
 
 def test_who_has_no_launch_for_it():
@@ -96,6 +102,6 @@ def test_who_has_no_launch_for_it():
     a = Arguments(SHAPES[0])
     growing = Rope(a.rope.table, a.rope.head, a.rope.nope, query_table(Temperature(.5, 4), 64, 32, 1e4, 128))
     floats = weight(T.F16, *a.q_b.shape)
-    takes = [lora_query.takes(target, q_b, a.k_b, rope) for target, q_b, rope in (
+    takes = [lora_query.takes(target, q_b, a.k_b, rope, 1) for target, q_b, rope in (
       (HOPPER, a.q_b, a.rope), (OF_CAPABILITY[86], a.q_b, a.rope), (HOPPER, floats, a.rope), (HOPPER, a.q_b, growing), (None, a.q_b, a.rope))]
     assert takes == [True, False, False, False, False]

@@ -34,7 +34,7 @@ RMSNorm costs nothing here: x is multiplied by the norm's weight while it is sta
 """
 from __future__ import annotations
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Callable, Iterable, NamedTuple, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
@@ -151,13 +151,14 @@ def named(x:Tensor|Codes|Rounded, name:str) -> dict[str, Tensor]:
 def codes_in(buffers:dict[str, UOp], name:str) -> tuple[UOp, UOp]: return buffers[f"{name}_words"], buffers[f"{name}_scales"]
 def rounded_in(buffers:dict[str, UOp], name:str) -> tuple[UOp, UOp, UOp]: return *codes_in(buffers, name), buffers[f"{name}_factors"]
 
-class MadeVector(Protocol):
-  """A vector that each block makes for itself. threads: of such a block"""
+class MadeVectors(Protocol):
+  """Vectors that each block makes for itself. threads: of such a block; nbytes: of shared memory, a vector"""
   threads: int
-  def constants(self) -> list[UOp]:
+  nbytes: int
+  def constants(self, tokens:list[UOp]) -> list[UOp]:
     """The loads of what no kernel of the step writes"""
-  def load4(self, thread:UOp, threads:int, wait_zero:UOp, slot:int) -> Load4:
-    """The vector in shared memory, behind a barrier. slot: its buffer's"""
+  def load4(self, tokens:list[UOp], thread:UOp, threads:int, wait_zero:UOp, slot:int) -> list[Load4]:
+    """The tokens' vectors in shared memory, behind a barrier. slot: its buffer's"""
 
 class CodedUnit(NamedTuple):
   """32 numbers as int8: eight words, and the scale of each two"""
@@ -174,14 +175,14 @@ def load_codes(buffers:dict[str, UOp], name:str, units:int, vector:UOp, unit:UOp
 class Operand:
   """The vectors of a launch, one a token, which other kernels have written. segments: units of each. vector(token) loads it. norm: the weight of
   an RMSNorm of it, and its epsilon. codes(token, segment, unit) loads a unit of a vector that is int8 already, in place of vector.
-  rounded: the buffers of a Rounded, in place of vector, and the number of the first token's. made: in place of vector, of one token."""
+  rounded: the buffers of a Rounded, in place of vector, and the number of the first token's. made: in place of vector."""
   segments: Sequence[int]
   vector: Callable[[UOp], Load4]|None
   norm: tuple[Load4, float]|None = None
   tokens: int = 1
   codes: Callable[[UOp, int, UOp], CodedUnit]|None = None
   rounded: tuple[UOp, UOp, UOp, UOp|int]|None = None
-  made: MadeVector|None = None
+  made: MadeVectors|None = None
 
   @property
   def units(self) -> int: return sum(self.segments)
@@ -376,6 +377,7 @@ def columns_of(target:Target, operand:Operand, parts:Sequence[MatvecPart], warps
   for part in parts:
     vectors = vectors_of(target, operand, part.integer)
     if vectors in (FloatVectors, Int8Vectors, RoundedVectors): needed += vectors.nbytes(operand.units)
+  if operand.made is not None: needed += operand.made.nbytes
   return next(columns for columns in COLUMNS if columns == 1 or columns <= operand.tokens and columns * needed <= target.shared_bytes)
 
 # ---- threads ----
@@ -557,6 +559,7 @@ class Part:
     self.block_of_all, self.thread, self.threads, self.slot = at
     groups = group_count(operand.tokens, columns)
     self.block, self.group = self.block_of_all // groups, TokenGroup(operand.tokens, columns, self.block_of_all % groups)
+    self.tokens = [self.group.token(column) for column in range(columns)]
     self.team, self.lane = self.thread // layout.span, self.thread % layout.span
     self.lane_units = lane_units(operand.segments, layout.span, self.lane)
 
@@ -650,7 +653,7 @@ class Part:
   def prefetch(self) -> tuple[Weights, UOp]:
     """The weights, and wait_zero. Whatever no other kernel decides is loaded before the wait."""
     known, made = self.load(None), self.operand.made
-    wait_zero = self.wait(*self.norm_loads(), *(made.constants() if made is not None else ()), *global_loads(known))
+    wait_zero = self.wait(*self.norm_loads(), *(made.constants(self.tokens) if made is not None else ()), *global_loads(known))
     complete = all(len(units) == len(self.lane_units) for units in known)
     return known if complete else self.load(wait_zero), wait_zero
 
@@ -675,10 +678,9 @@ class Part:
     vectors, stores, squares = self.shared_vectors(wait_zero), [], []
     if self.operand.codes is not None: return vectors, None, []
     if self.operand.made is not None:
-      made = self.operand.made.load4(self.thread, self.threads, wait_zero, self.slot + 2)   # it has no norm
-      self.operand = replace(self.operand, vector=lambda _: made)
+      made = self.operand.made.load4(self.tokens, self.thread, self.threads, wait_zero, self.slot + 2)   # they have no norm
     for column in range(self.group.columns):
-      own, of_column = self.stage_column(vectors, column, wait_zero)
+      own, of_column = self.stage_column(vectors, column, wait_zero, None if self.operand.made is None else made[column])
       stores += of_column
       squares.append(own)
     if self.operand.norm is None: return vectors, None, stores
@@ -701,9 +703,10 @@ class Part:
     """The weights of the norm that the thread stages with: no kernel writes them, and they are far away"""
     return [] if self.operand.norm is None else loads_of(weight for number, _ in self.staged_numbers() for weight in self.operand.norm[0](number))
 
-  def stage_column(self, vectors:SharedVectors, column:int, wait_zero:UOp) -> tuple[list[UOp], list[UOp]]:
-    """The squares of the numbers of a vector that the thread stages, and the stores"""
+  def stage_column(self, vectors:SharedVectors, column:int, wait_zero:UOp, made:Load4|None) -> tuple[list[UOp], list[UOp]]:
+    """The squares of the numbers of a vector that the thread stages, and the stores. made: the vector, if the block has made it"""
     operand, token = self.operand, self.group.token(column)
+    if made is not None: return [], [store for number, _ in self.staged_numbers() for store in vectors.stage(column, number, made(number))]
     squares, stores = [], []
     for number, inside in self.staged_numbers():
       if operand.norm is not None:

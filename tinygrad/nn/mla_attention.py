@@ -63,6 +63,10 @@ def attention_plan(step:Step, shape:split_plan.PlanShape) -> Tensor:
 
 # ---- forms ----
 
+def plan_is_made(step:Step) -> bool:
+  """Whether nn/split_kv.py knows what to read: of several sequences a plan says it"""
+  return step.one_token or step.plan is not None
+
 def splits_take(step:Step, k_b:Weight, cache:Tensor) -> bool:
   """Whether nn/split_kv.py serves the step"""
   (heads, latent, _), target = k_b.shape, decode_target(step, k_b, k_b.shape[2])
@@ -110,13 +114,17 @@ def latent_attention_decode(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Nor
   return split_kv.mla_combine(target, sums, stats, cache, step), cache
 
 def combine_in_v_b(step:Step, weights:LatentWeights, cache:Tensor) -> bool:
-  """Whether the blocks of v_b combine a token's splits"""
+  """Whether the blocks of v_b combine the tokens' splits"""
   (heads, rows, latent), making = weights.v_b.shape, split_kv.CONTEXT_THREADS
-  if not (step.one_token and splits_take(step, weights.k_b, cache) and heads_store_codes(step, weights.v_b, weights.output, making)): return False
+  if not (plan_is_made(step) and splits_take(step, weights.k_b, cache) and heads_store_codes(step, weights.v_b, weights.output, making)): return False
   target = target_of(weights.v_b.device)
   assert target is not None
   teams = thread_layout([latent // UNIT], target.lanes, heads * rows // 2, large=making // target.lanes).teams
   return split_kv.blocks_combine(target, heads, Pages.of(cache, step.tables, latent), -(-rows // (2 * teams)))
+
+def few_take(step:Step, weights:LatentWeights, cache:Tensor) -> bool:
+  """Whether v_b takes the context as tensor cores do, and its output is by them"""
+  return few_target(step, weights.v_b, *weights.v_b.shape[1:]) is not None and splits_take(step, weights.k_b, cache) and plan_is_made(step)
 
 @attention.form("decode", takes=lambda step, residual, q, kv, weights, cache, rope: combine_in_v_b(step, weights, cache))
 def attention_decode(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
@@ -124,38 +132,39 @@ def attention_decode(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:La
   sums, stats, cache = latent_splits(step, q, kv, weights.k_b, weights.norm, cache, rope, weights.scale)
   return output_of_splits(step, residual, sums, stats, weights, cache), cache
 
+@attention.form("few", takes=lambda step, residual, q, kv, weights, cache, rope: few_take(step, weights, cache))
+def attention_few(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+  """Five launches: those of latent_attention_decode, whose last writes the context as tensor cores take it; v_b a head; output + residual"""
+  sums, stats, cache = latent_splits(step, q, kv, weights.k_b, weights.norm, cache, rope, weights.scale)
+  return output_of_splits(step, residual, sums, stats, weights, cache), cache
+
 def output_of_splits(step:Step, residual:Tensor, sums:Tensor, stats:Tensor, weights:LatentWeights, cache:Tensor) -> Tensor:
-  """What attention returns of a token, of what split_kv made, where combine_in_v_b"""
+  """What attention returns, of what split_kv made: in two launches where combine_in_v_b, else in three"""
   v_b, target = weights.v_b, target_of(weights.v_b.device)
   assert target is not None
+  if not combine_in_v_b(step, weights, cache):
+    heads = few_tokens.few_heads(target, split_kv.mla_combine_columns(target, sums, stats, cache, step), v_b)
+    return few_tokens.few_matmul(target, heads, [weights.output], residual)[0]
   (splits, heads, latent), pages = sums.shape, Pages.of(cache, step.tables, sums.shape[2])
-  at_once = split_kv.plan_splits(target, heads, pages)[1]
+  at_once, plan = split_kv.plan_splits(target, heads, pages)[1], None if step.plan is None else split_kv.plan_shape(target, heads, pages)
   def context(buffers:dict[str, UOp], head:UOp) -> Operand:
-    return Operand([latent // UNIT], None, made=split_kv.SplitContext(target, buffers, pages, splits, heads, at_once, head))
-  mem = v_b.nbytes + sums.nbytes() + stats.nbytes()   # a loop's turns are out of the renderer's reach
-  codes = heads_as_codes(f"combine_mul_mat_{v_b.label}_{splits}", v_b, {"sums": sums, "stats": stats, "start": step.start}, context, mem=mem)
+    made = split_kv.SplitContext(target, buffers, pages, splits, heads, at_once, plan, head)
+    return Operand([latent // UNIT], None, tokens=step.tokens, made=made)
+  name, mem = f"combine_mul_mat_{v_b.label}_{step.tokens}_{splits}", v_b.nbytes + sums.nbytes() + stats.nbytes()   # a loop's turns are out of reach
+  codes = heads_as_codes(name, v_b, {"sums": sums, "stats": stats, **split_kv.step_buffers(step)}, context, step.tokens, mem)
   return linear_of_codes(codes, weights.output, residual)
 
 @lora_attention.form("decode", takes=lambda step, residual, q_a, kv, query, weights, cache, rope:
-                     combine_in_v_b(step, weights, cache) and lora_query.takes(target_of(weights.k_b.device), query.q_b, weights.k_b, rope))
+                     (combine_in_v_b(step, weights, cache) or few_take(step, weights, cache)) and
+                     lora_query.takes(target_of(weights.k_b.device), query.q_b, weights.k_b, rope, step.tokens))
 def lora_attention_decode(step:Step, residual:Tensor, q_a:Tensor, kv:Tensor, query:lora_query.QueryWeights, weights:LatentWeights, cache:Tensor,
                           rope:Rope) -> tuple[Tensor, Tensor]:
-  """Four launches: those of attention_decode, the first of which takes q_a's output"""
+  """The launches of attention_decode or attention_few, the first of which takes q_a's output"""
   k_b, target = weights.k_b, target_of(weights.k_b.device)
   assert target is not None
   q_latent, q_rope, cache = lora_query.lora_query(step, q_a, kv, query, k_b, weights.norm, cache, rope)
-  sums, stats = split_kv.split_kv(target, q_latent, q_rope.reshape(1, k_b.shape[0], -1), cache, step, weights.scale)
+  sums, stats = split_kv.split_kv(target, q_latent, q_rope.reshape(step.tokens, k_b.shape[0], -1), cache, step, weights.scale)
   return output_of_splits(step, residual, sums, stats, weights, cache), cache
-
-@attention.form("few", takes=lambda step, residual, q, kv, weights, cache, rope:
-                few_target(step, weights.v_b, *weights.v_b.shape[1:]) and splits_take(step, weights.k_b, cache) and step.plan is not None)
-def attention_few(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
-  """Five launches: those of latent_attention_decode, whose last writes the context as tensor cores take it; v_b a head; output + residual"""
-  target = target_of(weights.v_b.device)
-  assert target is not None
-  sums, stats, cache = latent_splits(step, q, kv, weights.k_b, weights.norm, cache, rope, weights.scale)
-  heads = few_tokens.few_heads(target, split_kv.mla_combine_columns(target, sums, stats, cache, step), weights.v_b)
-  return few_tokens.few_matmul(target, heads, [weights.output], residual)[0], cache
 
 def latent_splits(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor, Tensor]:
   """What mla_combine takes, by two launches, and the cache with the tokens' rows written"""

@@ -14,8 +14,8 @@ from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import UNIT, Load4, Matrix, Norm, Rope, Weight, empty, launch, load4, optional, position_of, rotated
 from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
-from tinygrad.nn.matvec import (CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments, codes_in, empty_codes, lane_steps,
-                                    linear_part, load_codes, matvec, named, stores_codes)
+from tinygrad.nn.matvec import (LARGE_STEPS, STEPS, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments, codes_in,
+                                    empty_codes, lane_steps, linear_part, load_codes, matvec, named, stores_codes)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, msl_takes
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step, few_rows, one_row
@@ -208,12 +208,13 @@ def heads_as_codes(name:str, v_b:Weight, ins:dict[str, Tensor], operand:Callable
 
 def linear_of_codes(x:Codes, weight:Weight, residual:Tensor) -> Tensor:
   """residual + W·x"""
-  target, units = target_of(weight.device), weight.shape[1] // UNIT
+  target, units, T = target_of(weight.device), weight.shape[1] // UNIT, residual.shape[0]
   assert target is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def codes(token:UOp, segment:int, unit:UOp) -> CodedUnit: return load_codes(buffers, "x", units, token, unit)
-    part = linear_part(weight.shape[0], single_segment(weight.matrix(buffers, "w")), buffers["y"], weight.integer, residual=buffers["residual"])
-    return matvec(target, Operand([units], None, tokens=residual.shape[0], codes=codes), [part])
+    part = linear_part(weight.shape[0], single_segment(weight.matrix(buffers, "w")), buffers["y"], weight.integer, residual=buffers["residual"],
+                       steps=STEPS if T == 1 else LARGE_STEPS)   # a lane takes each unit once a token
+    return matvec(target, Operand([units], None, tokens=T, codes=codes), [part])
   ins = {**named(x, "x"), "residual": residual, **weight.args("w")}
   return launch(f"linear_residual_{weight.label}", {"y": empty(residual, *residual.shape)}, ins, body, weight.nbytes)[0]
 

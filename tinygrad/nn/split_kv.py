@@ -1,7 +1,7 @@
 """Absorbed attention of one token a sequence over the latent cache, whose written rows are cut into splits: split_kv, then mla_combine.
 One sequence is cut into equal splits. Several are cut by a plan (nn/split_plan.py), whose items are the splits of all of them.
 
-Where one token's splits are read by a product of each head alone, v_b, its blocks combine them for themselves (SplitContext): a launch less.
+Where a few tokens' splits are read by a product of each head alone, v_b, its blocks combine them for themselves (SplitContext): a launch less.
 
 Two forms of split_kv: split_kv_mma by tensor cores over rows that are copied to shared memory while the kernels before still run, split_kv_simt on
 every other target. Both make the same float32 sums of a split:
@@ -16,7 +16,7 @@ every other target. Both make the same float32 sums of a split:
 """
 from __future__ import annotations
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Callable
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
@@ -749,12 +749,12 @@ class CombineThread:
 def blocks_combine(target:Target, heads:int, pages:Pages, blocks:int) -> bool:
   """Whether so many blocks a head, which read its context, combine its splits for themselves: where their threads share a split evenly, and what all
   of them read together stays small"""
-  (splits, _), latent = plan_splits(target, heads, pages), pages.format.latent
+  splits, latent = plan_splits(target, heads, pages)[0] if pages.sequences == 1 else plan_shape(target, heads, pages).items, pages.format.latent
   return target.shuffle_from is not None and 4 * CONTEXT_THREADS % latent == 0 and 4 * heads * blocks * splits * latent <= MOST_COMBINED
 
 @dataclass(frozen=True)
 class SplitContext:
-  """The context of one token's head, which a block makes of the splits (matvec's MadeVector). Each warp has all splits' row_max and weight_sum, a
+  """The contexts of tokens' head, which a block makes of the splits (matvec's MadeVectors). Each warp has all splits' row_max and weight_sum, a
   lane those of some. A group of threads, four numbers of the head each, takes every so many-th split: as many as a warp has lanes are in flight,
   more come in a loop.
     row_max = max of the splits' row_max
@@ -767,52 +767,65 @@ class SplitContext:
   splits: int
   heads: int    # H
   step: int     # positions that a block of split_kv reads at once
+  plan: PlanShape|None   # of several tokens
   head: UOp
 
   @property
   def threads(self) -> int: return CONTEXT_THREADS
   @property
-  def written(self) -> UOp:
-    """Splits"""
+  def nbytes(self) -> int: return self.threads * 16
+  def own(self, token:UOp) -> tuple[UOp, UOp]:
+    """(a token's first split, how many it has)"""
+    if self.plan is not None: return items_of(self.plan, self.buffers, token)
     last = self.pages.position(self.buffers)
-    return last // split_length(last, self.splits, self.step) + 1
-  def constants(self) -> list[UOp]: return [self.written]
+    return UOp.const(0), last // split_length(last, self.splits, self.step) + 1
+  def constants(self, tokens:list[UOp]) -> list[UOp]: return [number for token in tokens for number in self.own(token)]
 
-  def load4(self, thread:UOp, threads:int, wait_zero:UOp, slot:int) -> Load4:
-    lanes, quads = self.target.lanes, self.pages.format.latent // 4
-    lane, group, quad, groups = thread % lanes, thread // quads, thread % quads, threads // quads
-    assert threads % quads == 0 and lanes % groups == 0
-    stats = [self.stats(lane + first, wait_zero) for first in range(0, self.splits, lanes)]
+  def load4(self, tokens:list[UOp], thread:UOp, threads:int, wait_zero:UOp, slot:int) -> list[Load4]:
+    quads = self.pages.format.latent // 4
+    groups = threads // quads
+    assert threads % quads == 0 and self.target.lanes % groups == 0
+    shared, stores, weight_sums = local(len(tokens) * threads * 4, dtypes.float, slot), [], []
+    for number, token in enumerate(tokens):
+      own, weight_sum = self.group_sums(token, thread % self.target.lanes, thread // quads, groups, thread % quads, wait_zero, number)
+      stores += [shared[(number * threads + thread) * 4 + i].store(value) for i, value in enumerate(own)]
+      weight_sums.append(weight_sum)
+    shared = shared.after(UOp(Ops.BARRIER, src=tuple(stores)))
+    inverses = [reciprocal(self.target, weight_sum) for weight_sum in weight_sums]
+    def context(number:int, quad:UOp) -> list[UOp]:
+      first = number * threads + quad
+      return [reduce(UOp.add, [shared[(first + group * quads) * 4 + i].load() for group in range(groups)]) * inverses[number] for i in range(4)]
+    return [partial(context, number) for number in range(len(tokens))]
+
+  def group_sums(self, token:UOp, lane:UOp, group:UOp, groups:int, quad:UOp, wait_zero:UOp, number:int) -> tuple[list[UOp], UOp]:
+    """(four numbers of a token's sums, as far as they are of a group's splits; Σ weight · weight_sum of all). number: of its loop, and its
+    registers"""
+    lanes, quads, (first_split, written) = self.target.lanes, self.pages.format.latent // 4, self.own(token)
+    def stats_of(split:UOp) -> tuple[UOp, UOp]:
+      """A split's row_max and weight_sum; of one that is not written, those of a split without positions"""
+      index, inside = (self.head * self.splits + first_split + split) * 2 + wait_zero * 2, split < written
+      row_max, weight_sum = (self.buffers["stats"][(index + i).valid(inside)].load() for i in (ROW_MAX, WEIGHT_SUM))
+      return inside.where(row_max, MASKED_SCORE), weight_sum
+    stats = [stats_of(lane + first) for first in range(0, self.splits, lanes)]
     row_max = group_reduce(self.target, reduce(UOp.maximum, [row_max for row_max, _ in stats]), lanes, UOp.maximum)
     weights = [(own - row_max).exp2() for own, _ in stats]
     weight_sum = group_reduce(self.target, reduce(UOp.add, [weight * own for weight, (_, own) in zip(weights, stats)]), lanes, UOp.add)
-    def turn(first:UOp|int, weight:UOp, most:int) -> list[UOp]:
+    def of_splits(first:UOp|int, weight:UOp, most:int) -> list[UOp]:
       """The group's four sums, of as many splits from `first` on as a warp has lanes, or of `most`; weight: of the lane's"""
       terms = []
-      for number in range(0, min(lanes, most), groups):
-        of_split, split = shuffle_from(self.target, weight, number + group), first + number + group
-        place = ((split * self.heads + self.head) * quads + quad) * 4
-        terms.append([of_split * self.buffers["sums"][(place + i + wait_zero * 4).valid(split < self.written)].load() for i in range(4)])
+      for turn in range(0, min(lanes, most), groups):
+        of_split, split = shuffle_from(self.target, weight, turn + group), first + turn + group
+        place = (((first_split + split) * self.heads + self.head) * quads + quad) * 4
+        terms.append([of_split * self.buffers["sums"][(place + i + wait_zero * 4).valid(split < written)].load() for i in range(4)])
       return [reduce(UOp.add, column) for column in zip(*terms)]
-    sums = turn(0, weights[0], self.splits)
+    sums = of_splits(0, weights[0], self.splits)
     if len(stats) > 1:
-      registers = UOp.placeholder((4,), dtypes.float, slot=0, addrspace=AddrSpace.REG)
+      registers = UOp.placeholder((4,), dtypes.float, slot=number, addrspace=AddrSpace.REG)
       registers = registers.after(UOp.group(*(registers[i].store(value) for i, value in enumerate(sums))))
-      loop = UOp.range((self.written - 1) // lanes, 0)
+      loop = UOp.range((written - 1) // lanes, number)
       weight, own = weights[1], registers.after(loop)
-      for number, other in enumerate(weights[2:], 1): weight = loop.eq(number).where(other, weight)
-      more = turn((loop + 1) * lanes, weight, self.splits - lanes)
+      for turns, other in enumerate(weights[2:], 1): weight = loop.eq(turns).where(other, weight)
+      more = of_splits((loop + 1) * lanes, weight, self.splits - lanes)
       registers = registers.after(UOp.group(*(own[i].store(own[i].load() + value) for i, value in enumerate(more))).end(loop))
       sums = [registers[i].load() for i in range(4)]
-    shared = local(threads * 4, dtypes.float, slot)
-    shared = shared.after(UOp(Ops.BARRIER, src=tuple(shared[thread * 4 + i].store(value) for i, value in enumerate(sums))))
-    inverse = reciprocal(self.target, weight_sum)
-    def load(number:UOp) -> list[UOp]:
-      return [reduce(UOp.add, [shared[(of * quads + number) * 4 + i].load() for of in range(groups)]) * inverse for i in range(4)]
-    return load
-
-  def stats(self, split:UOp, wait_zero:UOp) -> tuple[UOp, UOp]:
-    """A split's row_max and weight_sum; of one that is not written, those of a split without positions"""
-    index, written = (self.head * self.splits + split) * 2 + wait_zero * 2, split < self.written
-    row_max, weight_sum = (self.buffers["stats"][(index + i).valid(written)].load() for i in (ROW_MAX, WEIGHT_SUM))
-    return written.where(row_max, MASKED_SCORE), weight_sum
+    return sums, weight_sum
