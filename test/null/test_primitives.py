@@ -68,6 +68,9 @@ def growing(tokens: int) -> tuple:
   return step, x, norm_of_x, weights, Rope(query_table(Temperature(.5, 4), 16, 16, 1e4, 128), 32, 0), None
 def with_residual(tokens: int) -> tuple:
   return step_of(tokens), floats(tokens, 96), None, [load(T.Q5_1, 33, 96)], None, residual(tokens, 33, 100)
+def two_and_one(tokens: int) -> tuple:
+  """One vector that a block's threads share evenly, and one that they do not"""
+  return [(floats(tokens, 1100), [norm(1100), RMSNorm(tensor(2 + normal(1100)), 1e-2)]), (10 * floats(tokens, 2048), [norm(2048)])],
 CODED = RowFormat(128, 32, True)   # of all caches of 8 bits
 def attention(heads: int, latent: int, rotated: int, start: int, coded: bool = False) -> Callable:
   def of(tokens: int) -> tuple:
@@ -192,6 +195,7 @@ CASES = [
   *(Case(mla_attention.attention_plan, f"{blocks} blocks", plan(blocks, 16), gpus((Sequences(n),))) for blocks, n in ((2, 3), (200, 33), (130, 64))),
   Case(mla_attention.attention, "of a block", attention_of_a_block, INT8[:1]),
   Case(mla_attention.lora_attention, "of a block", attention_by_rank, [("HOPPER", "decode", 1)]),
+  Case(norm_linear.side_by_side, "two norms and one", two_and_one, [("CUDA", "decode", 1), ("CUDA", "decode", 3), ("METAL", "decode", 2)]),
   Case(norm_linear.attention_output, "heads", output, INT8 + gpus((), (33,))),
   Case(moe.gate_up, "Q4_K router", gated(True, T.Q4_K), cpu_(many=(27,)) + gpus(metal="msl") + sequences(2, 5)),
   Case(moe.gate_up, "IQ4_XS", gated(False, T.IQ4_XS), cpu_(many=(2,)) + gpus() + sequences(8)),

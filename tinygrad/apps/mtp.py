@@ -17,7 +17,7 @@ from tinygrad.apps.gguf import GGUFError, GGUFFile
 from tinygrad.apps.mla import (Block, Config, Loads, Progress, RMSNorm, Run, Transformer, apply, block_of, float_tensor, load_tensors, need,
                                need_block, output_head, unpadded)
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedLinear
-from tinygrad.nn.norm_linear import norm_linear
+from tinygrad.nn.norm_linear import norm_linear, side_by_side
 from tinygrad.nn.step import Step
 
 def load_block(f:GGUFFile, c:Config, progress:Progress=lambda tensors: tensors, device:str|None=None) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Mix:
   eh_proj: QuantizedLinear   # (D, 2·D)
 def mixed(step:Step, ids:Tensor, hidden:Tensor, mix:Mix) -> Tensor:
   """ids: int32 (T,), the token behind each of the step's; hidden: float32 (T, D), before the last norm -> float32 (T, D) in front of the block"""
-  both = mix.enorm(mix.token_embd(ids)).cat(mix.hnorm(mix.output_norm(hidden)), dim=1).contiguous()
+  both = side_by_side([(mix.token_embd(ids), [mix.enorm]), (hidden, [mix.output_norm, mix.hnorm])])
   return norm_linear(step, both, None, [mix.eh_proj])[0]
 
 class MTP:

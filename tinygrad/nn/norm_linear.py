@@ -1,18 +1,20 @@
-"""Linear layers, three primitives: mul_mat, W·x; norm_linear, with RMSNorm in front, RoPE or a residual behind, several matrices of one input;
-attention_output, composed of both. Each begins with its plain ops; its forms follow, each with the predicate that says what it takes. Most
-predicates ask decode_target or prefill_target. A form hands `launch` a body, which reads weights by
-`Weight.matrix` (nn/kernel.py): no block format is known here.
+"""Linear layers: mul_mat, W·x; norm_linear, with RMSNorm in front, RoPE or a residual behind, several matrices of one input; attention_output,
+composed of both; side_by_side, RMSNorms alone. Each begins with its plain ops; its forms follow, each with the predicate that says what it takes.
+Most predicates ask decode_target or prefill_target. A form hands `launch` a body, which reads weights by `Weight.matrix` (nn/kernel.py): no block
+format is known here.
 
 A token of each sequence on a target with kernels is one launch (nn/matvec.py); many tokens on one with a matrix product are a launch a matrix
 (nn/matmul.py).
 """
 from __future__ import annotations
+import functools
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import prod
 from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import Target, target_of
-from tinygrad.nn.kernel import UNIT, Load4, Matrix, Norm, Rope, Weight, empty, launch, load4, optional, position_of, rotated
+from tinygrad.nn.kernel import (SLOTS, UNIT, Load4, Matrix, Norm, Rope, Weight, behind_wait, block_sum, empty, gated, launch, load4, optional,
+                                position_of, rotated, sum_in_order)
 from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
 from tinygrad.nn.matvec import (LARGE_STEPS, STEPS, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments, codes_in,
                                     empty_codes, lane_steps, linear_part, load_codes, matvec, named, stores_codes)
@@ -169,6 +171,40 @@ def norm_linear_few(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight
   target = target_of(weights[0].device)
   assert target is not None
   return few_tokens.few_matmul(target, few_tokens.columns(target, x, norm)[0], weights, residual, rope, step.start)
+
+# ---- RMSNorms, side by side ----
+
+Normed = tuple[Tensor, Sequence[Norm]]   # x, and the norms that it goes through, one after another
+
+@primitive(outputs=lambda parts: empty(parts[0][0], parts[0][0].shape[0], sum(x.shape[1] for x, _ in parts)))
+def side_by_side(parts:Sequence[Normed]) -> Tensor:
+  """Vectors beside each other, each behind its norms. x: float32 (T, D_i) -> float32 (T, Σ D_i)"""
+  first, *rest = [functools.reduce(lambda x, norm: norm(x), norms, x) for x, norms in parts]
+  return first.cat(*rest, dim=1).contiguous()
+
+@side_by_side.form("decode", takes=lambda parts: target_of(parts[0][0].device) is not None and all(x.shape[1] % 4 == 0 for x, _ in parts))
+def side_by_side_decode(parts:Sequence[Normed]) -> Tensor:
+  """A block has a token, a thread every so many-th float4 of each part"""
+  (like, _), target, widths = parts[0], target_of(parts[0][0].device), [x.shape[1] for x, _ in parts]
+  assert target is not None
+  T, threads, width = like.shape[0], 8 * target.lanes, sum(widths)
+  weights = {f"norm{part}_{number}": norm.weight for part, (_, norms) in enumerate(parts) for number, norm in enumerate(norms)}
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    token, thread, stores = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0"), []
+    behind = behind_wait(target, buffers)
+    for part, (_, norms) in enumerate(parts):
+      D, first, own = widths[part], sum(widths[:part]), []
+      for start in range(0, D // 4, threads):
+        quad, inside = thread + start, None if start + threads <= D // 4 else thread + start < D // 4
+        own += [(number, inside, behind[f"x{part}"][gated(token * D + number, inside)].load()) for number in (quad * 4 + i for i in range(4))]
+      for number, norm in enumerate(norms):
+        weight, squares = buffers[f"norm{part}_{number}"], sum_in_order(value * value for _, _, value in own)
+        factor = (block_sum(target, squares, thread, threads, SLOTS * part + number) * (1.0 / D) + norm.eps).rsqrt()
+        own = [(place, inside, value * factor * weight[gated(place, inside)].load()) for place, inside, value in own]
+      stores += [buffers["y"][gated(token * width + first + place, inside)].store(value) for place, inside, value in own]
+    return stores
+  name = "_".join(["norms", str(T), *map(str, widths)])
+  return launch(name, {"y": empty(like, T, width)}, {**{f"x{part}": x for part, (x, _) in enumerate(parts)}, **weights}, body)[0]
 
 # ---- what attention ends with ----
 
