@@ -1,4 +1,4 @@
-"""The launch that makes a few tokens' queries of q_a's output, on the mock of CUDA, against plain ops: q_b, k_b a head, rotation, the cache."""
+"""The launch that makes one or two tokens' queries of q_a's output, on the mock of CUDA, against plain ops: q_b, k_b a head, rotation, the cache."""
 from __future__ import annotations
 import math
 from typing import NamedTuple
@@ -35,7 +35,7 @@ def normal(seed: int, *shape: int) -> np.ndarray: return np.random.default_rng(s
 class Arguments:
   def __init__(self, shape: Shape):
     H, nope, width, q_b, k_b, L, R, coded, tokens = shape
-    self.row, self.step = RowFormat(L, R, coded), decoding(*[70, 3, 64, 127, 0, 1, 63, 100][:tokens])
+    self.row, self.step = RowFormat(L, R, coded), decoding(*[70, 3][:tokens])
     self.q_a, self.kv = Tensor(normal(1, tokens, width)), Tensor(normal(2, tokens, L + R))
     # random weights are large: queries are to be halves
     self.q_norm, self.norm = RMSNorm(Tensor(1e-3 * (1 + 0.1 * normal(3, width))), 1e-5), RMSNorm(Tensor(1 + 0.1 * normal(4, L)), 1e-5)
@@ -76,8 +76,8 @@ def check(shape: Shape) -> None:
 
 SHAPES = [Shape(3, 64, 256), Shape(5, 192, 768), Shape(3, 128, 1536, T.Q4_0, T.Q4_0, 512, 64), Shape(2, 96, 800, T.Q5_0, T.Q8_0, 256, 64, True),
           Shape(3, 256, 256, T.Q4_K, T.Q8_0), Shape(5, 64, 768, T.Q6_K, T.Q5_1, 256, 64), Shape(3, 64, 256, T.Q8_0, T.Q8_0, 192, 34)]
-SHAPES += [Shape(5, 192, 768, tokens=3), Shape(2, 96, 800, T.Q5_0, T.Q8_0, 256, 64, True, tokens=2),
-           Shape(3, 64, 256, T.Q8_0, T.Q8_0, 192, 34, tokens=4)]
+SHAPES += [Shape(5, 192, 768, tokens=2), Shape(2, 96, 800, T.Q5_0, T.Q8_0, 256, 64, True, tokens=2),
+           Shape(3, 64, 256, T.Q8_0, T.Q8_0, 192, 34, tokens=2)]
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_queries(shape: Shape): check(shape)
 
@@ -86,13 +86,12 @@ def launch_of(heads: int, nope: int, width: int, kinds: tuple[T, T] = (T.Q4_0, T
               for kind, shape, size in zip(kinds, ((heads * (nope + 64), width), (heads, 512, nope)), (GGML_QUANT_SIZES[k][1] for k in kinds)))
   return QueryLaunch.of(HOPPER, q_b, k_b, tokens)
 
-@pytest.mark.parametrize("shape,tokens,shares,blocks", [((20, 192, 768), 1, 4, 101), ((20, 192, 768), 4, 4, 104), ((20, 192, 768), 5, None, 0),
-                                                        ((16, 128, 1536), 1, 4, 97), ((16, 128, 1536), 3, 4, 99), ((16, 128, 1536), 4, None, 0),
+@pytest.mark.parametrize("shape,tokens,shares,blocks", [((20, 192, 768), 1, 4, 101), ((20, 192, 768), 2, 4, 102), ((20, 192, 768), 3, None, 0),
+                                                        ((16, 128, 1536), 1, 4, 97), ((16, 128, 1536), 2, 4, 98),
                                                         ((8, 128, 1536), 1, 8, 81),
                                                         ((64, 128, 1536), 1, None, 0), ((20, 192, 1536), 1, None, 0)])
 def test_who_takes_it(shape: tuple[int, int, int], tokens: int, shares: int | None, blocks: int):
-  """GLM-4.7-Flash, Youtu-LLM, an eighth of Kimi-K2. Not all of Kimi-K2, whose blocks would not run at once; nor what has no room in registers; nor
-  too much that every block would do again"""
+  """GLM-4.7-Flash, Youtu-LLM, an eighth of Kimi-K2. Not all of Kimi-K2, whose blocks would not run at once; nor what has no room in registers"""
   launch = launch_of(*shape, tokens=tokens)
   assert (launch.shares if launch else None) == shares and (launch is None or launch.blocks == blocks)
 

@@ -1,4 +1,4 @@
-"""The queries of a few tokens' heads, from q_a's output, and their rows of the cache, in one launch: what norm_linear makes of q_b, and
+"""The queries of one or two tokens' heads, from q_a's output, and their rows of the cache, in one launch: what norm_linear makes of q_b, and
 mla_attention.latent_query of that, in two.
 
   [q_nope | q_rope] = q_b·RMSNorm(q_a's output), of a head;  its query = [k_b·q_nope | RoPE(q_rope)]
@@ -30,9 +30,8 @@ from tinygrad.uop.ops import Ops
 THREADS = 256                  # of a block
 MOST_BLOCKS = MULTIPROCESSORS  # of the launch: all run at once
 MOST_SHARES = 8                # blocks of a head
-MOST_TOKENS = 4                # more have no room in a thread's registers, beside its weights
-MOST_PRODUCTS = 600_000        # of all tokens' q_nope, which every block makes: more cost it as much as two launches
-HELD_WORDS = 190               # registers of a thread's weights, which it asks for before it waits, and of its sums
+MOST_TOKENS = 2                # more have no room in a thread's registers, beside its weights
+HELD_WORDS = 184               # of weights, that a thread asks for before it waits
 QUERY, ROTATED, ROW = range(3) # the kinds of blocks
 
 class QueryWeights(NamedTuple):
@@ -72,21 +71,16 @@ class QueryLaunch:
     asks for have no room in its registers, or there are no whole units"""
     (heads, latent, nope), (rows, width) = k_b.shape, q_b.shape
     turned = rows // heads - nope
-    if tokens > MOST_TOKENS or tokens * nope * width > MOST_PRODUCTS: return None
-    if target.wait is None or target.dot4 is None or not (q_b.integer and k_b.integer) or nope % UNIT or width % UNIT or turned % 2: return None
+    if tokens > MOST_TOKENS or target.wait is None or target.dot4 is None or not (q_b.integer and k_b.integer): return None
+    if nope % UNIT or width % UNIT or turned % 2: return None
     def of_shares(shares:int) -> QueryLaunch: return QueryLaunch(target, heads, latent, nope, turned, width, tokens, shares)
     def suits(launch:QueryLaunch) -> bool:
       if latent % launch.shares or launch.blocks > MOST_BLOCKS: return False
       held = nope * q_b.nbytes // rows + launch.share * k_b.nbytes // (heads * latent)
       has_work = launch.shares == 1 or launch.share * (nope // UNIT) >= THREADS
-      sums = launch.columns * Teams.of(target, nope, width // UNIT).rows
-      return has_work and held <= THREADS * (HELD_WORDS - sums) * 4
+      return has_work and held <= THREADS * HELD_WORDS * 4
     return next((launch for launch in map(of_shares, range(MOST_SHARES, 0, -1)) if suits(launch)), None)
 
-  @property
-  def columns(self) -> int:
-    """Tokens of a block, the last of which it may have several times"""
-    return 1 << (self.tokens - 1).bit_length()
   @property
   def share(self) -> int:
     """Rows of k_b, of a block"""
@@ -128,7 +122,7 @@ class QueryBlock:
     def part_of(rows:int, units:int, matrix:Matrix, first:UOp, store:Callable, operand:Operand, slot:int) -> Part:
       teams = Teams.of(shape.target, rows, units)
       part, at = rows_part(teams, rows, matrix, first, store), Threads(UOp.const(0), thread, THREADS, slot)
-      return Part(shape.target, operand, part, teams.layout, shape.columns, at)
+      return Part(shape.target, operand, part, teams.layout, shape.tokens, at)
     def nope(token:UOp) -> Callable[[UOp], list[UOp]]: return load4(self.q_nope, token * shape.nope)
     self.first = part_of(shape.nope, units[1], q_b.matrix(buffers, "q_b"), self.head * (shape.nope + shape.turned), keep, x, 0)
     self.second = part_of(shape.share, units[0], k_b.matrix(buffers, "k_b"), self.head * shape.latent + first_row, store,
@@ -173,7 +167,7 @@ def lora_query(step:Step, q_a:Tensor, kv:Tensor, query:QueryWeights, k_b:Weight,
     queries = UOp.group(*QueryBlock(shape, buffers, q_b, k_b, x, thread, block + zero, place).stores()).end(loop)
     loop, zero = branch(ROTATED, (block >= shape.query_blocks) & (block < shape.row_block))
     part, at = rotated_part(shape, buffers, q_b.matrix(buffers, "q_b"), rope), Threads(block - shape.query_blocks + zero, thread, THREADS, 2 * SLOTS)
-    turned = UOp.group(*Part(target, x, part, shape.rotated_layout, shape.columns, at).stores()).end(loop)
+    turned = UOp.group(*Part(target, x, part, shape.rotated_layout, T, at).stores()).end(loop)
     loop, zero = branch(ROW, block >= shape.row_block)
     row, token = CacheRow(target, pages, norm.eps, THREADS, slot=3 * SLOTS + 1), (block - shape.row_block).maximum(0)
     rows = UOp.group(*cache_row(row, buffers, token, thread, pdl_wait(target, zero.cast(dtypes.int)))).end(loop)

@@ -104,7 +104,7 @@ def latent_attention_cpu_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, nor
   return cpu_prefill.mla_attention_prefill(q_latent, q, cache, step.start, step.tables, scale), cache
 
 @latent_attention.form("decode", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
-                       splits_take(step, k_b, cache) and (step.one_token or step.plan is not None))
+                       splits_take(step, k_b, cache) and plan_is_made(step))
 def latent_attention_decode(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
   """Three launches: queries and the cache's rows; splits of the cache; their combination. How a sequence of several is cut depends on the others'
   lengths (nn/split_plan.py): float32 sums in another order, and rounded at other places."""
@@ -122,29 +122,16 @@ def combine_in_v_b(step:Step, weights:LatentWeights, cache:Tensor) -> bool:
   teams = thread_layout([latent // UNIT], target.lanes, heads * rows // 2, large=making // target.lanes).teams
   return split_kv.blocks_combine(target, heads, Pages.of(cache, step.tables, latent), -(-rows // (2 * teams)))
 
-def few_take(step:Step, weights:LatentWeights, cache:Tensor) -> bool:
-  """Whether v_b takes the context as tensor cores do, and its output is by them"""
-  return few_target(step, weights.v_b, *weights.v_b.shape[1:]) is not None and splits_take(step, weights.k_b, cache) and plan_is_made(step)
-
 @attention.form("decode", takes=lambda step, residual, q, kv, weights, cache, rope: combine_in_v_b(step, weights, cache))
 def attention_decode(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   """Four launches: queries and the cache's rows; splits of the cache; v_b a head, whose blocks combine the splits; output + residual"""
   sums, stats, cache = latent_splits(step, q, kv, weights.k_b, weights.norm, cache, rope, weights.scale)
   return output_of_splits(step, residual, sums, stats, weights, cache), cache
 
-@attention.form("few", takes=lambda step, residual, q, kv, weights, cache, rope: few_take(step, weights, cache))
-def attention_few(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
-  """Five launches: those of latent_attention_decode, whose last writes the context as tensor cores take it; v_b a head; output + residual"""
-  sums, stats, cache = latent_splits(step, q, kv, weights.k_b, weights.norm, cache, rope, weights.scale)
-  return output_of_splits(step, residual, sums, stats, weights, cache), cache
-
 def output_of_splits(step:Step, residual:Tensor, sums:Tensor, stats:Tensor, weights:LatentWeights, cache:Tensor) -> Tensor:
-  """What attention returns, of what split_kv made: in two launches where combine_in_v_b, else in three"""
+  """What attention returns, of what split_kv made, where combine_in_v_b"""
   v_b, target = weights.v_b, target_of(weights.v_b.device)
   assert target is not None
-  if not combine_in_v_b(step, weights, cache):
-    heads = few_tokens.few_heads(target, split_kv.mla_combine_columns(target, sums, stats, cache, step), v_b)
-    return few_tokens.few_matmul(target, heads, [weights.output], residual)[0]
   (splits, heads, latent), pages = sums.shape, Pages.of(cache, step.tables, sums.shape[2])
   at_once, plan = split_kv.plan_splits(target, heads, pages)[1], None if step.plan is None else split_kv.plan_shape(target, heads, pages)
   def context(buffers:dict[str, UOp], head:UOp) -> Operand:
@@ -155,16 +142,26 @@ def output_of_splits(step:Step, residual:Tensor, sums:Tensor, stats:Tensor, weig
   return linear_of_codes(codes, weights.output, residual)
 
 @lora_attention.form("decode", takes=lambda step, residual, q_a, kv, query, weights, cache, rope:
-                     (combine_in_v_b(step, weights, cache) or few_take(step, weights, cache)) and
+                     combine_in_v_b(step, weights, cache) and
                      lora_query.takes(target_of(weights.k_b.device), query.q_b, weights.k_b, rope, step.tokens))
 def lora_attention_decode(step:Step, residual:Tensor, q_a:Tensor, kv:Tensor, query:lora_query.QueryWeights, weights:LatentWeights, cache:Tensor,
                           rope:Rope) -> tuple[Tensor, Tensor]:
-  """The launches of attention_decode or attention_few, the first of which takes q_a's output"""
+  """Four launches: those of attention_decode, the first of which takes q_a's output"""
   k_b, target = weights.k_b, target_of(weights.k_b.device)
   assert target is not None
   q_latent, q_rope, cache = lora_query.lora_query(step, q_a, kv, query, k_b, weights.norm, cache, rope)
   sums, stats = split_kv.split_kv(target, q_latent, q_rope.reshape(step.tokens, k_b.shape[0], -1), cache, step, weights.scale)
   return output_of_splits(step, residual, sums, stats, weights, cache), cache
+
+@attention.form("few", takes=lambda step, residual, q, kv, weights, cache, rope:
+                few_target(step, weights.v_b, *weights.v_b.shape[1:]) and splits_take(step, weights.k_b, cache) and step.plan is not None)
+def attention_few(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+  """Five launches: those of latent_attention_decode, whose last writes the context as tensor cores take it; v_b a head; output + residual"""
+  target = target_of(weights.v_b.device)
+  assert target is not None
+  sums, stats, cache = latent_splits(step, q, kv, weights.k_b, weights.norm, cache, rope, weights.scale)
+  heads = few_tokens.few_heads(target, split_kv.mla_combine_columns(target, sums, stats, cache, step), weights.v_b)
+  return few_tokens.few_matmul(target, heads, [weights.output], residual)[0], cache
 
 def latent_splits(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor, Tensor]:
   """What mla_combine takes, by two launches, and the cache with the tokens' rows written"""
