@@ -59,7 +59,7 @@ def test_splits_left_out(limit: float, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("limit", ["cuda"], indirect=True)
 def test_splits_left_out_in_v_b(limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
   """Where its blocks combine them"""
-  monkeypatch.setattr(split_kv.SplitContext, "written", property(lambda context: UOp.const(min(context.splits, 1))))
+  monkeypatch.setattr(split_kv.SplitContext, "own", lambda context, token: (UOp.const(0), UOp.const(min(context.splits, 1))))
   monkeypatch.setattr(kernel, "_programs", {})
   with pytest.raises(AssertionError, match=r"^positions \[32, 33\] of 34"):
     test_decode(limit, "small-youtu", "Q8_0", dict(q_lora=256, experts=0, blocks=1), tmp_path)
