@@ -30,7 +30,7 @@ from tinygrad.uop.ops import Ops
 THREADS = 256                  # of a block
 MOST_BLOCKS = MULTIPROCESSORS  # of the launch: all run at once
 MOST_SHARES = 8                # blocks of a head
-MOST_TOKENS = 2                # more have no room in a thread's registers, beside its weights
+MOST_TOKENS = 2                # of more, a K-quant's weights have no room in a thread's registers, and long vectors cost more than two launches
 HELD_WORDS = 184               # of weights, that a thread asks for before it waits
 QUERY, ROTATED, ROW = range(3) # the kinds of blocks
 

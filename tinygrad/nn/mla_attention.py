@@ -133,7 +133,7 @@ def output_of_splits(step:Step, residual:Tensor, sums:Tensor, stats:Tensor, weig
   v_b, target = weights.v_b, target_of(weights.v_b.device)
   assert target is not None
   (splits, heads, latent), pages = sums.shape, Pages.of(cache, step.tables, sums.shape[2])
-  at_once, plan = split_kv.plan_splits(target, heads, pages)[1], None if step.plan is None else split_kv.plan_shape(target, heads, pages)
+  at_once, plan = split_kv.plan_splits(target, heads, pages)[1], split_kv.plan_of(target, heads, pages, step)
   def context(buffers:dict[str, UOp], head:UOp) -> Operand:
     made = split_kv.SplitContext(target, buffers, pages, splits, heads, at_once, plan, head)
     return Operand([latent // UNIT], None, tokens=step.tokens, made=made)

@@ -91,6 +91,10 @@ def plan_shape(target:Target, heads:int, pages:Pages) -> PlanShape:
   """How several sequences are cut"""
   return PlanShape.of(pages, *machine_splits(target, heads, pages.format))
 
+def plan_of(target:Target, heads:int, pages:Pages, step:Step) -> PlanShape|None:
+  """… where the step has a plan"""
+  return None if step.plan is None else plan_shape(target, heads, pages)
+
 def split_length(last:UOp, splits:int, step:int) -> UOp:
   """Positions of a split, when `last` is the last position written: a step while so many splits are few to combine, two at least behind that"""
   return (last // (splits * step) + 1).maximum((last >= FEW_SPLITS * step).where(UOp.const(2), 1)) * step
@@ -166,7 +170,7 @@ def split_kv(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, step:Step, 
   Splits that have no positions are not written."""
   (_, heads, head_dim), latent, pages = q.shape, q_latent.shape[2], Pages.of(cache, step.tables, q_latent.shape[2])
   splits, at_once = plan_splits(target, heads, pages)
-  plan = plan_shape(target, heads, pages) if step.plan is not None else None
+  plan = plan_of(target, heads, pages, step)
   if plan is not None: splits = plan.items
   shape, rope = SplitLaunch(target, pages, heads, latent, head_dim, splits, at_once, plan, scale), pages.dim - latent
   kernel = split_kv_mma if uses_tensor_cores(target, pages.format) else split_kv_simt
@@ -656,7 +660,7 @@ def mla_combine_columns(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, 
 
 def combine_launch(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Step, context:Tensor, columns:bool=False) -> Tensor:
   (splits, heads, latent), pages = sums.shape, Pages.of(cache, step.tables, sums.shape[2])
-  plan = plan_shape(target, heads, pages) if step.plan is not None else None
+  plan = plan_of(target, heads, pages, step)
   shape = CombineLaunch(target, pages, splits, heads, latent, plan_splits(target, heads, pages)[1], plan, columns)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return combine_kernel(shape, buffers)
   mem = None if plan is None else sums.nbytes() + stats.nbytes() + context.nbytes()   # a loop's turns are out of the renderer's reach
