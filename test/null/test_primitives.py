@@ -16,7 +16,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope, Temperature, query_table, rope_table
-from tinygrad.nn import cpu, cutoff, embedding, intrinsics, likeliest, matvec, mla_attention, moe, norm_linear
+from tinygrad.nn import cpu, cutoff, drafts, draw, embedding, intrinsics, likeliest, matvec, mla_attention, moe, norm_linear
 from tinygrad.nn.lora_query import QueryWeights
 from tinygrad.nn.primitive import PRIMITIVES, Primitive, plain_ops
 from tinygrad.nn.routing import Gating, Routing
@@ -136,7 +136,16 @@ def rows_of_embedding(kind: T) -> Callable:
   return of
 def positions(tokens: int) -> tuple:
   tables = tensor(np.tile(np.int32([[4, 0], [0, 5]]), (tokens, 1))[:tokens])
-  return ids(*range(41, 41 + tokens)), ids(*range(tokens)), tables, tensor(np.full((tokens, 4), -1, np.int32))
+  return ids(*range(tokens)), ids(*range(41, 41 + tokens)), tables, tensor(np.full((tokens, 4), -1, np.int32))
+def started(tokens: int) -> tuple:
+  token, start, *others = positions(tokens)
+  return start, token, *others
+def letters(tokens: int) -> tuple:
+  return ids(*np.random.default_rng(tokens).integers(0, 3, tokens * 700)).reshape(tokens, 700).contiguous(), ids(*[600] * tokens), 3
+def noise(tokens: int) -> draw.Noise:
+  """Every third row takes the likeliest"""
+  values, key = np.float32([[i % 3, 9] for i in range(1, 1 + tokens)]), np.uint32([[i + 5, 0] for i in range(tokens)])
+  return draw.Noise(tensor(values), tensor(key), ids(*range(70, 70 + tokens)))
 def totalled(n: int) -> Callable:
   def of(tokens: int) -> tuple: return (x := floats(tokens, n)), likeliest.likeliest(x, 3).realize()
   return of
@@ -229,8 +238,11 @@ CASES = [
   Case(moe.mixture, "few: no shared expert", mixed(False), few(16)),
   Case(moe.mixture, "few: shared", mixed(True), few(9, 33)),
   *(Case(embedding.embedding, kind.name, rows_of_embedding(kind), cpu_((1, 19)) + gpus((1, 19))) for kind in (T.Q4_0, T.Q6_K)),
-  *(Case(embedding.argmax, str(n), lambda tokens, n=n: (floats(tokens, n),), cpu_((1, 7)) + gpus((1, 7))) for n in (5, 20001)),
-  Case(embedding.advance, "some are there", positions, cpu_((1, 7)) + gpus((1, 7))),
+  *(Case(draw.argmax, str(n), lambda tokens, n=n: (floats(tokens, n),), cpu_((1, 7)) + gpus((1, 7))) for n in (5, 40001)),
+  *(Case(draw.argmax, f"{n} drawn", lambda tokens, n=n: (floats(tokens, n), noise(tokens)), cpu_((1, 7)) + gpus((1, 7))) for n in (5, 70001)),
+  Case(drafts.find_drafts, "of three letters", letters, cpu_((1, 7)) + gpus((1, 7))),
+  Case(draw.advance, "some are there", started, cpu_((1, 7))),
+  Case(draw.next_token, "some are there", lambda tokens: (floats(tokens, 300), noise(tokens), *positions(tokens)), gpus((1, 7))),
   *(Case(likeliest.likeliest, f"{count} of {n}", lambda tokens, n=n, count=count: (floats(tokens, n), count), cpu_((1, 7)) + gpus((1, 3)))
     for n, count in ((5, 5), (301, 20), (20001, 20), (40, 1))),
   *(Case(likeliest.log_total, str(n), totalled(n), gpus((1, 3))) for n in (5, 20001)),

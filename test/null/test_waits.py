@@ -14,7 +14,7 @@ from tinygrad.apps.mla import RMSNorm, Transformer
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope
 from tinygrad.engine.realize import compile_linear
-from tinygrad.nn import embedding, few_tokens, lora_query, mla_attention, moe, norm_linear, routing, split_kv, split_plan
+from tinygrad.nn import draw, embedding, few_tokens, lora_query, mla_attention, moe, norm_linear, routing, split_kv, split_plan
 from tinygrad.nn.routing import Gating, Routing
 from tinygrad.nn.step import Step
 from tinygrad.runtime.graph.cuda import kept_edges
@@ -25,7 +25,7 @@ CONSTANT = re.compile(r"(q_)?norm|rope|bias|.*\..*")  # weights' planes are name
 # the first two are changed after all kernels of a token, by what waits for them in full; a plan is written before any kernel that reads it starts
 STEADY = {"start", "tables", "plan"}
 # kernels without the instruction: the graph keeps them behind whatever they need, and what needs them behind them
-FULL_EDGES = re.compile(r"embedding_|argmax_|advance|split_plan_")
+FULL_EDGES = re.compile(r"embedding_|split_plan_")
 
 # what split_kv reads of the cache before the wait, guarded copies of old rows (nn/step.py's NEW_ROWS); test_attention.py checks which rows they are
 OLD_ROWS = re.compile(r'if \(.*\) asm volatile\("cp\.async.*')
@@ -66,7 +66,7 @@ def sources(model: str, rows: int = 1) -> list[Launched]:
     return wrapped
   with no_device("CUDA"), pytest.MonkeyPatch.context() as patch:
     patch.setattr(capture, "_scheduled", {})   # what another test has recorded would launch nothing here
-    for module in (embedding, few_tokens, lora_query, mla_attention, moe, norm_linear, routing, split_kv, split_plan):
+    for module in (draw, embedding, few_tokens, lora_query, mla_attention, moe, norm_linear, routing, split_kv, split_plan):
       patch.setattr(module, "launch", recording(module.launch))
     calls = Runner(Transformer.from_gguf(with_blocks(stand_in(model), [0, 1]), 256)).batch_of(rows).record(compiled=False).calls
     compiled = [(c.src[0], c.src[1:]) for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]

@@ -9,7 +9,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, interleaved, packer, split_planes
 from tinygrad.apps.rope import Rope, rope_table
-from tinygrad.nn import cpu, cpu_layout, embedding, routing
+from tinygrad.nn import cpu, cpu_layout, draw, routing
 from tinygrad.nn.mla_attention import latent_attention
 from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up
 from tinygrad.nn.norm_linear import norm_linear
@@ -310,6 +310,6 @@ def test_feed_forward_of_many(tokens: int):
 @pytest.mark.parametrize("rows,size", [(1, 5), (3, 16), (8, 1000)])
 def test_argmax(rows: int, size: int):
   x = normal(rows, size)
-  assert embedding.argmax(tensor(x)).tolist() == x.argmax(1).tolist()
+  assert draw.argmax(tensor(x)).tolist() == x.argmax(1).tolist()
   x[:, [size // 2, size - 1]] = 9.0
-  assert embedding.argmax(tensor(x)).tolist() == [size // 2] * rows
+  assert draw.argmax(tensor(x)).tolist() == [size // 2] * rows

@@ -9,9 +9,11 @@ from mockmetal import on_metal
 from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.apps.capture import collected_calls
 from tinygrad.apps.engine import sampling
-from tinygrad.apps.engine.sampling import Features, Sampling, allowed, counted, gumbel, mask_words, random_bits, sample, scores, token_counts
+from tinygrad.apps.engine.sampling import Features, Sampling, allowed, counted, mask_words, sample, scores, token_counts
 from tinygrad.engine.realize import to_program_cache
+from tinygrad.nn import draw
 from tinygrad.nn.cutoff import cutoff
+from tinygrad.nn.draw import gumbel, random_bits
 from tinygrad.nn.likeliest import likeliest, log_total
 from tinygrad.nn.primitive import plain_ops
 
@@ -336,7 +338,7 @@ def test_a_fault_of_rows_is_noticed(monkeypatch: pytest.MonkeyPatch):
   def same() -> bool: return all(np.array_equal(batch(scores, [i])[0], batch(scores, [*range(4)])[i]) for i in range(4))
   assert same()
   with monkeypatch.context() as patch:
-    patch.setattr(sampling, "random_bits", lambda key, counter, n: random_bits(key, counter + Tensor.arange(key.shape[0], dtype=dtypes.int32), n))
+    patch.setattr(draw, "random_bits", lambda key, counter, n: random_bits(key, counter + Tensor.arange(key.shape[0], dtype=dtypes.int32), n))
     assert not same()
   monkeypatch.setattr(sampling, "cutoff", lambda x, mass, target: cutoff(x, mass, target).roll(1, 0))
   assert not same()

@@ -1,7 +1,7 @@
 """Drafts: where they come from, and that the tokens are those without them."""
 from __future__ import annotations
 import random
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Callable
@@ -17,12 +17,13 @@ from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.engine.runner import Batch, DraftBatch, Runner
 from tinygrad.apps.engine.sampling import Features, Sampling
 from tinygrad.apps.engine.sequence import Request
-from tinygrad.apps.engine.speculate import (LONGEST, MAX_DRAFTS, NO_DRAFT, NOT_DRAFTED, PAUSE, REFUSED, SHORTEST, TRIED, DraftState,
-                                             Speculation, accept, find_drafts)
+from tinygrad.apps.engine.speculate import MAX_DRAFTS, NOT_DRAFTED, PAUSE, REFUSED, TRIED, DraftState, Speculation, accept
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import Transformer
 from tinygrad.apps.models import BUILT_IN, load
 from tinygrad.nn.cpu import is_cpu
+from tinygrad.nn.drafts import LONGEST, NO_DRAFT, SHORTEST, find_drafts
+from tinygrad.nn.primitive import plain_ops
 from tinygrad.nn.step import PAGE
 
 # ---- on the device ----
@@ -33,10 +34,13 @@ def drafts_of(ids: list[int], count: int) -> list[int]:
   best, at = max(((shared(at), at) for at in range(len(ids) - 1)), default=(0, 0))
   return [ids[at + 1 + i % (len(ids) - 1 - at)] for i in range(count)] if best >= SHORTEST else [NO_DRAFT] * count
 
-@pytest.mark.parametrize("seed", range(3))
-def test_drafts_are_found(seed: int):
+@pytest.mark.parametrize("seed,width,place", [(0, 64, nullcontext), (1, 64, plain_ops), (2, 64, on_cuda), (3, 64, on_metal), (4, 20000, nullcontext),
+                                              (5, 20000, lambda: on_cuda("sm_90"))])
+def test_drafts_are_found(seed: int, width: int, place: Callable[[], AbstractContextManager]):
   """What is behind a sequence's end is not looked at"""
-  rng, width = random.Random(seed), 64
+  with place(): check_drafts(random.Random(seed), width)
+
+def check_drafts(rng: random.Random, width: int) -> None:
   rows = [[rng.randrange(rng.choice((2, 3, 50))) for _ in range(rng.choice((1, 2, 4, 9, 30, width)))] for _ in range(16)]
   rows += [[7] * 5, [7] * 3, [1, 2, 3, 4] * 3 + [1], [0, 0, 0]]
   ids = np.int32([row + [rng.choice(row) for _ in range(width - len(row))] for row in rows])

@@ -608,7 +608,7 @@ def embedding(ids:Tensor, weight:PackedWeight) -> Tensor:
   return launch(name, {"y": empty(ids, T, D)}, {"ids": ids, "w": weight.planes["stream"]}, "", body, T, D * T * 8)[0]
 
 def argmax(values:Tensor) -> Tensor:
-  """As argmax of nn/embedding.py: a row by one thread, the largest value first and then its place"""
+  """As argmax of nn/draw.py: a row by one thread, the largest value first and then its place"""
   rows, count = values.shape
   body = f"""for (x += job * {count}; job < last; job++, x += {count}) {{
     v16f best = x[0]; float top = x[0]; int i = 0;
@@ -621,7 +621,7 @@ def argmax(values:Tensor) -> Tensor:
   return launch(f"argmax_{count}_{rows}", {"y": empty(values, rows, dtype=dtypes.int32)}, {"x": values}, "", body, rows)[0]
 
 def advance(start:Tensor, token:Tensor, tables:Tensor, log:Tensor) -> tuple[Tensor, Tensor]:
-  """As advance of nn/embedding.py"""
+  """As advance of nn/draw.py"""
   (S, P), N = tables.shape, log.shape[1]
   outs, ins = {"moved": empty(start, S, dtype=dtypes.int32), "log": log}, {"start": start, "token": token, "tables": tables}
   body = f"""for (int i = 0; i < {S}; i++) {{

@@ -189,7 +189,7 @@ def branch(number:int, condition:UOp) -> tuple[UOp, UOp]:
   return loop, opaque_zero("0", loop.cast(dtypes.int))
 
 def position_of(buffers:dict[str, UOp], sequence:UOp|int=0) -> UOp:
-  """The position of a sequence's first token in the step, of the buffer start. It is loaded before the wait: `advance`, which moves it on, comes
+  """The position of a sequence's first token in the step, of the buffer start. It is loaded before the wait: `next_token`, which moves it on, comes
   behind all other kernels of a step, and the next step behind it."""
   return buffers["start"][sequence].load().cast(dtypes.weakint)
 

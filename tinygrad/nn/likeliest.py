@@ -134,8 +134,8 @@ def log_total_decode(x:Tensor, best:Tensor) -> Tensor:
 @primitive(outputs=lambda logits, total, token, others, moved, log: log)
 def tell(logits:Tensor, total:Tensor, token:Tensor, others:Tensor, moved:Tensor, log:Tensor) -> Tensor:
   """Logs a token of each of S rows and some others, each with the logarithm of its probability. logits: float32 (S, V); total: float32 (S,), the
-  logarithm of Σ exp(logits); token: int32 (S,); others: int32 (S, C); moved: int32 (S,), where the rows stand behind the step, as `advance` gives
-  it; log: int32 (S, N, 1 + C, 2), whose column is the step's position modulo N, as in advance's -> the log. The second number of a pair is a
+  logarithm of Σ exp(logits); token: int32 (S,); others: int32 (S, C); moved: int32 (S,), where the rows stand behind the step, as `next_token` gives
+  it; log: int32 (S, N, 1 + C, 2), whose column is the step's position modulo N, as in next_token's -> the log. The second number of a pair is a
   float's bits."""
   S, N = log.shape[:2]
   tokens = token.unsqueeze(1).cat(others, dim=1)

@@ -243,15 +243,16 @@ def heads_as_codes(name:str, v_b:Weight, ins:dict[str, Tensor], operand:Callable
   return Codes(*launch(name, outs, {**ins, **v_b.args("w")}, body, mem))
 
 def linear_of_codes(x:Codes, weight:Weight, residual:Tensor) -> Tensor:
-  """residual + W·x"""
-  target, units, T = target_of(weight.device), weight.shape[1] // UNIT, residual.shape[0]
+  """residual + W·x. A lane takes few units where each is more than codes and a scale, or is multiplied for several tokens"""
+  target, units, T, planes = target_of(weight.device), weight.shape[1] // UNIT, residual.shape[0], weight.args("w")
   assert target is not None
+  steps = STEPS if T == 1 and len(planes) == 2 else LARGE_STEPS
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def codes(token:UOp, segment:int, unit:UOp) -> CodedUnit: return load_codes(buffers, "x", units, token, unit)
     part = linear_part(weight.shape[0], single_segment(weight.matrix(buffers, "w")), buffers["y"], weight.integer, residual=buffers["residual"],
-                       steps=STEPS if T == 1 else LARGE_STEPS)   # a lane takes each unit once a token
+                       steps=steps)
     return matvec(target, Operand([units], None, tokens=T, codes=codes), [part])
-  ins = {**named(x, "x"), "residual": residual, **weight.args("w")}
+  ins = {**named(x, "x"), "residual": residual, **planes}
   return launch(f"linear_residual_{weight.label}", {"y": empty(residual, *residual.shape)}, ins, body, weight.nbytes)[0]
 
 @attention_output.form("prefill", takes=lambda step, context, v_b, weight, residual: prefill_target(step, v_b, v_b.shape[2], weight.shape[1]))

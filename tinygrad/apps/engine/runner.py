@@ -12,13 +12,14 @@ from typing import Sequence
 import numpy as np
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.apps.capture import Replay, compile_parts, enqueue, read, seen_by_host, to_device, write, write_row
-from tinygrad.apps.engine.sampling import VALUES, Features, Sampling, counted, mask_words, sample, token_counts
+from tinygrad.apps.engine.sampling import VALUES, Features, Sampling, counted, filtered, mask_words, noise_of, sample, token_counts
 from tinygrad.apps.engine.sequence import TOP, BatchRow, Logprob
-from tinygrad.apps.engine.speculate import NO_DRAFT, DraftState, accept, counts_behind, counts_of_rows, find_drafts, note
+from tinygrad.apps.engine.speculate import DraftState, accept, counts_behind, counts_of_rows, note
 from tinygrad.apps.mla import Transformer
 from tinygrad.apps.mtp import MTP
 from tinygrad.nn.cpu import is_cpu
-from tinygrad.nn.embedding import advance
+from tinygrad.nn.drafts import NO_DRAFT, find_drafts
+from tinygrad.nn.draw import next_token
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.likeliest import likeliest, log_total, tell
 from tinygrad.nn.step import PAGE, Step
@@ -49,10 +50,11 @@ class Draw:
 def next_tokens(step:Step, logits:Tensor, draw:Draw, token:Tensor, log:Tensor) -> tuple[Tensor, ...]:
   """The end of a decode step: logits, float32 (S, vocab), become the next tokens, which are logged, and the positions move on"""
   counts = None if draw.counts is None else draw.counts.assign(counted(draw.counts, token))
-  chosen = token.assign(sample(logits, draw.features, draw.values, draw.key, step.start, counts, draw.bias, draw.mask))
-  moved, logged = advance(step.start, chosen, step.tables, log)
+  noise = noise_of(draw.features, draw.values, draw.key, step.start)
+  chosen, moved, logged = next_token(filtered(logits, draw.features, draw.values, counts, draw.bias, draw.mask), noise, token, step.start,
+                                     step.tables, log)
   if draw.odds is None: return chosen, moved, logged
-  # behind `advance`, whose own result orders the two: it moves `start` on unseen
+  # behind `next_token`, whose own result orders the two: it moves `start` on unseen
   best = likeliest(logits, draw.odds.shape[2] - 1)
   return chosen, moved, logged, tell(logits, log_total(logits, best), chosen, best, moved, draw.odds)
 

@@ -10,7 +10,7 @@ from typing import Mapping, Sequence
 import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.nn.cutoff import cutoff, ordered
-from tinygrad.nn.embedding import argmax
+from tinygrad.nn.draw import Noise, argmax, noised
 
 LEAST = 1e-30  # but for 0: smaller ones, or what is divided by them, would be lost in float32
 VALUES = 7     # numbers of a row of values
@@ -107,25 +107,10 @@ def allowed(mask:Tensor, vocab:int) -> Tensor:
 
 # ---- the draw ----
 
-def random_bits(key:Tensor, counter:Tensor, count:int) -> Tensor:
-  """key: uint32 (S, 2); counter: int32 (S,) -> uint32 (S, count), each row the Tensor.random_bits(key, counter, count) of its own"""
-  keys = (key[:, 1:].cast(dtypes.uint64) << 32) | key[:, :1].cast(dtypes.uint64)
-  keys = counter.cast(dtypes.uint32).cast(dtypes.uint64).unsqueeze(1).threefry(keys)
-  half, number = -(-count // 2), Tensor.arange(count, dtype=dtypes.uint32).to(key.device)
-  first = number < half
-  low = first.where(number, number - half).cast(dtypes.uint64)   # a number has two words of 32 bits: the row's halves
-  words = (((low + half) << 32) | low).threefry(keys)
-  return first.where(words.cast(dtypes.uint32), (words >> 32).cast(dtypes.uint32))
-
-def gumbel(bits:Tensor) -> Tensor:
-  """uint32 -> float32 noise of Gumbel's distribution. Never infinite: the numbers whose logarithm is taken are odd multiples of 2^-24, which float32
-  holds without rounding, up to 1 - 2^-24, and whose own is at least 2^-24, whatever a device's logarithm makes of it"""
-  uniform = (bits >> 9).cast(dtypes.float) * 2.0 ** -23 + 2.0 ** -24
-  return -(-uniform.log()).maximum(2.0 ** -24).log()
-
-def scores(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor, counts:Tensor|None=None, bias:Tensor|None=None,
-           mask:Tensor|None=None) -> Tensor:
-  """As sample -> float32 (S, V), whose largest is the token"""
+def filtered(logits:Tensor, features:Features, values:Tensor, counts:Tensor|None=None, bias:Tensor|None=None, mask:Tensor|None=None) -> Tensor:
+  """Of each of S sequences the logits of the tokens that may be drawn, -inf of the others. logits: float32 (S, V); values: float32 (S, VALUES), rows
+  of Sampling.values(); counts: int32 (S, V), of the context, needed for a penalty; bias: float32 (S, V), needed for a bias; mask: uint32 (S, words),
+  needed for a mask. Tokens that tie at a cut are kept."""
   vocab = logits.shape[1]
   temperature, top_k, top_p, min_p, repeat, presence, frequency = (values[:, i:i+1] for i in range(VALUES))
   if features.mask:
@@ -139,10 +124,9 @@ def scores(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:
     produced = counts >> 1
     logits = (counts & 1).eq(1).where((logits > 0).where(logits / repeat, logits * repeat), logits)
     logits = logits - (produced.cast(dtypes.float) * frequency + (produced > 0).where(presence, 0.0))
-  if not features.draw: return logits
-  greedy = temperature.eq(0)
+  if not (features.top_k or features.top_p or features.min_p): return logits
   # at most 0: no temperature is too low. A zero is the same whatever its logit's sign, which adding a bias of 0 changes
-  x = (-(logits.max(axis=1, keepdim=True) - logits).abs() / greedy.where(1.0, temperature)).contiguous()
+  x = (-(logits.max(axis=1, keepdim=True) - logits).abs() / temperature.eq(0).where(1.0, temperature)).contiguous()
   keep = x.isinf().logical_not()
   if features.top_k:
     least = cutoff(x, None, top_k.eq(0).where(vocab, top_k.minimum(float(vocab))).cast(dtypes.uint32).reshape(-1))
@@ -153,13 +137,18 @@ def scores(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:
     enough = (p.sum(1, keepdim=True).cast(dtypes.float) * (top_p * (1 - 1e-6))).cast(dtypes.uint64).maximum(1)
     keep = keep & ((ordered(x) >= cutoff(x, p, enough.reshape(-1)).unsqueeze(1)) | (top_p >= 1))
   if features.min_p: keep = keep & (x >= min_p.log())
-  # Gumbel's trick: the largest x + noise is a draw from softmax(x)
-  return greedy.where(logits, keep.where(x + gumbel(random_bits(key, counter, vocab)), float("-inf")))
+  return keep.where(logits, float("-inf"))
 
-def sample(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor, counts:Tensor|None=None, bias:Tensor|None=None,
-           mask:Tensor|None=None) -> Tensor:
-  """A token of each of S sequences. logits: float32 (S, V); values: float32 (S, VALUES), rows of Sampling.values(); key: uint32 (S, 2), a seed and 0;
-  counter: int32 (S,), the draw's number, which is the position; counts: int32 (S, V), of the context, needed for a penalty; bias: float32 (S, V),
-  needed for a bias; mask: uint32 (S, words), needed for a mask -> int32 (S,). Tokens that tie at a cut are kept; an argmax tie goes to the lower
-  id."""
-  return argmax(scores(logits, features, values, key, counter, counts, bias, mask))
+def noise_of(features:Features, values:Tensor, key:Tensor, counter:Tensor) -> Noise|None:
+  """What draws add, where any is one. values: float32 (S, VALUES), whose first are temperatures; key: uint32 (S, 2), a seed and 0; counter: int32
+  (S,), the draw's number, which is the position"""
+  return Noise(values, key, counter) if features.draw else None
+
+def scores(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor, *others:Tensor|None) -> Tensor:
+  """As sample -> float32 (S, V), whose largest is the token"""
+  return noised(filtered(logits, features, values, *others), noise_of(features, values, key, counter))
+
+def sample(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor, *others:Tensor|None) -> Tensor:
+  """A token of each of S sequences, int32 (S,). logits, features, values and others: as filtered has them; key, counter: as noise_of. An argmax tie
+  goes to the lower id."""
+  return argmax(filtered(logits, features, values, *others), noise_of(features, values, key, counter))

@@ -15,12 +15,11 @@ from typing import Callable
 import numpy as np
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.apps.engine.sampling import counted
-from tinygrad.nn.kernel import empty, launch
+from tinygrad.nn.intrinsics import target_of
+from tinygrad.nn.kernel import behind_wait, empty, launch
 from tinygrad.nn.step import NEW_ROWS
 
 MAX_DRAFTS = NEW_ROWS - 1    # that a step verifies
-SHORTEST, LONGEST = 3, 8      # tokens that a draft's place must share with the end of the sequence, and those that are compared
-NO_DRAFT = -1                 # among drafts
 REFUSED, NOT_DRAFTED = -2, -3   # among what a step says, in place of a token
 
 # ---- on the device. S sequences, N drafts of each at most, C positions ----
@@ -39,27 +38,13 @@ class DraftState:
   log: Tensor      # (S, columns, N + 2)
   forced: float|None = None   # where time alone is measured: the share of drafts that count, drawn by lot, whatever they are
 
-def find_drafts(ids:Tensor, start:Tensor, count:int) -> Tensor:
-  """ids: int32 (S, C), sequences of start + 1 tokens each; start: int32 (S,) -> int32 (S, count), drafts of what follows, or NO_DRAFT. They follow
-  the place that shares the most tokens with the end, LONGEST at most, and of those the last; where it is near, what is between the two goes round."""
-  C, last = ids.shape[1], start.unsqueeze(1)
-  back = Tensor.arange(LONGEST, dtype=dtypes.int32).to(ids.device).unsqueeze(0)
-  ends = (back <= last).where(ids.gather(1, (last - back).maximum(0)), NO_DRAFT).contiguous()   # the newest tokens, the last first
-  place = Tensor.arange(C, dtype=dtypes.int32).to(ids.device).unsqueeze(0)
-  shared, same = Tensor.zeros_like(ids), place < last
-  for i in range(LONGEST):
-    same = same & (place >= i) & ids.pad(((0, 0), (i, 0)))[:, :C].eq(ends[:, i:i+1])
-    shared = shared + same.cast(dtypes.int32)
-  best = (shared >= SHORTEST).where(shared * C + place, -1).max(1, keepdim=True).contiguous()
-  at = best.maximum(0) % C
-  ahead = Tensor.arange(count, dtype=dtypes.int32).to(ids.device).unsqueeze(0)
-  return (best >= 0).where(ids.gather(1, at + 1 + ahead % (last - at).maximum(1)), NO_DRAFT).contiguous()
-
-def _each(device:str, count:int) -> tuple[UOp, Callable[[list[UOp]], list[UOp]]]:
-  """A kernel's row of `count`, and what ends its stores: a thread has a row where there are threads"""
-  if Device[device].renderer.has_local: return UOp.special(count, "lidx0"), lambda stores: stores
+def _each(device:str, count:int, buffers:dict[str, UOp]) -> tuple[UOp, dict[str, UOp], Callable[[list[UOp]], list[UOp]]]:
+  """A kernel's row of `count`, its buffers behind the kernels before, and what ends its stores: a thread has a row where there are threads"""
+  if Device[device].renderer.has_local:
+    target = target_of(device)
+    return UOp.special(count, "lidx0"), buffers if target is None else behind_wait(target, buffers), lambda stores: stores
   row = UOp.range(count, 0)
-  return row, lambda stores: [UOp.group(*stores).end(row)]
+  return row, buffers, lambda stores: [UOp.group(*stores).end(row)]
 
 def by_lot(number:UOp, row:UOp, place:int, share:float) -> UOp:
   """bool, true in such a share of the steps, int32, for each row and each place in a draft: multiples of the golden ratio lie evenly"""
@@ -71,7 +56,7 @@ def accept(chosen:Tensor, count:int, state:DraftState) -> tuple[Tensor, ...]:
   how many drafts were right; int32 (S, 1 + N), what the step says. A row that is not there, whose first page is nobody's, stays where it is."""
   (S, N), C, P, forced = state.drafts.shape, state.ids.shape[1], state.tables.shape[1], state.forced
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    row, ended = _each(chosen.device, S)
+    row, buffers, ended = _each(chosen.device, S, buffers)
     drawn = [buffers["chosen"][row * (1 + count) + i].load() for i in range(1 + count)]
     right, accepted, newest, said = UOp.const(1, dtypes.int), UOp.const(0, dtypes.int), drawn[0], [drawn[0]]
     for i in range(count):
@@ -100,7 +85,7 @@ def note(state:DraftState, token:Tensor, start:Tensor, said:Tensor, found:Tensor
   that step; its number; the log, where the column of this step has what it said, and whether there are drafts"""
   (S, N), columns = state.drafts.shape, state.log.shape[1]
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    row, ended = _each(said.device, S)
+    row, buffers, ended = _each(said.device, S, buffers)
     new = [buffers["found"][row * N + i].load() for i in range(N)]
     position, mine = buffers["start"][row].load(), buffers["number"][row].load()
     stores = [buffers["drafts"][row * N + i].store(value) for i, value in enumerate(new)]
