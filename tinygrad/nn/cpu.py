@@ -620,6 +620,59 @@ def argmax(values:Tensor) -> Tensor:
   }}"""
   return launch(f"argmax_{count}_{rows}", {"y": empty(values, rows, dtype=dtypes.int32)}, {"x": values}, "", body, rows)[0]
 
+NOISE = """
+FN v16f log16(v16f x) { /* of positive numbers: x = m * 2^e with m around 1, log(m) = 2 atanh((m - 1) / (m + 1)) */
+  const v16i bits = (v16i)x, e = (bits - 0x3f3504f3) >> 23;
+  const v16f m = (v16f)(bits - (e << 23)), s = (m - 1) / (m + 1), z = s * s;
+  return __builtin_convertvector(e, v16f) * 0.693147181f + 2 * s * (1 + z * (1 / 3.f + z * (1 / 5.f + z * (1 / 7.f + z * (1 / 9.f)))));
+}
+FN v16f gumbel16(v16u bits) {
+  const v16f uniform = __builtin_convertvector((v16i)(bits >> 9), v16f) * 0x1p-23f + 0x1p-24f;
+  return -log16(__builtin_elementwise_max(-log16(uniform), (v16f)(0x1p-24f)));
+}
+FN void threefry16(v16u* x, v16u* y, const unsigned* key) {
+  const unsigned keys[3] = {key[1], key[0] ^ key[1] ^ 0x1bd11bda, key[0]};
+  static const int by[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  v16u a = *x + key[0], b = *y + key[1];
+  ALL for (int i = 0; i < 5; i++) {
+    ALL for (int r = 0; r < 4; r++) { a += b; b = a ^ (b << by[i % 2][r] | b >> (32 - by[i % 2][r])); }
+    a += keys[i % 3]; b += keys[(i + 1) % 3] + i + 1;
+  }
+  *x = a; *y = b;
+}
+"""
+
+def noised_argmax(values:Tensor, hottest:float, temperature:Tensor, key:Tensor, counter:Tensor) -> Tensor:
+  """As argmax of nn/draw.py, with noise: a row by one thread. temperatures above `hottest` are as it"""
+  rows, count = values.shape
+  half, width = -(-count // 2), temperature.shape[1]
+  body = f"""const v16i lane = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
+  for (x += job * {count}L; job < last; job++, x += {count}) {{
+    v16u one = (v16u)(counter[job]), two = 0;
+    threefry16(&one, &two, key + job * 2);
+    const unsigned drawn[2] = {{one[0], two[0]}};
+    const float heat = temperature[job * {width}] < {hottest}f ? temperature[job * {width}] : {hottest}f;
+    v16f best = (v16f)(-__builtin_inff()); v16i at = lane;
+    for (int n = 0; n < {half}; n += 16) {{
+      v16u words[2] = {{(v16u)(lane + n), (v16u)(lane + n + {half})}};
+      threefry16(words, words + 1, drawn);
+      ALL for (int h = 0; h < 2; h++) {{ /* the words of a random number are those of a logit and of the one half a row behind */
+        const int first = n + h * {half}, left = (h ? {count} : {half}) - first;
+        v16f score = (v16f)(-__builtin_inff());
+        if (left >= 16) score = *(const v16f*)(x + first);
+        else for (int i = 0; i < left; i++) score[i] = x[first + i];
+        score += heat * gumbel16(words[h]);
+        const v16i wins = score > best;
+        best = __builtin_elementwise_max(best, score); at = (wins & (lane + first)) | (~wins & at);
+      }}
+    }}
+    int found = 0;
+    for (int i = 1; i < 16; i++) if (best[i] > best[found] || (best[i] == best[found] && at[i] < at[found])) found = i;
+    y[job] = at[found] < {count} ? at[found] : 0;
+  }}"""
+  ins = {"x": values, "temperature": temperature, "key": key, "counter": counter}
+  return launch(f"argmax_noised_{count}_{rows}", {"y": empty(values, rows, dtype=dtypes.int32)}, ins, NOISE, body, rows)[0]
+
 def advance(start:Tensor, token:Tensor, tables:Tensor, log:Tensor) -> tuple[Tensor, Tensor]:
   """As advance of nn/draw.py"""
   (S, P), N = tables.shape, log.shape[1]

@@ -12,7 +12,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import Target, shuffle, target_of
-from tinygrad.nn.kernel import empty, launch, local, optional, sum_in_order
+from tinygrad.nn.kernel import behind_wait, empty, launch, local, optional, sum_in_order
 from tinygrad.nn.primitive import primitive
 from tinygrad.uop.ops import Ops
 
@@ -103,7 +103,7 @@ def cutoff_decode(x:Tensor, mass:Tensor|None, target:Tensor) -> Tensor:
   for shift in SHIFTS:
     def of_blocks(buffers:dict[str, UOp], shift:int=shift) -> list[UOp]:
       block, row, thread = UOp.special(BLOCKS, "gidx0"), UOp.special(S, "gidx1"), UOp.special(THREADS, "lidx0")
-      lane, warp, warps = thread % gpu.lanes, thread // gpu.lanes, THREADS // gpu.lanes
+      lane, warp, warps, buffers = thread % gpu.lanes, thread // gpu.lanes, THREADS // gpu.lanes, behind_wait(gpu, buffers)
       low = narrowed(gpu, buffers, row, thread, shift + BITS) if "sums" in buffers else UOp.const(0, dtypes.uint32)
       totals = [UOp.const(0, dtype)] * STEPS
       for turn in range(-(-V // (BLOCKS * THREADS))):
@@ -122,6 +122,6 @@ def cutoff_decode(x:Tensor, mass:Tensor|None, target:Tensor) -> Tensor:
     sums, low = launch(f"cutoff_part_{shift}", outs, {"x": x, **optional(mass=mass), **last}, of_blocks)
     last = {"sums": sums, "low": low, "target": target}
   def of_all(buffers:dict[str, UOp]) -> list[UOp]:
-    row, thread = UOp.special(S, "gidx0"), UOp.special(THREADS, "lidx0")
+    row, thread, buffers = UOp.special(S, "gidx0"), UOp.special(THREADS, "lidx0"), behind_wait(gpu, buffers)
     return [buffers["y"][row.valid(thread.eq(0))].store(narrowed(gpu, buffers, row, thread, 0))]
   return launch("cutoff_whole", {"y": empty(x, S, dtype=dtypes.uint32)}, last, of_all)[0]

@@ -125,6 +125,7 @@ def filtered(logits:Tensor, features:Features, values:Tensor, counts:Tensor|None
     logits = (counts & 1).eq(1).where((logits > 0).where(logits / repeat, logits * repeat), logits)
     logits = logits - (produced.cast(dtypes.float) * frequency + (produced > 0).where(presence, 0.0))
   if not (features.top_k or features.top_p or features.min_p): return logits
+  logits = logits.contiguous()   # a maximum of what is still to be made is found by few threads
   # at most 0: no temperature is too low. A zero is the same whatever its logit's sign, which adding a bias of 0 changes
   x = (-(logits.max(axis=1, keepdim=True) - logits).abs() / temperature.eq(0).where(1.0, temperature)).contiguous()
   keep = x.isinf().logical_not()
