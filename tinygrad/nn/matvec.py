@@ -47,6 +47,7 @@ FLOAT4_OF_UNIT = UNIT // 4
 STEPS = 6                          # units of a row that a lane takes before the row spans more warps
 ROW_WORDS = 32                     # … whose weights take at most so many registers
 WARPS, MANY_WARPS = 8, 16          # of a block; of a block of a launch of MANY_JOBS warps' work
+CODED_WARPS = 4                    # of a block that reads int8, of two teams or more: it stages nothing, and small ones make room for others sooner
 MANY_JOBS = 2048
 WAVES = 4096                       # warps of a launch whose blocks take turns
 WAVE_STEPS = 3                     # units of a row that a lane of them takes: it holds few registers, and more blocks run at once
@@ -90,13 +91,18 @@ class MatvecPart:
   is_writer stores. Loads of other kernels' results add wait_zero to the index. Or a CodesOut.
   integer: whether every matrix has integer codes.
   rounded: the buffers of a Rounded, where the first block stores the vectors. They are staged as int8, and have a norm.
-  steps: units of a row that a lane takes at most."""
+  steps: units of a row that a lane takes at most. many: warps of a block, where there are MANY_JOBS."""
   jobs: int
   rows_of: Callable[[UOp], Sequence[RowSegments]]
   finish: Callable[[list[UOp], UOp, UOp, UOp, UOp], list[UOp]]|CodesOut
   integer: bool
   rounded: tuple[UOp, UOp, UOp]|None = None
   steps: int = STEPS
+  many: int = MANY_WARPS
+
+def is_simple(weight:Weight) -> bool:
+  """Whether a unit is codes and a scale. A minimum, or codes in several planes, are work of their own"""
+  return len(weight.args("")) == 2
 
 def lane_steps(weight:Weight) -> int:
   """Units of a row that a lane takes at most: fewer where they are wide"""
@@ -397,10 +403,10 @@ def takes_turns(jobs:int, warps:int) -> bool:
   return jobs * warps >= WAVES
 
 def thread_layout(segments:Sequence[int], warp_lanes:int, jobs:int, coded:bool=False, copies:bool=False, steps:int=STEPS,
-                  large:int=0) -> ThreadLayout:
+                  large:int=0, many:int=MANY_WARPS) -> ThreadLayout:
   """The layout for a launch of so many jobs. A team is within a warp up to `steps` units a lane, over the most lanes that leave at most a tenth of
   them idle. Larger blocks are for launches whose blocks make the vectors' int8. coded: they read it; copies: they copy it.
-  large: large_warps of the launch, or those that make its vector."""
+  large: large_warps of the launch, or those that make its vector. many: as a part has it, but that a block has EIGHT teams if it can."""
   units, lanes, warps = sum(segments), warp_lanes, 1
   def units_of_lane(warps:int) -> int: return sum(-(-length // (warp_lanes * warps)) for length in segments)
   if large: steps = min(steps, LARGE_STEPS)
@@ -412,7 +418,8 @@ def thread_layout(segments:Sequence[int], warp_lanes:int, jobs:int, coded:bool=F
   work = jobs * lanes * warps // warp_lanes
   if large: block_warps = large
   elif copies: block_warps = WARPS * warps
-  else: block_warps = MANY_WARPS if work >= MANY_JOBS and not coded else WARPS
+  elif coded: block_warps = max(CODED_WARPS, 2 * warps)
+  else: block_warps = max(many, min(EIGHT * warps, MANY_WARPS)) if work >= MANY_JOBS else WARPS
   teams = max(block_warps // warps, 1) * (warp_lanes // lanes)
   # too few jobs to fill the machine: smaller blocks, and a team over as many lanes as a row has units
   while teams > 1 and jobs < FEW_BLOCKS * teams and teams * lanes * warps >= 2 * warp_lanes: teams //= 2
@@ -491,7 +498,7 @@ def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_sto
   extra_stores, choice and trigger_last (see pdl_wait) are for a launch of one part."""
   large, making = large_warps(target, operand, parts[0], items) if len(parts) == 1 else 0, operand.made.threads if operand.made is not None else 0
   layouts = [thread_layout(operand.segments, target.lanes, items * part.jobs, operand.codes is not None, operand.rounded is not None, part.steps,
-                           making // target.lanes or large) for part in parts]
+                           making // target.lanes or large, part.many) for part in parts]
   threads = max(making, *(layout.threads for layout in layouts))
   columns = columns_of(target, operand, parts, threads // target.lanes)
   # of several tokens a block has work enough beside its loads

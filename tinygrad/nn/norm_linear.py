@@ -17,7 +17,7 @@ from tinygrad.nn.kernel import (SLOTS, UNIT, Load4, Matrix, Norm, Rope, Weight, 
                                 position_of, rotated, sum_in_order)
 from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
 from tinygrad.nn.matvec import (LARGE_STEPS, STEPS, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments, codes_in,
-                                    empty_codes, lane_steps, linear_part, load_codes, matvec, named, stores_codes)
+                                    empty_codes, is_simple, lane_steps, linear_part, load_codes, matvec, named, stores_codes)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, msl_takes
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step, few_rows, one_row
@@ -244,15 +244,15 @@ def heads_as_codes(name:str, v_b:Weight, ins:dict[str, Tensor], operand:Callable
 
 def linear_of_codes(x:Codes, weight:Weight, residual:Tensor) -> Tensor:
   """residual + W·x. A lane takes few units where each is more than codes and a scale, or is multiplied for several tokens"""
-  target, units, T, planes = target_of(weight.device), weight.shape[1] // UNIT, residual.shape[0], weight.args("w")
+  target, units, T = target_of(weight.device), weight.shape[1] // UNIT, residual.shape[0]
   assert target is not None
-  steps = STEPS if T == 1 and len(planes) == 2 else LARGE_STEPS
+  steps = STEPS if T == 1 and is_simple(weight) else LARGE_STEPS
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def codes(token:UOp, segment:int, unit:UOp) -> CodedUnit: return load_codes(buffers, "x", units, token, unit)
     part = linear_part(weight.shape[0], single_segment(weight.matrix(buffers, "w")), buffers["y"], weight.integer, residual=buffers["residual"],
                        steps=steps)
     return matvec(target, Operand([units], None, tokens=T, codes=codes), [part])
-  ins = {**named(x, "x"), "residual": residual, **planes}
+  ins = {**named(x, "x"), "residual": residual, **weight.args("w")}
   return launch(f"linear_residual_{weight.label}", {"y": empty(residual, *residual.shape)}, ins, body, weight.nbytes)[0]
 
 @attention_output.form("prefill", takes=lambda step, context, v_b, weight, residual: prefill_target(step, v_b, v_b.shape[2], weight.shape[1]))
