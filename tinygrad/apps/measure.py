@@ -270,15 +270,16 @@ def measure(model:Model, sweep:Sweep, rows:list[Row]) -> Iterator[Row]:
   prefill's own tokens are new in each"""
   rng, vocab = np.random.default_rng(0), model.transformer.config.vocab_size
   text = rng.integers(0, vocab, max(sweep.deepest, 1)).tolist()
-  with tqdm(total=len(rows) * (sweep.repetitions + 1), desc="benchmark", leave=False, disable=not sys.stderr.isatty()) as bar:
+  warm = 2 if model.engine.runner.most_drafts else 1   # rounds that record and compile: behind the first that drafts, steps without drafts are tried
+  with tqdm(total=len(rows) * (warm + sweep.repetitions), desc="benchmark", leave=False, disable=not sys.stderr.isatty()) as bar:
     for row in rows:
-      for run in range(sweep.repetitions + 1):
+      for run in range(-warm, sweep.repetitions):
         bar.set_postfix_str(row.test)
-        others = row.others if run else Others()
+        others = row.others if run >= 0 else Others()
         own = rng.integers(0, vocab, row.n_prompt + 1).tolist()
         if row.n_prompt: seconds = prefill_seconds(model.engine, text[:row.n_depth] + own, row.n_depth, others)
         else: seconds = decode_seconds(model.engine, text[:max(row.n_depth, 1)], row.n_gen, others)
-        if run: row.seconds.append(seconds)
+        if run >= 0: row.seconds.append(seconds)
         bar.update()
       bar.clear()
       yield row
