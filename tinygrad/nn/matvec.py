@@ -47,7 +47,7 @@ FLOAT4_OF_UNIT = UNIT // 4
 STEPS = 6                          # units of a row that a lane takes before the row spans more warps
 ROW_WORDS = 32                     # … whose weights take at most so many registers
 WARPS, MANY_WARPS = 8, 16          # of a block; of a block of a launch of MANY_JOBS warps' work
-CODED_WARPS = 4                    # of a block that reads int8, of two teams or more: it stages nothing, and small ones make room for others sooner
+CODED_WARPS = 4                    # of a block that reads int8, if that is two teams: it stages nothing, and small ones make room for others sooner
 MANY_JOBS = 2048
 WAVES = 4096                       # warps of a launch whose blocks take turns
 WAVE_STEPS = 3                     # units of a row that a lane of them takes: it holds few registers, and more blocks run at once
@@ -418,7 +418,7 @@ def thread_layout(segments:Sequence[int], warp_lanes:int, jobs:int, coded:bool=F
   work = jobs * lanes * warps // warp_lanes
   if large: block_warps = large
   elif copies: block_warps = WARPS * warps
-  elif coded: block_warps = max(CODED_WARPS, 2 * warps)
+  elif coded: block_warps = CODED_WARPS if 2 * warps <= CODED_WARPS else WARPS
   else: block_warps = max(many, min(EIGHT * warps, MANY_WARPS)) if work >= MANY_JOBS else WARPS
   teams = max(block_warps // warps, 1) * (warp_lanes // lanes)
   # too few jobs to fill the machine: smaller blocks, and a team over as many lanes as a row has units
