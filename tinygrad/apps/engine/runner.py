@@ -12,7 +12,7 @@ from typing import Sequence
 import numpy as np
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.apps.capture import Replay, compile_parts, enqueue, read, seen_by_host, to_device, write, write_row
-from tinygrad.apps.engine.sampling import VALUES, Features, Sampling, counted, filtered, mask_words, noise_of, sample, token_counts
+from tinygrad.apps.engine.sampling import VALUES, Features, Sampling, counted, mask_words, sample, to_draw, token_counts
 from tinygrad.apps.engine.sequence import TOP, BatchRow, Logprob
 from tinygrad.apps.engine.speculate import DraftState, accept, counts_behind, counts_of_rows, note
 from tinygrad.apps.mla import Transformer
@@ -50,9 +50,8 @@ class Draw:
 def next_tokens(step:Step, logits:Tensor, draw:Draw, token:Tensor, log:Tensor) -> tuple[Tensor, ...]:
   """The end of a decode step: logits, float32 (S, vocab), become the next tokens, which are logged, and the positions move on"""
   counts = None if draw.counts is None else draw.counts.assign(counted(draw.counts, token))
-  noise = noise_of(draw.features, draw.values, draw.key, step.start)
-  chosen, moved, logged = next_token(filtered(logits, draw.features, draw.values, counts, draw.bias, draw.mask), noise, token, step.start,
-                                     step.tables, log)
+  given = to_draw(logits, draw.features, draw.values, draw.key, step.start, counts, draw.bias, draw.mask)
+  chosen, moved, logged = next_token(*given, token, step.start, step.tables, log)
   if draw.odds is None: return chosen, moved, logged
   # behind `next_token`, whose own result orders the two: it moves `start` on unseen
   best = likeliest(logits, draw.odds.shape[2] - 1)

@@ -6,7 +6,7 @@ out the same in whatever order a kernel adds them, and the noise of a row is mad
 from __future__ import annotations
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Mapping, Sequence
+from typing import Any, Mapping, Sequence
 import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.nn.cutoff import cutoff, ordered
@@ -140,16 +140,15 @@ def filtered(logits:Tensor, features:Features, values:Tensor, counts:Tensor|None
   if features.min_p: keep = keep & (x >= min_p.log())
   return keep.where(logits, float("-inf"))
 
-def noise_of(features:Features, values:Tensor, key:Tensor, counter:Tensor) -> Noise|None:
-  """What draws add, where any is one. values: float32 (S, VALUES), whose first are temperatures; key: uint32 (S, 2), a seed and 0; counter: int32
-  (S,), the draw's number, which is the position"""
-  return Noise(values, key, counter) if features.draw else None
+def to_draw(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor, *others:Tensor|None) -> tuple[Tensor, Noise|None]:
+  """What the largest is the token of: the filtered logits, and the noise that draws add, where any row draws. logits, features, values and others: as
+  filtered has them; key: uint32 (S, 2), a seed and 0; counter: int32 (S,), the draw's number, which is the position"""
+  return filtered(logits, features, values, *others), Noise(values, key, counter) if features.draw else None
 
-def scores(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor, *others:Tensor|None) -> Tensor:
+def scores(*drawn:Any) -> Tensor:
   """As sample -> float32 (S, V), whose largest is the token"""
-  return noised(filtered(logits, features, values, *others), noise_of(features, values, key, counter))
+  return noised(*to_draw(*drawn))
 
-def sample(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor, *others:Tensor|None) -> Tensor:
-  """A token of each of S sequences, int32 (S,). logits, features, values and others: as filtered has them; key, counter: as noise_of. An argmax tie
-  goes to the lower id."""
-  return argmax(filtered(logits, features, values, *others), noise_of(features, values, key, counter))
+def sample(*drawn:Any) -> Tensor:
+  """A token of each of S sequences, int32 (S,), of to_draw's arguments. An argmax tie goes to the lower id."""
+  return argmax(*to_draw(*drawn))
