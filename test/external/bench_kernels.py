@@ -28,6 +28,7 @@ from tinygrad.nn.routing import Gating, Routing
 from tinygrad.nn.step import PAGE, Step
 
 BANK = 256 << 20  # bytes of distinct weights a chain reads
+CHAIN = 96        # launches of it, at least: one graph behind another is a pause
 
 def random_weight(cls:type, kind:G, *shape:int):
   """Random codes; every half is small and finite"""
@@ -98,7 +99,7 @@ def cases(model:str, depth:int) -> Cases:
   return {name: (make, run, read) for name, (make, run) in out.items()}
 
 def chain(run:Callable, banks:list) -> Callable:
-  """A JIT of one primitive a bank, all writing the same outputs"""
+  """A JIT of a primitive on each bank in turn, all writing the same outputs"""
   kept:dict = {}
   def one_after_another(name, outs, ins, body, mem=None):
     mine = {n: kept.get((name, n), t) if n != "cache" else t for n, t in outs.items()}
@@ -130,6 +131,7 @@ def main() -> None:
     first = make()
     size = read(name, first)
     banks = [first] + [make() for _ in range(max(min(BANK // max(size, 1 << 20), 24), 4) - 1)]
+    banks *= -(-CHAIN // len(banks))
     with Context(JIT_BATCH_SIZE=0):
       go = chain(run, banks)
       for _ in range(3): go()

@@ -166,11 +166,15 @@ def test_experts():
   assert nmse(down(), .5 * np.einsum("tki,tkoi->tko", hidden.astype(np.float64), want[chosen])) < HALF
   assert down().tobytes() == down().tobytes()
 
-@pytest.mark.parametrize("gating", Gating)
-def test_choice(gating: Gating):
-  logits, bias = Tensor(floats(9, 40)).realize(), Tensor(floats(40)).realize() if gating == Gating.SIGMOID else None
-  routing = Routing(4, gating, gating != Gating.SOFTMAX, 1.8, bias)
-  part = Tensor(floats(2, 9, 40)).realize()   # of logits that are added up
+# experts that are ranked all at once, and a warp's first, whose warps have none, some and all of the best, and many of the same choice
+@pytest.mark.parametrize("gating,experts,count", [*((gating, 40, 4) for gating in Gating), *((gating, 384, 8) for gating in Gating),
+                                                  (Gating.SIGMOID, 128, 16), (Gating.SIGMOID, 160, 17)])
+def test_choice(gating: Gating, experts: int, count: int):
+  def some(*shape: int) -> Tensor: return Tensor(np.round(floats(*shape) * 8) / np.float32(8)).realize()
+  logits, bias = some(9, experts), some(experts) if gating == Gating.SIGMOID and experts == 40 else None
+  if experts > 40: logits = (logits + Tensor(np.float32([[i // 32 % 12 == t for i in range(experts)] for t in range(9)]) * 8)).realize()
+  routing = Routing(count, gating, gating != Gating.SOFTMAX, 1.8, bias)
+  part = some(2, 9, experts)   # of logits that are added up
   for whole in (logits, part):
     wants = choose_experts(whole if whole is logits else whole.sum(0), routing)
     for got, want in zip(choose_experts_prefill(target(), whole, routing), wants, strict=True):

@@ -327,7 +327,8 @@ def test_blocks_that_take_turns(monkeypatch: pytest.MonkeyPatch):
   run(Case(norm_linear.attention_output, "wide", wide, []), "CUDA", "decode", 1)
 
 @pytest.mark.parametrize("kind,rows,inner,rotated,turns", [(T.Q4_0, 101, 2048, False, 7), (T.Q6_K, 96, 2048, True, 6), (T.Q4_K, 101, 4096, False, 13),
-                                                           (T.Q8_0, 64, 2048, True, 4), (T.F16, 101, 2048, False, 7)])
+                                                           (T.Q8_0, 64, 2048, True, 4), (T.F16, 101, 2048, False, 7),
+                                                           (T.BF16, 101, 2048, False, 7), (T.F32, 101, 2560, False, 8)])
 def test_turns_of_a_large_launch(kind: T, rows: int, inner: int, rotated: bool, turns: int, monkeypatch: pytest.MonkeyPatch):
   """A team does several jobs, the last block's some that are not there, and what is its sum is so among others too"""
   for name, value in {"AT_ONCE": 8, "MANY_WARPS": 4, "FEW_BLOCKS": 0}.items(): monkeypatch.setattr(matvec, name, value)
@@ -340,6 +341,23 @@ def test_turns_of_a_large_launch(kind: T, rows: int, inner: int, rotated: bool, 
   run(case, "CUDA", "decode", 1)
   assert found == [turns]
   test_as_alone(case, "CUDA", "decode", Sequences(2))
+
+@pytest.mark.parametrize("kind,turns", [(T.Q5_K, [5, 8]), (T.Q8_0, [8, 8])])
+def test_turns_of_parts(kind: T, turns: list[int], monkeypatch: pytest.MonkeyPatch):
+  """All blocks of a wide mixture's first launch run at once. Its results are int8, and what a token has among others is what it has alone"""
+  for name, value in {"AT_ONCE": 48, "MANY_WARPS": 4, "FEW_BLOCKS": 0}.items(): monkeypatch.setattr(matvec, name, value)
+  monkeypatch.setattr(moe, "LAUNCH_INSTRUCTIONS", 0)
+  found, turns_of = [], matvec.turns_of_parts
+  monkeypatch.setattr(matvec, "turns_of_parts", lambda *args: found.append(turns_of(*args)) or found[-1])
+  def wide(tokens: int) -> tuple:
+    shapes, down = ((64, 4096), (64, 4096), (4096, 64)), T.Q8_0
+    shared = moe.FeedForward(*(load(own, *shape) for own, shape in zip((kind, kind, down), shapes)))
+    experts_of = moe.FeedForward(*(experts(own, 7, *shape) for own, shape in zip((kind, kind, down), shapes)))
+    return step_of(tokens), floats(tokens, 4096), norm(4096), load(T.F32, 7, 4096), routing(2), experts_of, shared, residual(tokens, 4096, 1e5)
+  case = Case(moe.mixture, "wide", wide, [])
+  run(case, "CUDA", "pairs", 1)
+  test_as_alone(case, "CUDA", "pairs", Sequences(3))
+  assert len(found) == 2 and all(sorted(of) == turns for of in found)
 
 @pytest.mark.parametrize("segments,jobs,warps", [([160], 1024, 1), ([192, 48], 1024, 2), ([256], 3584, 4), ([512, 64], 3584, 8)])
 def test_warps_of_a_row(segments: list[int], jobs: int, warps: int):

@@ -37,7 +37,7 @@ from tinygrad.helpers import Context, prod
 from tinygrad.nn import cpu
 from tinygrad.nn.cpu_layout import ROWS, Layout, Origins, Packer
 from tinygrad.nn.embedding import embedding
-from tinygrad.nn.kernel import UNIT, Matrix, Unit
+from tinygrad.nn.kernel import SPREAD, UNIT, Matrix, Unit, spread_quads
 from tinygrad.nn.norm_linear import mul_mat
 
 # ---- bytes -> codes: the file's order of bits, one function a family. raw: (n, bytes a block) uint32, returns (n, elements) uint32 ----
@@ -343,11 +343,12 @@ def _unit_scales(kind:GGMLType, units:int, plane:Callable[[str, Any], Any], row:
   index = cpu.CExpr(f"((v16u)({unit % upb}u))", dtypes.uint32) if isinstance(unit, int) else unit % upb
   return fmt.scales(UnitView(at, index))
 
-def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp, table_bytes:Callable|None=None) -> Unit:
+def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp, table_bytes:Callable|None=None, piece:int=0) -> Unit:
   """One unit of a row of `units`. plane(name, index) loads an entry of a flat plane. table_bytes(word, values): the values of a word's four codes
-  as integer codes whose zero is that of the table's least."""
+  as integer codes whose zero is that of the table's least. piece: the unit is that of spread_quads."""
   if kind in FLOATS:
-    words = [plane("w", (row * units + unit) * UNIT + i) for i in range(UNIT)]
+    quads = spread_quads(unit, piece) if piece else [unit * (UNIT // 4) + j for j in range(UNIT // 4)]
+    words = [plane("w", row * (units * UNIT) + quad * 4 + i) for quad in quads for i in range(4)]
     if kind is GGMLType.BF16: words = [(w.cast(dtypes.uint32) << 16).bitcast(dtypes.float) for w in words]
     floats = [w.cast(dtypes.float) for w in words]
     return Unit([], [(floats[0].const_like(1.0), None)], floats=floats)
@@ -477,11 +478,11 @@ class QuantizedWeight:
   def args(self, name:str) -> dict[str, Tensor]:
     """The planes as a kernel's arguments"""
     return {f"{name}.{plane}": t for plane, t in self.planes.items()}
-  def matrix(self, buffers:dict[str, UOp], name:str) -> Matrix:
-    """What a kernel reads the weights with; a stack's rows are numbered through"""
+  def matrix(self, buffers:dict[str, UOp], name:str, spread:bool=False) -> Matrix:
+    """What a kernel reads the weights with; a stack's rows are numbered through. spread: units are those of spread_quads, where floats can be"""
     def unit(row:UOp, u:UOp, gate:UOp|None) -> Unit:
       def plane(which:str, at:UOp) -> UOp: return buffers[f"{name}.{which}"][at if gate is None else at.valid(gate)].load()
-      return _unit(self.kind, self.shape[-1] // UNIT, plane, row, u)
+      return _unit(self.kind, self.shape[-1] // UNIT, plane, row, u, piece=self.piece if spread else 0)
     return unit
   # what a kernel that is text needs to know
   @property
@@ -497,6 +498,10 @@ class QuantizedWeight:
   def integer(self) -> bool:
     """Whether an int8 dot product can take the codes"""
     return self.kind in FORMATS and FORMATS[self.kind].values is None
+  @property
+  def piece(self) -> int:
+    """Numbers of 16 bytes of a row's floats that can be spread (spread_quads); 0: there are none"""
+    return 16 // FLOATS[self.kind].itemsize if self.kind in FLOATS and self.shape[-1] % (SPREAD * UNIT) == 0 else 0
   @property
   def device(self) -> str: return next(iter(self.planes.values())).device
   @property

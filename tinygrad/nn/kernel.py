@@ -37,6 +37,7 @@ from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops
 
 UNIT = 32    # weights
+SPREAD = 8   # units of floats that are spread, see spread_quads
 SLOTS = 5    # of a part of a matrix-vector launch; a caller's own begin behind those of all its parts
 WAITED = 99  # the number of a register, see behind_wait
 LOG2_E = 1.4426950408889634
@@ -87,6 +88,7 @@ class Weight(Protocol):
   label: str                   # its format and shape, for a kernel's name
   nbytes: int
   widths: tuple[int, ...]      # bits of each code plane, the low bits first
+  piece: int                   # numbers of 16 bytes of a row's floats that can be spread, see spread_quads; 0: there are none
   zero: int                    # value = code - zero
   def scales(self, plane:Callable[[str, Any], Any], row:Any, unit:Any) -> list[tuple[Any, Any]]:
     """(scale, minimum or None) of a unit, or of each half. plane(name, index) is an entry of a flat plane, of any type with a number's operators."""
@@ -96,8 +98,8 @@ class Weight(Protocol):
     """float32, of the weight's shape"""
   def args(self, name:str) -> dict[str, Tensor]:
     """The planes as a launch's inputs"""
-  def matrix(self, buffers:dict[str, UOp], name:str) -> Matrix:
-    """The matrix in a kernel that was launched with args(name)"""
+  def matrix(self, buffers:dict[str, UOp], name:str, spread:bool=False) -> Matrix:
+    """The matrix in a kernel that was launched with args(name). spread: its units are those of spread_quads"""
 
 class Norm(Protocol):
   """RMSNorm: x · weight / sqrt(mean(x²) + eps), over the last axis"""
@@ -134,6 +136,12 @@ def total(values:list[UOp], op:Callable[[UOp, UOp], UOp]) -> UOp:
 Load4 = Callable[[UOp], list[UOp]]   # number of a float4 -> its four values
 
 def load4(buffer:UOp, offset:UOp|int=0) -> Load4: return lambda number: [buffer[offset + number * 4 + i].load() for i in range(4)]
+
+def spread_quads(unit:UOp, piece:int) -> list[UOp]:
+  """The numbers of a unit's eight float4 where floats are spread. A sum does not ask which 32 numbers are a unit, if weights and vector agree: of
+  SPREAD neighbouring units each has every SPREADth piece, so that lanes which have a unit each read neighbouring 16 bytes. A row has whole SPREADs."""
+  quads, first = piece // 4, unit // SPREAD * (SPREAD * UNIT // 4)
+  return [first + (i * SPREAD + unit % SPREAD) * quads + quad for i in range(UNIT // piece) for quad in range(quads)]
 
 def safe_index(index:UOp, inside:UOp|None) -> UOp:
   """The index where `inside` is true, else 0: an address there is, for a load whose value is not used. None: always inside."""

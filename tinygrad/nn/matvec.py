@@ -33,14 +33,14 @@ same bytes, and a token among others has the bytes that it has alone.
 RMSNorm costs nothing here: x is multiplied by the norm's weight while it is staged, and the finished sums by 1/rms.
 """
 from __future__ import annotations
-import functools
+import functools, math
 from dataclasses import dataclass
 from typing import Callable, Iterable, NamedTuple, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import prod
 from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, pdl_wait, reciprocal, shuffle
-from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Matrix, Unit, Weight, branch, empty, local, safe_index, sum_in_order
+from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Matrix, Unit, Weight, branch, empty, local, safe_index, spread_quads, sum_in_order
 from tinygrad.uop.ops import Ops
 
 FLOAT4_OF_UNIT = UNIT // 4
@@ -58,7 +58,7 @@ FEW_BLOCKS = 64                    # a launch of fewer blocks is cut finer
 ROUNDED = 1.5 * 2 ** 23            # added to a small float: the nearest integer stands in the lowest bits
 COLUMNS = (8, 4, 2, 1)             # tokens of a block: eight have their sums in registers, beside the weights
 ROWS = 2                           # of a job
-TURN_LOOP = 50                     # the number of the loop over turns
+TURN_LOOP = 50                     # the number of the first part's loop over turns
 EIGHT = 8                          # numbers that have a scale, where a kernel stores int8
 
 # ---- what a launch computes ----
@@ -91,7 +91,8 @@ class MatvecPart:
   is_writer stores. Loads of other kernels' results add wait_zero to the index. Or a CodesOut.
   integer: whether every matrix has integer codes.
   rounded: the buffers of a Rounded, where the first block stores the vectors. They are staged as int8, and have a norm.
-  steps: units of a row that a lane takes at most. many: warps of a block, where there are MANY_JOBS."""
+  steps: units of a row that a lane takes at most. many: warps of a block, where there are MANY_JOBS.
+  nbytes: of the matrices, where a large launch has several parts. piece: of the floats, if they are spread (see spread_quads)."""
   jobs: int
   rows_of: Callable[[UOp], Sequence[RowSegments]]
   finish: Callable[[list[UOp], UOp, UOp, UOp, UOp], list[UOp]]|CodesOut
@@ -99,6 +100,8 @@ class MatvecPart:
   rounded: tuple[UOp, UOp, UOp]|None = None
   steps: int = STEPS
   many: int = MANY_WARPS
+  nbytes: int = 0
+  piece: int = 0
 
 def is_simple(weight:Weight) -> bool:
   """Whether a unit is codes and a scale. A minimum, or codes in several planes, are work of their own"""
@@ -109,16 +112,17 @@ def lane_steps(weight:Weight) -> int:
   return max(min(ROW_WORDS // -(-weight.nbytes * UNIT // (4 * prod(weight.shape))), STEPS), 1)
 
 def linear_part(rows:int, of:Callable[[UOp], RowSegments], y:UOp, integer:bool, out_index:Callable[[UOp, UOp], UOp]|None=None,
-                epilogue:Callable[[list[UOp], UOp, UOp], list[UOp]]|None=None, residual:UOp|None=None, steps:int=STEPS) -> MatvecPart:
-  """y[out_index(token, row)] = the row times x, for row < rows; of(row) names it. A job is two rows. Without out_index y is (tokens, rows).
-  epilogue(sums, token, row) -> the sums of rows `row` and `row + 1`, changed. residual, indexed as y, is added."""
-  odd = rows % 2 == 1
+                epilogue:Callable[[list[UOp], UOp, UOp], list[UOp]]|None=None, residual:UOp|None=None, steps:int=STEPS, count:int=ROWS,
+                nbytes:int=0, piece:int=0) -> MatvecPart:
+  """y[out_index(token, row)] = the row times x, for row < rows; of(row) names it. A job is `count` rows. Without out_index y is (tokens, rows).
+  epilogue(sums, token, row) -> the sums of a job's rows, the first of which is `row`, changed. residual, indexed as y, is added."""
+  odd = rows % count > 0
   index = out_index or (lambda token, row: token * rows + row)
   def rows_of(job:UOp) -> list[RowSegments]:
-    pair = [job * 2 + i for i in range(2)]
-    return [of(row.minimum(rows - 1) if odd else row) for row in pair]
+    own = [job * count + i for i in range(count)]
+    return [of(row.minimum(rows - 1) if odd else row) for row in own]
   def finish(sums:list[UOp], token:UOp, job:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
-    first, stores = job * 2, []
+    first, stores = job * count, []
     for i, value in enumerate(sums if epilogue is None else epilogue(sums, token, first)):
       row = first + i
       writes = is_writer & (row < rows) if odd else is_writer
@@ -126,7 +130,7 @@ def linear_part(rows:int, of:Callable[[UOp], RowSegments], y:UOp, integer:bool, 
       if residual is not None: value = value + residual[index(token, row.minimum(rows - 1)) + wait_zero].load()
       stores.append(y[index(token, row).valid(writes)].store(value.cast(y.dtype)))
     return stores
-  return MatvecPart(-(-rows // 2), rows_of, finish, integer, steps=steps)
+  return MatvecPart(-(-rows // count), rows_of, finish, integer, steps=steps, nbytes=nbytes, piece=piece)
 
 class Codes(NamedTuple):
   """Vectors that a kernel has stored as int8: number = code · the scale of its EIGHT. Lanes read them from the caches, as neighbouring 16 bytes.
@@ -238,31 +242,37 @@ def float_dot(x:list[UOp]) -> Callable[[Unit], UOp]:
     return sum_in_order(sums)
   return dot
 
+def float4_numbers(unit:UOp, piece:int) -> list[UOp]:
+  """Of a unit's float4 in the vector. piece: where floats are spread, see spread_quads"""
+  return spread_quads(unit, piece) if piece else [unit * FLOAT4_OF_UNIT + j for j in range(FLOAT4_OF_UNIT)]
+
 class FloatVectors:
-  """Vectors as float32. Float4 j of unit u lies at (j·pitch + u)·4 of a vector: neighbouring lanes read neighbouring 16 bytes."""
-  def __init__(self, units:int, columns:int, slot:int):
-    self.pitch = units + 1
+  """Vectors as float32. Float4 j of unit u lies at (j·pitch + u)·4 of a vector: neighbouring lanes read neighbouring 16 bytes, or where floats are
+  spread other banks' (piece: see spread_quads)."""
+  def __init__(self, units:int, columns:int, slot:int, piece:int=0):
+    self.pitch, self.piece = units + 1, piece
     self.shared = local(columns * self.nbytes(units) // 4, dtypes.float, slot)
   @staticmethod
   def nbytes(units:int) -> int:
     """Of a vector"""
     return FLOAT4_OF_UNIT * (units + 1) * 16
-  def index(self, column:int, j:UOp|int, unit:UOp) -> UOp: return ((column * FLOAT4_OF_UNIT + j) * self.pitch + unit) * 4
+  def index(self, column:int, number:UOp) -> UOp:
+    return ((column * FLOAT4_OF_UNIT + number % FLOAT4_OF_UNIT) * self.pitch + number // FLOAT4_OF_UNIT) * 4
   def stage(self, column:int, number:UOp, values:list[UOp]) -> list[UOp]:
-    index = self.index(column, number % FLOAT4_OF_UNIT, number // FLOAT4_OF_UNIT)
+    index = self.index(column, number)
     return [self.shared[index + i].store(value) for i, value in enumerate(values)]
   def after(self, barrier:UOp) -> None: self.shared = self.shared.after(barrier)
   def read(self, column:int, place:LaneUnit) -> Callable[[Unit], UOp]:
-    return float_dot([self.shared[self.index(column, j, place.number) + i].load() for j in range(FLOAT4_OF_UNIT) for i in range(4)])
+    return float_dot([self.shared[self.index(column, number) + i].load() for number in float4_numbers(place.number, self.piece) for i in range(4)])
 
 class DeviceVectors:
   """Vectors too wide for shared memory stay where they are: lanes read them with a stride, and leave the rest to the caches."""
-  def __init__(self, operand:Operand, group:TokenGroup, wait_zero:UOp):
-    self.operand, self.group, self.wait_zero = operand, group, wait_zero
+  def __init__(self, operand:Operand, group:TokenGroup, wait_zero:UOp, piece:int=0):
+    self.operand, self.group, self.wait_zero, self.piece = operand, group, wait_zero, piece
   def stage(self, column:int, number:UOp, values:list[UOp]) -> list[UOp]: return []
   def after(self, barrier:UOp) -> None: pass
   def read(self, column:int, place:LaneUnit) -> Callable[[Unit], UOp]:
-    numbers = [place.number * FLOAT4_OF_UNIT + j for j in range(FLOAT4_OF_UNIT)]
+    numbers = float4_numbers(place.number, self.piece)
     return float_dot([value for number in numbers for value in self.operand.weighted(self.group.token(column), number, self.wait_zero)])
 
 def int8_codes(weights:Unit, j:int) -> UOp:
@@ -426,13 +436,11 @@ def thread_layout(segments:Sequence[int], warp_lanes:int, jobs:int, coded:bool=F
   while teams == 1 and not take_turns and warps * lanes * 2 <= units: warps *= 2
   return ThreadLayout(lanes, warps, teams)
 
-def large_warps(target:Target, operand:Operand, part:MatvecPart, items:int) -> int:
-  """Of a block of a large launch: one that has work for twice as many warps as run at once, and whose blocks stage vectors and store sums as they
-  are. 0: the launch is not one"""
-  staged = operand.codes is None and operand.rounded is None and part.rounded is None and not isinstance(part.finish, CodesOut)
-  work = items * part.jobs * -(-operand.units // (target.lanes * LARGE_STEPS))
-  if target.dot4 is None or not staged or work < 2 * AT_ONCE: return 0
-  return MANY_WARPS * 2 if part.integer and operand.units >= WIDE_VECTOR else MANY_WARPS
+def large_warps(target:Target, units:int, jobs:int, integer:bool) -> int:
+  """Of a block of a large launch: one whose blocks stage vectors of so many units, and have work for twice as many warps as run at once. 0: the
+  launch is not one. integer: of all parts"""
+  if target.dot4 is None or jobs * -(-units // (target.lanes * LARGE_STEPS)) < 2 * AT_ONCE: return 0
+  return MANY_WARPS * 2 if integer and units >= WIDE_VECTOR else MANY_WARPS
 
 def turns_of(work:int, part:MatvecPart) -> int:
   """How many jobs a team of a large launch does: all blocks run at once, or in as few waves as can be. Floats take twice the registers, and of shared
@@ -440,11 +448,25 @@ def turns_of(work:int, part:MatvecPart) -> int:
   at_once, most = (AT_ONCE, TURNS) if part.integer else (AT_ONCE // 2, TURNS // 4)
   return -(-work // (at_once * -(-work // (at_once * most))))
 
-def stores_codes(target:Target, segments:Sequence[int], jobs:int, results:int, items:int=1, copies:bool=False, making:int=0) -> bool:
+def turns_of_parts(parts:Sequence[MatvecPart], layouts:Sequence[ThreadLayout], block_warps:int) -> list[int]:
+  """… where a large launch has several parts: all blocks run at once, and what the one that reads most reads is as little as can be. Where results
+  are stored as int8, a block has whole EIGHTs."""
+  at_once = AT_ONCE if all(part.integer for part in parts) else AT_ONCE // 2
+  eights = [EIGHT // math.gcd(EIGHT, layout.teams * part.finish.count) if isinstance(part.finish, CodesOut) else 1
+            for part, layout in zip(parts, layouts)]
+  a_turn = [part.nbytes * layout.teams * eight // part.jobs for part, layout, eight in zip(parts, layouts, eights)]
+  for nbytes in sorted(turn * own for turn in range(1, TURNS + 1) for own in a_turn):
+    turns = [max(nbytes // own, 1) * eight for own, eight in zip(a_turn, eights)]
+    if sum(-(-part.jobs // (layout.teams * turn)) for part, layout, turn in zip(parts, layouts, turns)) * block_warps <= at_once: break
+  return turns
+
+def stores_codes(target:Target, segments:Sequence[int], jobs:int, results:int, items:int=1, copies:bool=False, making:int=0,
+                 chosen:bool=False) -> bool:
   """Whether a launch of so many jobs, each with so many results, can store them as int8: a block has whole EIGHTs. copies: it reads a Rounded;
-  making: the threads that make its vector"""
-  teams = thread_layout(segments, target.lanes, items * jobs, copies=copies, large=making // target.lanes).teams
-  return target.dot4 is not None and jobs * results % EIGHT == 0 and teams * results % EIGHT == 0
+  making: the threads that make its vector; chosen: its rows are"""
+  if target.dot4 is None or jobs * results % EIGHT: return False
+  if items == 1 and not copies and not chosen and not making and large_warps(target, sum(segments), jobs, True): return True   # see turns_of_parts
+  return thread_layout(segments, target.lanes, items * jobs, copies=copies, large=making // target.lanes).teams * results % EIGHT == 0
 
 class LaneUnit(NamedTuple):
   """A unit of every row that a lane takes"""
@@ -496,24 +518,31 @@ def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_sto
   items: how many times a token runs all this, by gidx1, which is the caller's, in operand and parts. Where the caller's gidx1 numbers tokens too,
   the layout, and with it the order of sums, is still that of one token alone.
   extra_stores, choice and trigger_last (see pdl_wait) are for a launch of one part."""
-  large, making = large_warps(target, operand, parts[0], items) if len(parts) == 1 else 0, operand.made.threads if operand.made is not None else 0
+  making, first = operand.made.threads if operand.made is not None else 0, parts[0]
+  stores_int8 = any(isinstance(part.finish, CodesOut) for part in parts)
+  staged = operand.codes is None and operand.rounded is None and (items == 1 and choice is None or not stores_int8)
+  in_parts = len(parts) > 1 or stores_int8
+  large = 0
+  if staged and (first.nbytes or not in_parts):
+    large = large_warps(target, operand.units, items * max(part.jobs for part in parts), all(part.integer for part in parts))
   layouts = [thread_layout(operand.segments, target.lanes, items * part.jobs, operand.codes is not None, operand.rounded is not None, part.steps,
                            making // target.lanes or large, part.many) for part in parts]
   threads = max(making, *(layout.threads for layout in layouts))
   columns = columns_of(target, operand, parts, threads // target.lanes)
-  # of several tokens a block has work enough beside its loads
-  in_turn = large and operand.tokens == 1 and operand.made is None and choice is None
-  turns = turns_of(items * parts[0].jobs * layouts[0].span // target.lanes, parts[0]) if in_turn else 1
-  blocks = [-(-part.jobs // (layout.teams * turns)) * group_count(operand.tokens, columns) for part, layout in zip(parts, layouts)]
+  turns = [1 for _ in parts]
+  if large and in_parts: turns = turns_of_parts(parts, layouts, large)
+  elif large and operand.tokens == 1 and operand.made is None and choice is None:   # of several tokens a block has work enough beside its loads
+    turns = [turns_of(items * first.jobs * layouts[0].span // target.lanes, first)]
+  blocks = [-(-part.jobs // (layout.teams * turn)) * group_count(operand.tokens, columns) for part, layout, turn in zip(parts, layouts, turns)]
   block, thread = UOp.special(sum(blocks), "gidx0"), UOp.special(threads, "lidx0")
   if len(parts) == 1:
-    return Part(target, operand, parts[0], layouts[0], columns, Threads(block, thread, threads, 0), turns, trigger_last).stores(extra_stores, choice)
+    return Part(target, operand, first, layouts[0], columns, Threads(block, thread, threads, 0), turns[0], trigger_last).stores(extra_stores, choice)
   assert extra_stores is None and choice is None and not trigger_last
   stores, start = [], 0
-  for number, (part, layout, count) in enumerate(zip(parts, layouts, blocks)):
+  for number, (part, layout, count, turn) in enumerate(zip(parts, layouts, blocks, turns)):
     loop, zero = branch(number, (block >= start) & (block < start + count))
     own = Threads(block - start + zero, thread, threads, number * SLOTS)
-    stores.append(UOp.group(*Part(target, operand, part, layout, columns, own).stores()).end(loop))
+    stores.append(UOp.group(*Part(target, operand, part, layout, columns, own, turn).stores()).end(loop))
     start += count
   return stores
 
@@ -589,13 +618,14 @@ class Part:
   def finish(self, weights:Weights, vectors:SharedVectors, squares:SquareSums|None, barrier:UOp, wait_zero:UOp, gated:bool=True) -> list[UOp]:
     """The stores of the products with what is staged behind the barrier. gated: as for load"""
     stores, beside, out = [], [], self.part.finish
-    if isinstance(out, CodesOut): codes = local(self.layout.teams * self.group.columns * out.count, dtypes.float, self.slot + 4)
+    teams = self.layout.teams * self.turns
+    if isinstance(out, CodesOut): codes = local(teams * self.group.columns * out.count, dtypes.float, self.slot + 4)
     for sums, column, team, is_first in self.reduce(self.products(weights, vectors, gated), vectors, wait_zero):
       factor, (job, inside) = self.factor(squares, column, barrier, wait_zero), self.job(team)
       if factor is not None: sums = [value * factor for value in sums]
       writes = both(both(is_first, inside), self.group.inside(column))
       if isinstance(out, CodesOut):
-        place = (column * self.layout.teams + team) * out.count
+        place = (column * teams + team) * out.count
         stores += [codes[(place + i).valid(both(is_first, inside))].store(value) for i, value in enumerate(out.values(sums, job, wait_zero))]
       else: stores += out(sums, self.group.token(column), job, writes, wait_zero)
       if self.part.rounded is not None and factor is not None:
@@ -611,15 +641,16 @@ class Part:
 
   def code_stores(self, out:CodesOut, values:UOp) -> list[UOp]:
     """The results of the block's jobs as int8: a thread takes EIGHT neighbours"""
-    eights, target = self.layout.teams * out.count // EIGHT, self.target
+    teams, target = self.layout.teams * self.turns, self.target
+    eights = teams * out.count // EIGHT
     number = self.thread % eights
-    column, first = (self.thread // eights).minimum(self.group.columns - 1), self.block * self.layout.teams + number * EIGHT // out.count
+    column, first = (self.thread // eights).minimum(self.group.columns - 1), self.block * teams + number * EIGHT // out.count
     own = [values[(column * eights + number) * EIGHT + i].load() for i in range(EIGHT)]
     words, scale = int8_words(target, own, lambda largest: largest)
     place, vector = out.number(first), out.vector(self.group.token(column))
     unit, eight = place // UNIT, place % UNIT // EIGHT
     inside = self.thread < eights * self.group.columns
-    if self.part.jobs % self.layout.teams: inside = inside & (first < self.part.jobs)
+    if self.part.jobs % teams: inside = inside & (first < self.part.jobs)
     inside = both(inside, self.group.inside(column))
     word = ((vector * 2 + eight // 2) * out.units + unit) * 4 + eight % 2 * 2
     return [*(out.words[(word + i).valid(inside)].store(value) for i, value in enumerate(words)),
@@ -678,7 +709,8 @@ class Part:
     if kind is RoundedVectors: return RoundedVectors(self.target, self.operand, self.group, wait_zero, self.slot)
     if kind is CodedVectors: return CodedVectors(self.target, self.operand, self.group, wait_zero)
     if kind is Int8Vectors: return Int8Vectors(self.target, units, self.group.columns, self.slot)
-    return FloatVectors(units, self.group.columns, self.slot) if kind is FloatVectors else DeviceVectors(self.operand, self.group, wait_zero)
+    if kind is FloatVectors: return FloatVectors(units, self.group.columns, self.slot, self.part.piece)
+    return DeviceVectors(self.operand, self.group, wait_zero, self.part.piece)
 
   def stage(self, wait_zero:UOp) -> tuple[SharedVectors, SquareSums|None, list[UOp]]:
     """The vectors, the sums of their squares where there is a norm, and the stores that make both"""
@@ -758,7 +790,7 @@ class Part:
       return [shared[index(team, warp, first + i, row).valid(is_first)].store(value) for i, sums in enumerate(own) for row, value in enumerate(sums)]
     stores = store(shared, columns)
     if self.turns > 1:
-      turn = UOp.range(self.turns - 1, TURN_LOOP) + 1
+      turn = UOp.range(self.turns - 1, TURN_LOOP + self.slot) + 1
       weights = self.load(wait_zero, turn=turn)
       stores = [UOp.group(*store(shared.after(*stores), self.products(weights, vectors, gated=True), turn)).end(turn.src[0])]
     shared, team, column = shared.after(UOp(Ops.BARRIER, src=tuple(stores))), (self.thread // count).minimum(teams - 1), self.thread % count

@@ -18,6 +18,7 @@ class Gating(enum.IntEnum):
 NEVER = -1e30              # a logit that no expert has
 LEAST_SUM = 6.103515625e-5 # of the chosen scores, before they are normalized
 MOST_LANES = 8             # that share out what an expert is compared with
+MANY_EXPERTS = 128         # are first compared within a warp
 
 @dataclass(frozen=True)
 class Routing:
@@ -94,6 +95,8 @@ class TopKInKernel:
              choice = NEVER where as many groups as stay are before the expert's; everyone, anew; barrier
   rank = the number of experts with a higher choice, or the same and a lower index    # each of an expert's lanes counts its share
   if rank < count: ids[rank], values[rank] = expert, score; barrier
+
+  Of many experts, a thread each, those of a warp are ranked first; its first `count` go on, to shared memory, and are ranked among all warps'.
   """
   def __init__(self, target:Target, routing:Routing, experts:int, logits:UOp, bias:UOp|None, token:UOp, parts:Sequence[int]=(0,), early:bool=False):
     """parts: the rows of logits, from the token's on, that are added up. early: they were written two launches back (see pdl_wait)"""
@@ -152,6 +155,9 @@ class TopKInKernel:
     if self.routing.grouped:
       choices = self.of_best_groups(choices, everyone, own, (thread % lanes).eq(0))
       everyone = gather(choices, SLOTS + 5)
+    if self.in_warps(threads):
+      (score,), (choice,), ((expert, _),) = scores, choices, own
+      return self.rank_in_warps(score, choice, everyone, expert)
     share = n_experts // lanes
     others = [(index, everyone[index].load()) for index in (thread % lanes * share + i for i in range(share))]
     return self.rank(scores, choices, others, own, lanes)
@@ -175,18 +181,47 @@ class TopKInKernel:
       kept.append((total(before, UOp.add) < self.routing.used_groups).where(choice, NEVER))
     return kept
 
+  def in_warps(self, threads:int) -> bool:
+    """Whether a warp's experts are ranked first: a thread has one, and a warp's are more than go on"""
+    lanes = self.target.lanes
+    return self.experts >= MANY_EXPERTS and self.experts == threads and self.experts % lanes == 0 and 2 * self.routing.count <= lanes
+
+  def rank_in_warps(self, score:UOp, choice:UOp, everyone:UOp, expert:UOp) -> UOp:
+    """rank, in two rounds"""
+    count, lanes = self.routing.count, self.target.lanes
+    warp, warps = expert // lanes, self.experts // lanes
+    def before(own:UOp, number:UOp, others:list[UOp]) -> UOp:
+      """How many others come before it; they are in order of their experts where they are the same"""
+      return total([((other > own) | (other >= own) & (number > i)).cast(dtypes.int) for i, other in enumerate(others)], UOp.add)
+    rank = before(choice, expert % lanes, [everyone[warp * lanes + i].load() for i in range(lanes)])
+    goes_on = rank < count
+    place = (warp * count + goes_on.where(rank, 0).cast(dtypes.weakint)).valid(goes_on)
+    kept = [local(warps * count, dtype, SLOTS + 6 + i) for i, dtype in enumerate((dtypes.float, dtypes.float, dtypes.int))]
+    barrier = UOp(Ops.BARRIER, src=tuple(buffer[place].store(value) for buffer, value in zip(kept, (choice, score, expert.cast(dtypes.int)))))
+    kept = [buffer.after(barrier) for buffer in kept]
+    inside = expert < warps * count
+    own, own_score, own_expert = (buffer[safe_index(expert, inside)].load() for buffer in kept)
+    final = inside.where(before(own, expert, [kept[0][i].load() for i in range(warps * count)]), count)
+    return self.write([(final, own_expert, own_score)])
+
   def rank(self, scores:list[UOp], choices:list[UOp], others:list[tuple[UOp, UOp]], own:list[tuple[UOp, UOp]], lanes:int) -> UOp:
-    """Writes the first `count` experts to shared memory. own: a thread's experts, and whether there is such an expert. others: the experts, and their
-    choices, that it compares with; the lanes of an expert have shares of them."""
-    count, written = self.routing.count, []
-    ids, values = local(count, dtypes.int, SLOTS + 1), local(count, dtypes.float, SLOTS + 2)
+    """Ranks and writes a thread's experts, own, each with whether there is such an expert. others: the experts, and their choices, that it compares
+    with; the lanes of an expert have shares of them."""
+    ranked = []
     for score, choice, (expert, inside) in zip(scores, choices, own):
       before = [((other > choice) | (other >= choice) & (i < expert)).cast(dtypes.int) for i, other in others]
       # not in the gate: tinygrad would take `inside` for true in all that the index depends on, the barrier's stores too
-      rank = inside.where(group_sum(self.target, total(before, UOp.add), lanes), self.experts)
+      ranked.append((inside.where(group_sum(self.target, total(before, UOp.add), lanes), self.experts), expert.cast(dtypes.int), score))
+    return self.write(ranked)
+
+  def write(self, ranked:list[tuple[UOp, UOp, UOp]]) -> UOp:
+    """Writes the first `count` experts to shared memory. ranked: of a thread's, the rank, the expert and its score"""
+    count, written = self.routing.count, []
+    ids, values = local(count, dtypes.int, SLOTS + 1), local(count, dtypes.float, SLOTS + 2)
+    for rank, expert, score in ranked:
       wins = rank < count
       slot = wins.where(rank, 0).cast(dtypes.weakint)
-      written.append(ids[slot.valid(wins)].store(expert.cast(dtypes.int)))
+      written.append(ids[slot.valid(wins)].store(expert))
       written.append(values[slot.valid(wins)].store(score))
     barrier = UOp(Ops.BARRIER, src=tuple(written))
     self.ids, self.values = ids.after(barrier), values.after(barrier)
