@@ -86,8 +86,10 @@ def attention(heads: int, latent: int, rotated: int, start: int, coded: bool = F
 def plan(blocks: int, positions: int) -> Callable:
   def of(tokens: int) -> tuple: return step_of(tokens), PlanShape.of(Pages(9, 2, tokens, RowFormat(32, 8)), blocks, positions)
   return of
-def output(tokens: int) -> tuple:
-  return step_of(tokens), floats(tokens, 3, 64), load(T.Q8_0, 3, 32, 64), load(T.Q4_0, 50, 96), residual(tokens, 50, 3e4)
+def output(kind: T) -> Callable:
+  def of(tokens: int) -> tuple:
+    return step_of(tokens), floats(tokens, 3, 64), load(T.Q8_0, 3, 32, 64), load(kind, 50, 96), residual(tokens, 50, 3e4)
+  return of
 def attention_of_a_block(tokens: int) -> tuple:
   step, q, kv, k_b, norm_of_kv, cache, rope, _ = attention(3, 128, 32, 40)(tokens)
   scale = 1e-4   # what the queries' int8 costs is latent_attention's case
@@ -205,7 +207,8 @@ CASES = [
   Case(mla_attention.attention, "of a block", attention_of_a_block, INT8[:1]),
   Case(mla_attention.lora_attention, "of a block", attention_by_rank, [("HOPPER", "decode", 1)]),
   Case(norm_linear.side_by_side, "two norms and one", two_and_one, [("CUDA", "decode", 1), ("CUDA", "decode", 3), ("METAL", "decode", 2)]),
-  Case(norm_linear.attention_output, "heads", output, INT8 + gpus((), (33,))),
+  Case(norm_linear.attention_output, "heads", output(T.Q4_0), INT8 + gpus((), (33,))),
+  Case(norm_linear.attention_output, "jobs of four rows", output(T.Q5_1), INT8),
   Case(moe.gate_up, "Q4_K router", gated(True, T.Q4_K), cpu_(many=(27,)) + gpus(metal="msl") + sequences(2, 5)),
   Case(moe.gate_up, "IQ4_XS", gated(False, T.IQ4_XS), cpu_(many=(2,)) + gpus() + sequences(8)),
   Case(moe.feed_forward, "dense", dense, gpus((), (33,))),
@@ -232,7 +235,7 @@ CASES = [
   Case(norm_linear.norm_linear, "few: 33 rows", linear(33, False), few(3, 9)),
   Case(norm_linear.norm_linear, "few: 96 rows rotated", linear(96, True), few(20)),
   Case(norm_linear.norm_linear, "few: residual", with_residual, few(16)),
-  Case(norm_linear.attention_output, "few: heads", output, few(33)),
+  Case(norm_linear.attention_output, "few: heads", output(T.Q4_0), few(33)),
   Case(mla_attention.attention, "few: of a block", attention_of_a_block, few(3, 33)),
   Case(moe.feed_forward, "few: dense", dense, few(16, 64)),
   Case(moe.mixture, "few: no shared expert", mixed(False), few(16)),

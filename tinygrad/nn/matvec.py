@@ -47,7 +47,7 @@ FLOAT4_OF_UNIT = UNIT // 4
 STEPS = 6                          # units of a row that a lane takes before the row spans more warps
 ROW_WORDS = 32                     # … whose weights take at most so many registers
 WARPS, MANY_WARPS = 8, 16          # of a block; of a block of a launch of MANY_JOBS warps' work
-CODED_WARPS = 4                    # of a block that reads int8, if that is two teams: it stages nothing, and small ones make room for others sooner
+CODED_WARPS = 4                    # of a block that reads int8, if a team is no more (two, where blocks take turns): small ones make room for others sooner
 MANY_JOBS = 2048
 WAVES = 4096                       # warps of a launch whose blocks take turns
 WAVE_STEPS = 3                     # units of a row that a lane of them takes: it holds few registers, and more blocks run at once
@@ -57,7 +57,7 @@ WIDE_VECTOR = 128                  # units of a vector that twice as many thread
 FEW_BLOCKS = 64                    # a launch of fewer blocks is cut finer
 ROUNDED = 1.5 * 2 ** 23            # added to a small float: the nearest integer stands in the lowest bits
 COLUMNS = (8, 4, 2, 1)             # tokens of a block: eight have their sums in registers, beside the weights
-ROWS = 2                           # of a job
+ROWS, MANY_ROWS = 2, 4             # of a job; of one that reads int8, if a unit is more than codes and a scale: what is made of the vector serves all
 TURN_LOOP = 50                     # the number of the first part's loop over turns
 EIGHT = 8                          # numbers that have a scale, where a kernel stores int8
 
@@ -428,13 +428,20 @@ def thread_layout(segments:Sequence[int], warp_lanes:int, jobs:int, coded:bool=F
   work = jobs * lanes * warps // warp_lanes
   if large: block_warps = large
   elif copies: block_warps = WARPS * warps
-  elif coded: block_warps = CODED_WARPS if 2 * warps <= CODED_WARPS else WARPS
+  elif coded: block_warps = CODED_WARPS if (2 * warps if take_turns else warps) <= CODED_WARPS else WARPS
   else: block_warps = max(many, min(EIGHT * warps, MANY_WARPS)) if work >= MANY_JOBS else WARPS
   teams = max(block_warps // warps, 1) * (warp_lanes // lanes)
   # too few jobs to fill the machine: smaller blocks, and a team over as many lanes as a row has units
   while teams > 1 and jobs < FEW_BLOCKS * teams and teams * lanes * warps >= 2 * warp_lanes: teams //= 2
-  while teams == 1 and not take_turns and warps * lanes * 2 <= units: warps *= 2
+  while teams == 1 and not take_turns and (not coded or jobs < FEW_BLOCKS) and warps * lanes * 2 <= units: warps *= 2
   return ThreadLayout(lanes, warps, teams)
+
+def coded_job(weight:Weight, segments:Sequence[int], warp_lanes:int, rows:int, steps:int, fewer:int) -> tuple[int, int]:
+  """Of a launch that reads int8: (a job's rows, units of a row that a lane takes at most). fewer: as steps, where a job has MANY_ROWS. Blocks that take
+  turns are to hold few registers."""
+  jobs = -(-rows // ROWS)
+  if is_simple(weight) or takes_turns(jobs, thread_layout(segments, warp_lanes, jobs, coded=True, steps=steps).warps): return ROWS, steps
+  return MANY_ROWS, fewer
 
 def large_warps(target:Target, units:int, jobs:int, integer:bool) -> int:
   """Of a block of a large launch: one whose blocks stage vectors of so many units, and have work for twice as many warps as run at once. 0: the

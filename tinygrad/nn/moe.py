@@ -21,9 +21,9 @@ from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, optional, silu
 from tinygrad.nn.matmul import expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
-from tinygrad.nn.matvec import (MANY_WARPS, ROWS, WARPS, WIDE_VECTOR, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments,
-                                    Rounded, codes_in, empty_codes, empty_rounded, is_simple, lane_steps, linear_part, load_codes, matvec, named,
-                                    rounded_in, stores_codes, takes_turns, thread_layout)
+from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, WIDE_VECTOR, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand,
+                                    RowSegments, Rounded, coded_job, codes_in, empty_codes, empty_rounded, is_simple, lane_steps, linear_part,
+                                    load_codes, matvec, named, rounded_in, stores_codes, takes_turns, thread_layout)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
 from tinygrad.nn.norm_linear import decode_target, few_target, mul_mat, norm_linear, operand_of, prefill_target, single_segment
 from tinygrad.nn.primitive import primitive
@@ -244,7 +244,7 @@ def expert_down_decode(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residu
 def chooses_early(target:Target, down:Weight, count:int, shared:FeedForward|None) -> bool:
   """Whether expert_down's blocks know the choice, and load its weights, before their wait. Where they take turns they are to hold few registers."""
   (_, D, F), beside = down.shape, [] if shared is None else [shared.down.shape[1] // UNIT]
-  jobs, segments = -(-D // 2), [count * F // UNIT, *beside]
+  jobs, segments = -(-D // ROWS), [count * F // UNIT, *beside]
   return target.wait is not None and not takes_turns(jobs, thread_layout(segments, target.lanes, jobs, coded=True).warps)
 
 # (flat buffers, token) -> a choice in the kernel
@@ -259,6 +259,7 @@ def expert_down_launch(hidden:Tensor|Codes, down:Weight, count:int, choosing:dic
   units, beside = F // UNIT, [] if shared is None else [shared[0]]
   weights = [down, *([] if shared is None else [shared[1]])]
   segments = [K * units, *(weight.shape[1] // UNIT for weight in weights[1:])]
+  rows, steps = coded_job(down, segments, target.lanes, D, STEPS, STEPS // 2) if isinstance(hidden, Codes) else (ROWS, STEPS)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, experts = UOp.special(T, "gidx1"), down.matrix(buffers, "w")
     choice = None if early is None else early(buffers, token)
@@ -280,7 +281,8 @@ def expert_down_launch(hidden:Tensor|Codes, down:Weight, count:int, choosing:dic
       return [(index < own).where(v, w) for v, w in zip(first, second)]
     def codes(_:UOp, segment:int, unit:UOp) -> CodedUnit: return load_codes(buffers, ("x", "x_shared")[segment], segments[segment], token, unit)
     part = linear_part(D, lambda row: [(DeferredMatrix(chosen), row), *((matrix, row) for matrix in shared_rows)], buffers["y"],
-                       all(weight.integer for weight in weights), lambda _, row: token * D + row, residual=buffers["residual"])
+                       all(weight.integer for weight in weights), lambda _, row: token * D + row, residual=buffers["residual"],
+                       steps=steps, count=rows)
     operand = Operand(segments, None, codes=codes) if isinstance(hidden, Codes) else Operand(segments, lambda _: vector)
     return matvec(target, operand, [part], choice=choice)
   ins = {**named(hidden, "x"), **choosing, "residual": residual, **down.args("w"), **{k: v for x in beside for k, v in named(x, "x_shared").items()},

@@ -16,8 +16,8 @@ from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import (SLOTS, UNIT, Load4, Matrix, Norm, Rope, Weight, behind_wait, block_sum, empty, gated, launch, load4, optional,
                                 position_of, rotated, sum_in_order)
 from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
-from tinygrad.nn.matvec import (LARGE_STEPS, STEPS, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments, codes_in,
-                                    empty_codes, is_simple, lane_steps, linear_part, load_codes, matvec, named, stores_codes)
+from tinygrad.nn.matvec import (LARGE_STEPS, ROWS, STEPS, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments,
+                                    coded_job, codes_in, empty_codes, is_simple, lane_steps, linear_part, load_codes, matvec, named, stores_codes)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, msl_takes
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step, few_rows, one_row
@@ -247,10 +247,11 @@ def linear_of_codes(x:Codes, weight:Weight, residual:Tensor) -> Tensor:
   target, units, T = target_of(weight.device), weight.shape[1] // UNIT, residual.shape[0]
   assert target is not None
   steps = STEPS if T == 1 and is_simple(weight) else LARGE_STEPS
+  count = coded_job(weight, [units], target.lanes, weight.shape[0], steps, steps)[0] if T == 1 else ROWS
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def codes(token:UOp, segment:int, unit:UOp) -> CodedUnit: return load_codes(buffers, "x", units, token, unit)
     part = linear_part(weight.shape[0], single_segment(weight.matrix(buffers, "w")), buffers["y"], weight.integer, residual=buffers["residual"],
-                       steps=steps)
+                       steps=steps, count=count)
     return matvec(target, Operand([units], None, tokens=T, codes=codes), [part])
   ins = {**named(x, "x"), "residual": residual, **weight.args("w")}
   return launch(f"linear_residual_{weight.label}", {"y": empty(residual, *residual.shape)}, ins, body, weight.nbytes)[0]
