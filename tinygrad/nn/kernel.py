@@ -139,7 +139,7 @@ def load4(buffer:UOp, offset:UOp|int=0) -> Load4: return lambda number: [buffer[
 
 def spread_quads(unit:UOp, piece:int) -> list[UOp]:
   """The numbers of a unit's eight float4 where floats are spread. A sum does not ask which 32 numbers are a unit, if weights and vector agree: of
-  SPREAD neighbouring units each has every SPREADth piece, so that lanes which have a unit each read neighbouring 16 bytes. A row has whole SPREADs."""
+  SPREAD neighbouring units each has every SPREADth piece: lanes that have a unit each read neighbouring 16 bytes. A row has whole SPREADs."""
   quads, first = piece // 4, unit // SPREAD * (SPREAD * UNIT // 4)
   return [first + (i * SPREAD + unit % SPREAD) * quads + quad for i in range(UNIT // piece) for quad in range(quads)]
 

@@ -47,7 +47,7 @@ FLOAT4_OF_UNIT = UNIT // 4
 STEPS = 6                          # units of a row that a lane takes before the row spans more warps
 ROW_WORDS = 32                     # … whose weights take at most so many registers
 WARPS, MANY_WARPS = 8, 16          # of a block; of a block of a launch of MANY_JOBS warps' work
-CODED_WARPS = 4                    # of a block that reads int8, if a team is no more (two, where blocks take turns): small ones make room for others sooner
+CODED_WARPS = 4                    # of a block that reads int8, if a team is no more (two, where blocks take turns): small ones make room sooner
 MANY_JOBS = 2048
 WAVES = 4096                       # warps of a launch whose blocks take turns
 WAVE_STEPS = 3                     # units of a row that a lane of them takes: it holds few registers, and more blocks run at once
@@ -57,7 +57,8 @@ WIDE_VECTOR = 128                  # units of a vector that twice as many thread
 FEW_BLOCKS = 64                    # a launch of fewer blocks is cut finer
 ROUNDED = 1.5 * 2 ** 23            # added to a small float: the nearest integer stands in the lowest bits
 COLUMNS = (8, 4, 2, 1)             # tokens of a block: eight have their sums in registers, beside the weights
-ROWS, MANY_ROWS = 2, 4             # of a job; of one that reads int8, if a unit is more than codes and a scale: what is made of the vector serves all
+ROWS, MANY_ROWS = 2, 4             # of a job; of one that reads int8, where a unit of weights is much work: what is made of the vector's serves all
+FEW_PLANES = 3                     # of a weight whose unit is little work: codes, a scale, perhaps a minimum
 TURN_LOOP = 50                     # the number of the first part's loop over turns
 EIGHT = 8                          # numbers that have a scale, where a kernel stores int8
 
@@ -106,6 +107,12 @@ class MatvecPart:
 def is_simple(weight:Weight) -> bool:
   """Whether a unit is codes and a scale. A minimum, or codes in several planes, are work of their own"""
   return len(weight.args("")) == 2
+
+def is_wide(weight:Weight) -> bool: return weight.shape[-1] >= WIDE_VECTOR * UNIT
+
+def rows_of_job(target:Target, weight:Weight) -> int:
+  """One row of floats where a wide vector is staged: the weights that a lane has, and what it stages, are to find room in its registers"""
+  return 1 if weight.piece and is_wide(weight) and stages_floats(target, weight.shape[-1] // UNIT) else ROWS
 
 def lane_steps(weight:Weight) -> int:
   """Units of a row that a lane takes at most: fewer where they are wide"""
@@ -380,12 +387,16 @@ class CodedVectors:
       return sum_in_order(products)
     return dot
 
+def stages_floats(target:Target, units:int) -> bool:
+  """Whether a vector of float32 finds room in shared memory. The rest of the launch needs some too"""
+  return FloatVectors.nbytes(units) + 2048 <= target.shared_bytes
+
 def vectors_of(target:Target, operand:Operand, integer:bool) -> type:
   """What a launch keeps its vectors in"""
   if operand.codes is not None: return CodedVectors
   if operand.rounded is not None: return RoundedVectors
   if integer and target.dot4 is not None: return Int8Vectors
-  return FloatVectors if FloatVectors.nbytes(operand.units) + 2048 <= target.shared_bytes else DeviceVectors   # the rest of the launch needs some too
+  return FloatVectors if stages_floats(target, operand.units) else DeviceVectors
 
 def columns_of(target:Target, operand:Operand, parts:Sequence[MatvecPart], warps:int) -> int:
   """How many tokens a block takes: all whose vectors and sums find room in shared memory, so that a read of the weights serves as many as can be"""
@@ -437,11 +448,11 @@ def thread_layout(segments:Sequence[int], warp_lanes:int, jobs:int, coded:bool=F
   return ThreadLayout(lanes, warps, teams)
 
 def coded_job(weight:Weight, segments:Sequence[int], warp_lanes:int, rows:int, steps:int, fewer:int) -> tuple[int, int]:
-  """Of a launch that reads int8: (a job's rows, units of a row that a lane takes at most). fewer: as steps, where a job has MANY_ROWS. Blocks that take
-  turns are to hold few registers."""
+  """Of a launch that reads int8: (a job's rows, units of a row that a lane takes at most). fewer: as steps, where a job has MANY_ROWS. Blocks that
+  take turns are to hold few registers."""
   jobs = -(-rows // ROWS)
-  if is_simple(weight) or takes_turns(jobs, thread_layout(segments, warp_lanes, jobs, coded=True, steps=steps).warps): return ROWS, steps
-  return MANY_ROWS, fewer
+  take_turns = takes_turns(jobs, thread_layout(segments, warp_lanes, jobs, coded=True, steps=steps).warps)
+  return (ROWS, steps) if take_turns or len(weight.args("")) <= FEW_PLANES else (MANY_ROWS, fewer)
 
 def large_warps(target:Target, units:int, jobs:int, integer:bool) -> int:
   """Of a block of a large launch: one whose blocks stage vectors of so many units, and have work for twice as many warps as run at once. 0: the
@@ -452,7 +463,7 @@ def large_warps(target:Target, units:int, jobs:int, integer:bool) -> int:
 def turns_of(work:int, part:MatvecPart) -> int:
   """How many jobs a team of a large launch does: all blocks run at once, or in as few waves as can be. Floats take twice the registers, and of shared
   memory little is left beside a vector of them. work: in jobs of a warp"""
-  at_once, most = (AT_ONCE, TURNS) if part.integer else (AT_ONCE // 2, TURNS // 4)
+  at_once, most = (AT_ONCE, TURNS) if part.integer else (AT_ONCE // 2, TURNS // 2)
   return -(-work // (at_once * -(-work // (at_once * most))))
 
 def turns_of_parts(parts:Sequence[MatvecPart], layouts:Sequence[ThreadLayout], block_warps:int) -> list[int]:

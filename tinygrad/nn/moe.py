@@ -21,9 +21,9 @@ from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, optional, silu
 from tinygrad.nn.matmul import expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
-from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, WIDE_VECTOR, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand,
-                                    RowSegments, Rounded, coded_job, codes_in, empty_codes, empty_rounded, is_simple, lane_steps, linear_part,
-                                    load_codes, matvec, named, rounded_in, stores_codes, takes_turns, thread_layout)
+from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand,
+                                    RowSegments, Rounded, coded_job, codes_in, empty_codes, empty_rounded, is_simple, is_wide, lane_steps,
+                                    linear_part, load_codes, matvec, named, rounded_in, rows_of_job, stores_codes, takes_turns, thread_layout)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
 from tinygrad.nn.norm_linear import decode_target, few_target, mul_mat, norm_linear, operand_of, prefill_target, single_segment
 from tinygrad.nn.primitive import primitive
@@ -79,7 +79,7 @@ def gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
 def gate_up_launch(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None, out:Tensor|Codes,
                    rounded:Rounded|None=None) -> list[Tensor]:
   """gate_up into `out`, and RMSNorm(x) into `rounded` -> what these are made of, and the logits"""
-  target, weights, F, wide = target_of(gate.device), present(gate, up, router), gate.shape[0], x.shape[1] >= WIDE_VECTOR * UNIT
+  target, weights, F = target_of(gate.device), present(gate, up, router), gate.shape[0]
   assert target is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     gate_rows, up_rows = gate.matrix(buffers, "gate"), up.matrix(buffers, "up")
@@ -92,9 +92,9 @@ def gate_up_launch(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
     parts = [MatvecPart(F, lambda row: [[(gate_rows, row)], [(up_rows, row)]], finish, gate.integer and up.integer, normed,
                         nbytes=gate.nbytes + up.nbytes)]
     if router is not None:
-      spread = wide and router.piece > 0
+      spread = is_wide(router)
       of = single_segment(router.matrix(buffers, "router", spread))
-      parts.append(linear_part(router.shape[0], of, buffers["logits"], router.integer, steps=lane_steps(router), count=1 if spread else ROWS,
+      parts.append(linear_part(router.shape[0], of, buffers["logits"], router.integer, steps=lane_steps(router), count=rows_of_job(target, router),
                                nbytes=router.nbytes, piece=router.piece if spread else 0))
     if step.few_tokens: parts.reverse()   # tinygrad walks the whole first branch for each access of the second, and the router's has more of them
     return matvec(target, operand_of(buffers, x, norm), parts)
@@ -308,8 +308,8 @@ def mixture_stores_codes(step:Step, x:Tensor, router:Weight, routing:Routing, ex
   widths = [weight.shape[-1] for weight in downs]
   target = decode_target(step, router, D, *widths)
   if target is None or few_target(step, router, D, *widths): return False
-  stores = [stores_codes(target, [D // UNIT], routing.count * widths[0], 1, chosen=True), *(stores_codes(target, [D // UNIT], F, 1) for F in widths[1:])]
-  return all(weight.integer for weight in downs) and all(stores)
+  jobs = {"chosen": routing.count * widths[0], **({"shared": widths[1]} if shared is not None else {})}
+  return all(weight.integer for weight in downs) and all(stores_codes(target, [D // UNIT], F, 1, chosen=of == "chosen") for of, F in jobs.items())
 
 @mixture.form("decode", takes=lambda step, x, norm, router, routing, experts, shared, residual:
               mixture_stores_codes(step, x, router, routing, experts, shared))

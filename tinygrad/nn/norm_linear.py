@@ -17,7 +17,8 @@ from tinygrad.nn.kernel import (SLOTS, UNIT, Load4, Matrix, Norm, Rope, Weight, 
                                 position_of, rotated, sum_in_order)
 from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
 from tinygrad.nn.matvec import (LARGE_STEPS, ROWS, STEPS, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments,
-                                    coded_job, codes_in, empty_codes, is_simple, lane_steps, linear_part, load_codes, matvec, named, stores_codes)
+                                    coded_job, codes_in, empty_codes, is_simple, lane_steps, linear_part, load_codes, matvec, named,
+                                    rows_of_job, stores_codes)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, msl_takes
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step, few_rows, one_row
@@ -151,7 +152,7 @@ def norm_linear_decode(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Wei
       first = i == 0
       parts.append(linear_part(weight.shape[0], single_segment(weight.matrix(buffers, f"w{i}", spread=True)), buffers[f"y{i}"], weight.integer,
                                epilogue=rotate if rope is not None and first else None, residual=buffers.get("residual") if first else None,
-                               steps=lane_steps(weight), piece=weight.piece))
+                               steps=lane_steps(weight), count=rows_of_job(target, weight), piece=weight.piece))
     return matvec(target, operand_of(buffers, x, norm), parts)
   there = {"norm": norm, "linear": weights, "rope": rope, "residual": residual}
   name = "_".join([what for what, it in there.items() if it is not None] + [weight.label for weight in weights])
