@@ -7,8 +7,8 @@ the kernel alone (DeferredMatrix).
 A block's lanes form teams, each of which does a job: the product of a few rows with the vector, so that a read of the vector serves all of them.
 A team is a part of a warp where rows are short, several warps where they are very long. In a large launch it does several jobs, turn by turn: a block
 stages the vector once for all of them, and its warps, which do not wait for each other between jobs, keep loads under way. Each part of a launch may
-do so. Floats are read as they lie, neighbouring lanes beside each other (spread_quads). Several tokens are columns: a block loads its weights once and
-multiplies them with the vectors of up to COLUMNS tokens. What it does:
+do so. Floats are read as they lie, neighbouring lanes beside each other (spread_quads). Several tokens are columns: a block loads its weights once
+and multiplies them with the vectors of up to COLUMNS tokens. What it does:
 
   weights = the lane's units of the job's rows      # loads are issued; none waits for a vector
   wait until the kernels before are done            # intrinsics.pdl_wait
