@@ -345,6 +345,15 @@ def test_turns_of_a_large_launch(kind: T, rows: int, inner: int, rotated: bool, 
   assert found == [turns]
   test_as_alone(case, "CUDA", "decode", Sequences(2))
 
+@pytest.mark.parametrize("kind,rotated", [(T.F16, True), (T.F16, False), (T.BF16, False)])
+def test_floats_of_a_wide_vector(kind: T, rotated: bool):
+  """A job is a row, but for pairs that are rotated. Rows and a vector that no launch shares evenly"""
+  def wide(tokens: int) -> tuple:
+    rope = Rope(rope_table(16, 1e4, 128), 32, 16) if rotated else None
+    return step_of(tokens), floats(tokens, 4352), norm(4352), [load(kind, 32 if rotated else 37, 4352), load(T.F32, 5, 4352)], rope, None
+  run(case := Case(norm_linear.norm_linear, "wide", wide, []), "CUDA", "decode", 1)
+  test_as_alone(case, "CUDA", "decode", Sequences(2))
+
 @pytest.mark.parametrize("kind,turns", [(T.Q5_K, [5, 8]), (T.Q8_0, [8, 8])])
 def test_turns_of_parts(kind: T, turns: list[int], monkeypatch: pytest.MonkeyPatch):
   """All blocks of a wide mixture's first launch run at once. Its results are int8, and what a token has among others is what it has alone"""

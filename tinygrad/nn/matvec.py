@@ -662,6 +662,7 @@ class Part:
     """The results of the block's jobs as int8: a thread takes EIGHT neighbours"""
     teams, target = self.layout.teams * self.turns, self.target
     eights = teams * out.count // EIGHT
+    assert teams * out.count % EIGHT == 0, "see stores_codes"
     number = self.thread % eights
     column, first = (self.thread // eights).minimum(self.group.columns - 1), self.block * teams + number * EIGHT // out.count
     own = [values[(column * eights + number) * EIGHT + i].load() for i in range(EIGHT)]

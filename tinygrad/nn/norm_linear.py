@@ -150,9 +150,10 @@ def norm_linear_decode(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Wei
     parts = []
     for i, weight in enumerate(weights):
       first = i == 0
+      rotates = rope is not None and first   # pairs
       parts.append(linear_part(weight.shape[0], single_segment(weight.matrix(buffers, f"w{i}", spread=True)), buffers[f"y{i}"], weight.integer,
-                               epilogue=rotate if rope is not None and first else None, residual=buffers.get("residual") if first else None,
-                               steps=lane_steps(weight), count=rows_of_job(target, weight), piece=weight.piece))
+                               epilogue=rotate if rotates else None, residual=buffers.get("residual") if first else None,
+                               steps=lane_steps(weight), count=ROWS if rotates else rows_of_job(target, weight), piece=weight.piece))
     return matvec(target, operand_of(buffers, x, norm), parts)
   there = {"norm": norm, "linear": weights, "rope": rope, "residual": residual}
   name = "_".join([what for what, it in there.items() if it is not None] + [weight.label for weight in weights])
