@@ -330,8 +330,8 @@ def test_blocks_that_take_turns(monkeypatch: pytest.MonkeyPatch):
   run(Case(norm_linear.attention_output, "wide", wide, []), "CUDA", "decode", 1)
 
 @pytest.mark.parametrize("kind,rows,inner,rotated,turns", [(T.Q4_0, 101, 2048, False, 7), (T.Q6_K, 96, 2048, True, 6), (T.Q4_K, 101, 4096, False, 13),
-                                                           (T.Q8_0, 64, 2048, True, 4), (T.F16, 101, 2048, False, 7),
-                                                           (T.BF16, 101, 2048, False, 7), (T.F32, 101, 2560, False, 8)])
+                                                           (T.Q8_0, 64, 2048, True, 4), (T.F16, 101, 2048, False, 13),
+                                                           (T.BF16, 101, 2048, False, 13), (T.F32, 101, 2560, False, 13)])
 def test_turns_of_a_large_launch(kind: T, rows: int, inner: int, rotated: bool, turns: int, monkeypatch: pytest.MonkeyPatch):
   """A team does several jobs, the last block's some that are not there, and what is its sum is so among others too"""
   for name, value in {"AT_ONCE": 8, "MANY_WARPS": 4, "FEW_BLOCKS": 0}.items(): monkeypatch.setattr(matvec, name, value)

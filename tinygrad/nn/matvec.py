@@ -120,8 +120,8 @@ def lane_steps(weight:Weight) -> int:
   return max(min(ROW_WORDS // -(-weight.nbytes * UNIT // (4 * prod(weight.shape))), STEPS), 1)
 
 def linear_part(rows:int, of:Callable[[UOp], RowSegments], y:UOp, integer:bool, out_index:Callable[[UOp, UOp], UOp]|None=None,
-                epilogue:Callable[[list[UOp], UOp, UOp], list[UOp]]|None=None, residual:UOp|None=None, steps:int=STEPS, count:int=ROWS,
-                nbytes:int=0, piece:int=0) -> MatvecPart:
+                epilogue:Callable[[list[UOp], UOp, UOp], list[UOp]]|None=None, residual:UOp|None=None,
+                count:int=ROWS) -> MatvecPart:
   """y[out_index(token, row)] = the row times x, for row < rows; of(row) names it. A job is `count` rows. Without out_index y is (tokens, rows).
   epilogue(sums, token, row) -> the sums of a job's rows, the first of which is `row`, changed. residual, indexed as y, is added."""
   odd = rows % count > 0
@@ -138,7 +138,7 @@ def linear_part(rows:int, of:Callable[[UOp], RowSegments], y:UOp, integer:bool, 
       if residual is not None: value = value + residual[index(token, row.minimum(rows - 1)) + wait_zero].load()
       stores.append(y[index(token, row).valid(writes)].store(value.cast(y.dtype)))
     return stores
-  return MatvecPart(-(-rows // count), rows_of, finish, integer, steps=steps, nbytes=nbytes, piece=piece)
+  return MatvecPart(-(-rows // count), rows_of, finish, integer)
 
 class Codes(NamedTuple):
   """Vectors that a kernel has stored as int8: number = code · the scale of its EIGHT. Lanes read them from the caches, as neighbouring 16 bytes.

@@ -15,6 +15,7 @@ Where kernels overlap (intrinsics.pdl_wait), the experts' down is loaded while g
 own wait, and the choice, or the logits, of the launch before it are known then (chooses_early).
 """
 from __future__ import annotations
+from dataclasses import replace
 from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
@@ -94,8 +95,8 @@ def gate_up_launch(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
     if router is not None:
       spread = is_wide(router)
       of = single_segment(router.matrix(buffers, "router", spread))
-      parts.append(linear_part(router.shape[0], of, buffers["logits"], router.integer, steps=lane_steps(router), count=rows_of_job(target, router),
-                               nbytes=router.nbytes, piece=router.piece if spread else 0))
+      logits = linear_part(router.shape[0], of, buffers["logits"], router.integer, count=rows_of_job(target, router))
+      parts.append(replace(logits, steps=lane_steps(router), nbytes=router.nbytes, piece=router.piece if spread else 0))
     if step.few_tokens: parts.reverse()   # tinygrad walks the whole first branch for each access of the second, and the router's has more of them
     return matvec(target, operand_of(buffers, x, norm), parts)
   outs = {**named(out, "y"), **({} if rounded is None else named(rounded, "rounded")),
@@ -281,10 +282,9 @@ def expert_down_launch(hidden:Tensor|Codes, down:Weight, count:int, choosing:dic
       return [(index < own).where(v, w) for v, w in zip(first, second)]
     def codes(_:UOp, segment:int, unit:UOp) -> CodedUnit: return load_codes(buffers, ("x", "x_shared")[segment], segments[segment], token, unit)
     part = linear_part(D, lambda row: [(DeferredMatrix(chosen), row), *((matrix, row) for matrix in shared_rows)], buffers["y"],
-                       all(weight.integer for weight in weights), lambda _, row: token * D + row, residual=buffers["residual"],
-                       steps=steps, count=rows)
+                       all(weight.integer for weight in weights), lambda _, row: token * D + row, residual=buffers["residual"], count=rows)
     operand = Operand(segments, None, codes=codes) if isinstance(hidden, Codes) else Operand(segments, lambda _: vector)
-    return matvec(target, operand, [part], choice=choice)
+    return matvec(target, operand, [replace(part, steps=steps)], choice=choice)
   ins = {**named(hidden, "x"), **choosing, "residual": residual, **down.args("w"), **{k: v for x in beside for k, v in named(x, "x_shared").items()},
          **(shared[1].args("shared") if shared is not None else {})}
   name = "_".join([f"expert_down_{K}", *([] if early is None else ["early"]), down.label, *([] if shared is None else ["shared", shared[1].label])])

@@ -8,6 +8,7 @@ A token of each sequence on a target with kernels is one launch (nn/matvec.py); 
 """
 from __future__ import annotations
 import functools
+from dataclasses import replace
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import prod
@@ -151,9 +152,10 @@ def norm_linear_decode(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Wei
     for i, weight in enumerate(weights):
       first = i == 0
       rotates = rope is not None and first   # pairs
-      parts.append(linear_part(weight.shape[0], single_segment(weight.matrix(buffers, f"w{i}", spread=True)), buffers[f"y{i}"], weight.integer,
-                               epilogue=rotate if rotates else None, residual=buffers.get("residual") if first else None,
-                               steps=lane_steps(weight), count=ROWS if rotates else rows_of_job(target, weight), piece=weight.piece))
+      part = linear_part(weight.shape[0], single_segment(weight.matrix(buffers, f"w{i}", spread=True)), buffers[f"y{i}"], weight.integer,
+                         epilogue=rotate if rotates else None, residual=buffers.get("residual") if first else None,
+                         count=ROWS if rotates else rows_of_job(target, weight))
+      parts.append(replace(part, steps=lane_steps(weight), piece=weight.piece))
     return matvec(target, operand_of(buffers, x, norm), parts)
   there = {"norm": norm, "linear": weights, "rope": rope, "residual": residual}
   name = "_".join([what for what, it in there.items() if it is not None] + [weight.label for weight in weights])
@@ -253,8 +255,8 @@ def linear_of_codes(x:Codes, weight:Weight, residual:Tensor) -> Tensor:
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def codes(token:UOp, segment:int, unit:UOp) -> CodedUnit: return load_codes(buffers, "x", units, token, unit)
     part = linear_part(weight.shape[0], single_segment(weight.matrix(buffers, "w")), buffers["y"], weight.integer, residual=buffers["residual"],
-                       steps=steps, count=count)
-    return matvec(target, Operand([units], None, tokens=T, codes=codes), [part])
+                       count=count)
+    return matvec(target, Operand([units], None, tokens=T, codes=codes), [replace(part, steps=steps)])
   ins = {**named(x, "x"), "residual": residual, **weight.args("w")}
   return launch(f"linear_residual_{weight.label}", {"y": empty(residual, *residual.shape)}, ins, body, weight.nbytes)[0]
 
