@@ -347,8 +347,7 @@ def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, un
   """One unit of a row of `units`. plane(name, index) loads an entry of a flat plane. table_bytes(word, values): the values of a word's four codes
   as integer codes whose zero is that of the table's least. piece: the unit is that of spread_quads."""
   if kind in FLOATS:
-    quads = spread_quads(unit, piece) if piece else [unit * (UNIT // 4) + j for j in range(UNIT // 4)]
-    words = [plane("w", row * (units * UNIT) + quad * 4 + i) for quad in quads for i in range(4)]
+    words = [plane("w", row * (units * UNIT) + quad * 4 + i) for quad in spread_quads(unit, piece) for i in range(4)]
     if kind is GGMLType.BF16: words = [(w.cast(dtypes.uint32) << 16).bitcast(dtypes.float) for w in words]
     floats = [w.cast(dtypes.float) for w in words]
     return Unit([], [(floats[0].const_like(1.0), None)], floats=floats)

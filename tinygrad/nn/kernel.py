@@ -138,8 +138,10 @@ Load4 = Callable[[UOp], list[UOp]]   # number of a float4 -> its four values
 def load4(buffer:UOp, offset:UOp|int=0) -> Load4: return lambda number: [buffer[offset + number * 4 + i].load() for i in range(4)]
 
 def spread_quads(unit:UOp, piece:int) -> list[UOp]:
-  """The numbers of a unit's eight float4 where floats are spread. A sum does not ask which 32 numbers are a unit, if weights and vector agree: of
-  SPREAD neighbouring units each has every SPREADth piece: lanes that have a unit each read neighbouring 16 bytes. A row has whole SPREADs."""
+  """The numbers of a unit's eight float4. piece: where floats are spread; 0: neighbours. A sum does not ask which 32 numbers are a unit, if weights
+  and vector agree: of SPREAD neighbouring units each has every SPREADth piece, and lanes that have a unit each read neighbouring 16 bytes. A row has
+  whole SPREADs."""
+  if piece == 0: return [unit * (UNIT // 4) + quad for quad in range(UNIT // 4)]
   quads, first = piece // 4, unit // SPREAD * (SPREAD * UNIT // 4)
   return [first + (i * SPREAD + unit % SPREAD) * quads + quad for i in range(UNIT // piece) for quad in range(quads)]
 

@@ -250,10 +250,6 @@ def float_dot(x:list[UOp]) -> Callable[[Unit], UOp]:
     return sum_in_order(sums)
   return dot
 
-def float4_numbers(unit:UOp, piece:int) -> list[UOp]:
-  """Of a unit's float4 in the vector. piece: where floats are spread, see spread_quads"""
-  return spread_quads(unit, piece) if piece else [unit * FLOAT4_OF_UNIT + j for j in range(FLOAT4_OF_UNIT)]
-
 class FloatVectors:
   """Vectors as float32. Float4 j of unit u lies at (j·pitch + u)·4 of a vector: neighbouring lanes read neighbouring 16 bytes, or where floats are
   spread other banks' (piece: see spread_quads)."""
@@ -271,7 +267,7 @@ class FloatVectors:
     return [self.shared[index + i].store(value) for i, value in enumerate(values)]
   def after(self, barrier:UOp) -> None: self.shared = self.shared.after(barrier)
   def read(self, column:int, place:LaneUnit) -> Callable[[Unit], UOp]:
-    return float_dot([self.shared[self.index(column, number) + i].load() for number in float4_numbers(place.number, self.piece) for i in range(4)])
+    return float_dot([self.shared[self.index(column, number) + i].load() for number in spread_quads(place.number, self.piece) for i in range(4)])
 
 class DeviceVectors:
   """Vectors too wide for shared memory stay where they are: lanes read them with a stride, and leave the rest to the caches."""
@@ -280,7 +276,7 @@ class DeviceVectors:
   def stage(self, column:int, number:UOp, values:list[UOp]) -> list[UOp]: return []
   def after(self, barrier:UOp) -> None: pass
   def read(self, column:int, place:LaneUnit) -> Callable[[Unit], UOp]:
-    numbers = float4_numbers(place.number, self.piece)
+    numbers = spread_quads(place.number, self.piece)
     return float_dot([value for number in numbers for value in self.operand.weighted(self.group.token(column), number, self.wait_zero)])
 
 def int8_codes(weights:Unit, j:int) -> UOp:
@@ -448,12 +444,16 @@ def thread_layout(segments:Sequence[int], warp_lanes:int, jobs:int, coded:bool=F
   while teams == 1 and not take_turns and (not coded or jobs < FEW_BLOCKS) and warps * lanes * 2 <= units: warps *= 2
   return ThreadLayout(lanes, warps, teams)
 
+def coded_rows_take_turns(segments:Sequence[int], warp_lanes:int, rows:int, steps:int=STEPS) -> bool:
+  """takes_turns of a launch that reads int8, of so many rows, ROWS a job"""
+  jobs = -(-rows // ROWS)
+  return takes_turns(jobs, thread_layout(segments, warp_lanes, jobs, coded=True, steps=steps).warps)
+
 def coded_job(weight:Weight, segments:Sequence[int], warp_lanes:int, rows:int, steps:int, fewer:int) -> tuple[int, int]:
   """Of a launch that reads int8: (a job's rows, units of a row that a lane takes at most). fewer: as steps, where a job has MANY_ROWS. Blocks that
   take turns are to hold few registers."""
-  jobs = -(-rows // ROWS)
-  take_turns = takes_turns(jobs, thread_layout(segments, warp_lanes, jobs, coded=True, steps=steps).warps)
-  return (ROWS, steps) if take_turns or len(weight.args("")) <= FEW_PLANES else (MANY_ROWS, fewer)
+  few = len(weight.args("")) <= FEW_PLANES or coded_rows_take_turns(segments, warp_lanes, rows, steps)
+  return (ROWS, steps) if few else (MANY_ROWS, fewer)
 
 def large_warps(target:Target, units:int, jobs:int, integer:bool) -> int:
   """Of a block of a large launch: one whose blocks stage vectors of so many units, and have work for twice as many warps as run at once. 0: the

@@ -23,8 +23,8 @@ from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, optional, silu
 from tinygrad.nn.matmul import expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
 from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand,
-                                    RowSegments, Rounded, coded_job, codes_in, empty_codes, empty_rounded, is_simple, is_wide, lane_steps,
-                                    linear_part, load_codes, matvec, named, rounded_in, rows_of_job, stores_codes, takes_turns, thread_layout)
+                                    RowSegments, Rounded, coded_job, coded_rows_take_turns, codes_in, empty_codes, empty_rounded, is_simple, is_wide,
+                                    lane_steps, linear_part, load_codes, matvec, named, rounded_in, rows_of_job, stores_codes, thread_layout)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
 from tinygrad.nn.norm_linear import decode_target, few_target, mul_mat, norm_linear, operand_of, prefill_target, single_segment
 from tinygrad.nn.primitive import primitive
@@ -245,8 +245,7 @@ def expert_down_decode(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residu
 def chooses_early(target:Target, down:Weight, count:int, shared:FeedForward|None) -> bool:
   """Whether expert_down's blocks know the choice, and load its weights, before their wait. Where they take turns they are to hold few registers."""
   (_, D, F), beside = down.shape, [] if shared is None else [shared.down.shape[1] // UNIT]
-  jobs, segments = -(-D // ROWS), [count * F // UNIT, *beside]
-  return target.wait is not None and not takes_turns(jobs, thread_layout(segments, target.lanes, jobs, coded=True).warps)
+  return target.wait is not None and not coded_rows_take_turns([count * F // UNIT, *beside], target.lanes, D)
 
 # (flat buffers, token) -> a choice in the kernel
 ChoiceOf = Callable[[dict[str, UOp], UOp], MadeChoice|TopKInKernel]
