@@ -12,7 +12,7 @@ The exit code is 1, and lines begin with WRONG, where a source is not compiled, 
 registers or shared memory than the architecture has. The last line is JSON.
 """
 from __future__ import annotations
-import argparse, importlib.metadata, json, math, multiprocessing, os, re, struct, sys
+import argparse, hashlib, importlib.metadata, json, math, multiprocessing, os, re, struct, sys
 from pathlib import Path
 from typing import Iterator, NamedTuple
 from unittest import mock
@@ -21,7 +21,6 @@ sys.path.insert(0, str(ROOT))
 
 ARCHS = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}   # KB of shared memory that a block may have
 REGISTERS = 65536               # of a block
-DRAWN = 1, 8, 64                # tokens of the steps that draw by all filters
 # bytes of local memory that a kernel may take before Hopper, by the beginning of its name
 SPILLS = {"expert_gate_up_": 16, "linear_residual_q4_1_": 8, "few_expert_down_": 8}
 FRAME_SIZE, REGCOUNT = 0x11, 0x2f   # attributes of a cubin's .nv.info
@@ -39,7 +38,7 @@ from extra import bench
 from tinygrad.apps.capture import Replay
 from tinygrad.apps.engine.runner import ROWS, Runner
 from tinygrad.apps.engine.sampling import Features
-from tinygrad.apps.mla import Config, Transformer
+from tinygrad.apps.mla import PREFILL_SIZES, Config, Transformer
 from tinygrad.device import CompileError
 from tinygrad.engine.realize import compile_linear
 from tinygrad.helpers import ansistrip
@@ -47,6 +46,9 @@ from tinygrad.nn.intrinsics import of_arch
 from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler
 from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.uop.ops import Ops, UOp
+
+SIZES = {"decode": ROWS, "prefill": PREFILL_SIZES}   # tokens of the steps of a kind
+DRAWN = 1, 8, 64                # … of those that draw by all filters, too
 
 class Kernel(NamedTuple):
   step: str
@@ -62,27 +64,28 @@ class Cost(NamedTuple):
 class Task(NamedTuple):
   model: str
   quant: str
-  archs: list[str]   # of one row of instructions
-  steps: list[str]
+  archs: tuple[str, ...]   # of one row of instructions
+  kind: str                # of steps: a key of SIZES
+  size: int
 
 class Line(NamedTuple):
-  kernel: Kernel
+  kernel: Kernel               # its source as a digest
   costs: dict[str, Cost|str]   # of each architecture; a str: why there is none
 
 # ---- sources ----
 
-def recorded(runner:Runner, kind:str) -> Iterator[tuple[str, list[UOp]]]:
-  """(name, launches) of all steps of a kind"""
+def recorded(runner:Runner, kind:str, size:int) -> Iterator[tuple[str, list[UOp]]]:
+  """(name, launches) of the steps of a kind and size"""
   if kind == "decode":
-    for size in ROWS:
-      batch = runner.batch_of(size)
-      yield f"decode {size}", batch.record(compiled=False).calls
-      if size not in DRAWN: continue
-      batch.features = Features(*[True] * len(vars(Features())))
-      yield f"drawn {size}", batch.record(compiled=False).calls
-  else:
-    for size in runner.sizes: yield f"prefill {size}", runner.record_chunk(size, compiled=False).calls
-    replay, size = Replay(compiled=False), runner.sizes[0]
+    batch = runner.batch_of(size)
+    yield f"decode {size}", batch.record(compiled=False).calls
+    if size not in DRAWN: return
+    batch.features = Features(*[True] * len(vars(Features())))
+    yield f"drawn {size}", batch.record(compiled=False).calls
+  elif size in runner.sizes:
+    yield f"prefill {size}", runner.record_chunk(size, compiled=False).calls
+    if size != runner.sizes[0]: return
+    replay = Replay(compiled=False)
     runner.model.logits(runner.chunk_step(size), runner.ids[size], replay.run)
     yield f"logits {size}", replay.calls
 
@@ -92,7 +95,7 @@ def kernels(task:Task) -> Iterator[Kernel]:
   for i in range(Config.from_gguf(f).n_blocks): kinds.setdefault(tuple((name, t.shape, t.type) for name, t in bench.of_block(f, i).items()), i)
   with mock.patch.dict(bench.LANGUAGES, CUDA=(bench.CUDARenderer, task.archs[0])), bench.no_device("CUDA"):
     runner = Runner(Transformer.from_gguf(bench.with_blocks(f, list(kinds.values())), 4096))
-    for step, calls in (recording for kind in task.steps for recording in recorded(runner, kind)):
+    for step, calls in recorded(runner, task.kind, task.size):
       new = {call.src[0].key: call for call in calls if call.src[0].key not in seen}
       seen |= new.keys()
       for program in (call.src[0] for call in compile_linear(UOp(Ops.LINEAR, src=tuple(new.values()))).src):
@@ -121,7 +124,7 @@ def compiled(task:Task) -> list[Line]:
     for arch, compiler in zip(task.archs, compilers):
       try: costs[arch] = cost(compiler.compile_cached(kernel.source))
       except CompileError as e: costs[arch] = str(e)
-    lines.append(Line(kernel._replace(source=""), costs))
+    lines.append(Line(kernel._replace(source=hashlib.sha256(kernel.source.encode()).hexdigest()), costs))
     print(end=".", file=sys.stderr, flush=True)
   return lines
 
@@ -146,18 +149,25 @@ def main() -> None:
   p.add_argument("--quant", default="Q4_0")
   p.add_argument("--archs", default=",".join(ARCHS))
   p.add_argument("--steps", default="decode,prefill")
-  p.add_argument("--processes", type=int, default=2)
+  p.add_argument("--processes", type=int, default=os.cpu_count())
   args = p.parse_args()
   rows: dict = {}
   for arch in args.archs.split(","): rows.setdefault(of_arch(arch), []).append(arch)
-  tasks = [Task(model, args.quant, archs, args.steps.split(",")) for model in args.models.split(",") for archs in rows.values()]
+  tables = [(model, args.quant, tuple(archs)) for model in args.models.split(",") for archs in rows.values()]
+  parts = [(kind, size) for kind in args.steps.split(",") for size in SIZES[kind]]
   result = {arch: {"kernels": 0, "most_registers": 0, "most_shared": 0, "local": 0} for arch in args.archs.split(",")}
   failures = 0
   # a process each: what tinygrad keeps of one architecture is not for another
   with multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1) as pool:
-    for task, lines in zip(tasks, pool.imap(compiled, tasks)):
-      print(f"\n{task.model} {task.quant}\n{'step':12s} {'kernel':80s} threads  shared  " + " ".join(f"{arch:>8s}" for arch in task.archs))
-      for kernel, costs in lines:
+    longest_first = sorted(parts, key=lambda part: -part[1])
+    running = {(table, part): pool.apply_async(compiled, [Task(*table, *part)]) for table in tables for part in longest_first}
+    for table in tables:
+      model, quant, archs = table
+      print(f"\n{model} {quant}\n{'step':12s} {'kernel':80s} threads  shared  " + " ".join(f"{arch:>8s}" for arch in archs))
+      seen = set[str]()
+      for kernel, costs in (line for part in parts for line in running[table, part].get()):
+        if kernel.source in seen: continue
+        seen.add(kernel.source)
         print(f"{kernel.step:12s} {kernel.name:80s} {kernel.threads:7d} {kernel.shared:7d}  " + " ".join(f"{shown(c):>8s}" for c in costs.values()))
         for arch, found in costs.items():
           of, (registers, local) = result[arch], (0, 0) if isinstance(found, str) else found

@@ -17,6 +17,7 @@ from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope, Temperature, query_table, rope_table
 from tinygrad.nn import cpu, cutoff, drafts, draw, embedding, intrinsics, likeliest, matvec, mla_attention, moe, norm_linear
+from tinygrad.nn.nucleus import Nucleus
 from tinygrad.nn.lora_query import QueryWeights
 from tinygrad.nn.primitive import PRIMITIVES, Primitive, plain_ops
 from tinygrad.nn.routing import Gating, Routing
@@ -148,6 +149,11 @@ def noise(tokens: int) -> draw.Noise:
   """Every third row takes the likeliest"""
   values, key = np.float32([[i % 3, 9] for i in range(1, 1 + tokens)]), np.uint32([[i + 5, 0] for i in range(tokens)])
   return draw.Noise(tensor(values), tensor(key), ids(*range(70, 70 + tokens)))
+def of_nuclei(tokens: int) -> tuple[draw.Noise, Nucleus]:
+  """Wide ones and narrow ones, one of all tokens, one with a floor; every fourth row takes the likeliest"""
+  shares = [(.95, 0), (.01, 0), (1, 0), (.5, .2), (1, .3)]
+  values = np.float32([[i % 4, *shares[i % 5]] for i in range(1, 1 + tokens)])
+  return noise(tokens)._replace(values=tensor(values)), Nucleus(1, 2)
 def totalled(n: int) -> Callable:
   def of(tokens: int) -> tuple: return (x := floats(tokens, n)), likeliest.likeliest(x, 3).realize()
   return of
@@ -243,9 +249,12 @@ CASES = [
   *(Case(embedding.embedding, kind.name, rows_of_embedding(kind), cpu_((1, 19)) + gpus((1, 19))) for kind in (T.Q4_0, T.Q6_K)),
   *(Case(draw.argmax, str(n), lambda tokens, n=n: (floats(tokens, n),), cpu_((1, 7)) + gpus((1, 7))) for n in (5, 40001)),
   *(Case(draw.argmax, f"{n} drawn", lambda tokens, n=n: (floats(tokens, n), noise(tokens)), cpu_((1, 7)) + gpus((1, 7))) for n in (5, 70001)),
+  *(Case(draw.argmax, f"{n} drawn from nuclei", lambda tokens, n=n: (floats(tokens, n), *of_nuclei(tokens)), cpu_((1, 7)) + gpus((7,)))
+    for n in (5, 40001)),
   Case(drafts.find_drafts, "of three letters", letters, cpu_((1, 7)) + gpus((1, 7))),
   Case(draw.advance, "some are there", started, cpu_((1, 7))),
-  Case(draw.next_token, "some are there", lambda tokens: (floats(tokens, 300), noise(tokens), *positions(tokens)), gpus((1, 7))),
+  Case(draw.next_token, "some are there", lambda tokens: (floats(tokens, 300), noise(tokens), None, *positions(tokens)), gpus((1, 7))),
+  Case(draw.next_token, "of a nucleus", lambda tokens: (floats(tokens, 300), *of_nuclei(tokens), *positions(tokens)), gpus((3,))),
   *(Case(likeliest.likeliest, f"{count} of {n}", lambda tokens, n=n, count=count: (floats(tokens, n), count), cpu_((1, 7)) + gpus((1, 3)))
     for n, count in ((5, 5), (301, 20), (20001, 20), (40, 1))),
   *(Case(likeliest.log_total, str(n), totalled(n), gpus((1, 3))) for n in (5, 20001)),

@@ -11,10 +11,12 @@ from tinygrad.apps.capture import collected_calls
 from tinygrad.apps.engine import sampling
 from tinygrad.apps.engine.sampling import Features, Sampling, allowed, counted, mask_words, sample, scores, token_counts
 from tinygrad.engine.realize import to_program_cache
-from tinygrad.nn import draw
+from tinygrad.nn import noise
 from tinygrad.nn.cutoff import cutoff
-from tinygrad.nn.draw import gumbel, random_bits
+from tinygrad.nn.draw import argmax
 from tinygrad.nn.likeliest import likeliest, log_total
+from tinygrad.nn.noise import Noise, gumbel, noised, random_bits
+from tinygrad.nn.nucleus import Nucleus
 from tinygrad.nn.primitive import plain_ops
 
 class Sampler:
@@ -338,7 +340,7 @@ def test_a_fault_of_rows_is_noticed(monkeypatch: pytest.MonkeyPatch):
   def same() -> bool: return all(np.array_equal(batch(scores, [i])[0], batch(scores, [*range(4)])[i]) for i in range(4))
   assert same()
   with monkeypatch.context() as patch:
-    patch.setattr(draw, "random_bits", lambda key, counter, n: random_bits(key, counter + Tensor.arange(key.shape[0], dtype=dtypes.int32), n))
+    patch.setattr(noise, "random_bits", lambda key, counter, n: random_bits(key, counter + Tensor.arange(key.shape[0], dtype=dtypes.int32), n))
     assert not same()
   monkeypatch.setattr(sampling, "cutoff", lambda x, mass, target: cutoff(x, mass, target).roll(1, 0))
   assert not same()
@@ -385,6 +387,46 @@ def test_cutoff(device: str, S: int, vocab: int):
   with DEVICES[device]():
     assert cutoff(Tensor(x), None, Tensor(some)).tolist() == [sorted_cut(*row) for row in zip(x, np.ones((S, vocab)), some)]
     assert cutoff(Tensor(x), Tensor(mass), Tensor(share)).tolist() == [sorted_cut(*row) for row in zip(x, mass, share)]
+
+def nucleus_token(x: np.ndarray, score: np.ndarray, temperature: float, top_p: float, min_p: float) -> int:
+  """The largest score of the tokens of a row that are in the nucleus"""
+  below = -np.abs(x.max() - x) / np.float32(temperature or 1)
+  mass, total = (np.exp(below.astype(np.float64)) * 2 ** 40).astype(np.uint64), 0
+  order, edge = np.argsort(-below, kind="stable"), -np.inf
+  enough = max(int(np.float32(mass.sum()) * np.float32(top_p) * (1 - 1e-6)), 1)
+  for i in order:
+    edge, total = below[i], total + int(mass[i])
+    if total >= enough: break
+  inside = ((below >= edge) | (top_p >= 1)) & (below >= (np.log(min_p) if min_p else -np.inf))
+  return int(np.argmax(np.where(inside, score, -np.inf)))
+
+@pytest.mark.parametrize("device,vocab", [("CPU", 2), ("CPU", 20001), ("CUDA", 301), ("CUDA", 20001), ("METAL", 301), ("plain ops", 301)])
+def test_nucleus(device: str, vocab: int):
+  """Rows of a few likely tokens and of many, whose draws are inside at once or after many tries; ties; tokens that cannot be; the likeliest"""
+  rng, asked = np.random.default_rng(vocab), [(.95, 0), (.5, 0), (.1, 0), (.01, 0), (1e-6, 0), (1, 0), (1, .2), (.9, .05)]
+  values = np.float32([[temperature, *shares] for shares in asked for temperature in (1, 1, .7, 30, 0)])
+  S = len(values)
+  x = (rng.standard_normal((S, vocab)) * rng.choice([.01, 1, 4], (S, 1))).astype(np.float32)
+  x[::3, ::2], x[1::4, 1:] = -np.inf, x[1::4, 1:].round()
+  by = values, np.uint32([(i, 0) for i in range(S)]), np.int32([70] * S)
+  with plain_ops(): scored = noised(Tensor(x), Noise(*map(Tensor, by))).numpy()
+  want = [nucleus_token(*row[:2], *row[2]) for row in zip(x, scored, values.tolist())]
+  assert sum(token != i for token, i in zip(want, scored.argmax(1))) > S // 8 or vocab == 2   # who took any would be seen
+  with DEVICES[device](): assert argmax(Tensor(x), Noise(*map(Tensor, by)), Nucleus(1, 2)).tolist() == want
+
+@pytest.mark.parametrize("device", ["CPU", "CUDA"])
+def test_neighbours_ahead_of_the_nucleus(device: str):
+  """The two largest are neighbours and outside; so is the third, which is inside; a fourth, far away, is not to be drawn in its place"""
+  V, by = 20001, (np.float32([[1, .9, 0]]), np.uint32([[3, 0]]), np.int32([70]))
+  with plain_ops(): gumbels = noised(Tensor.zeros(1, V), Noise(*map(Tensor, by))).numpy()[0]
+  near, far = np.argsort(gumbels[:250]), 5000 + int(np.argmin(gumbels[5000:6000]))
+  third, first = int(near[0]), near[-2:]
+  x = np.full((1, V), -40, np.float32)
+  x[0, first] = x[0, third] = -gumbels[third]
+  x[0, first] -= 5
+  x[0, far] = -gumbels[far] - .1
+  assert [*np.argsort(-(x[0] + gumbels))[2:4]] == [third, far]
+  with DEVICES[device](): assert argmax(Tensor(x), Noise(*map(Tensor, by)), Nucleus(1, 2)).tolist() == [third]
 
 def test_noise_is_finite():
   """For the bits at either end and many between; symmetric, so that neither end is special"""

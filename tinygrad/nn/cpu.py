@@ -642,36 +642,80 @@ FN void threefry16(v16u* x, v16u* y, const unsigned* key) {
 }
 """
 
-def noised_argmax(values:Tensor, hottest:float, temperature:Tensor, key:Tensor, counter:Tensor) -> Tensor:
-  """As argmax of nn/draw.py, with noise: a row by one thread. temperatures above `hottest` are as it"""
+NUCLEUS = """
+FN v16f below16(v16f x, float largest, float heat) { return -__builtin_elementwise_abs(largest - x) / heat; }
+FN v16f logits16(const float* x, int left) { /* -inf behind the end */
+  v16f v = (v16f)(-__builtin_inff());
+  if (left >= 16) v = *(const v16f*)x; else for (int i = 0; i < left; i++) v[i] = x[i];
+  return v;
+}
+FN float largest_of(const float* x, int count) {
+  v16f v = (v16f)(-__builtin_inff()); float largest;
+  for (int i = 0; i < count; i += 16) v = __builtin_elementwise_max(v, logits16(x + i, count - i));
+  largest = v[0];
+  for (int r = 1; r < 16; r++) largest = v[r] > largest ? v[r] : largest;
+  return largest;
+}
+FN unsigned long mass_above(const float* x, int count, float largest, float heat, float edge) {
+  unsigned long sum = 0;
+  for (int i = 0; i < count; i += 16) {
+    const v16f below = below16(logits16(x + i, count - i), largest, heat);
+    const v16i above = below > edge;
+    int any = 0;
+    for (int r = 0; r < 16; r++) any |= above[r];
+    if (!any) continue;
+    const v16f mass = exp16(below) * 0x1p40f;
+    for (int r = 0; r < 16; r++) sum += above[r] ? (unsigned long)mass[r] : 0;
+  }
+  return sum;
+}
+"""
+
+def noised_argmax(values:Tensor, hottest:float, by:Tensor, key:Tensor, counter:Tensor, nucleus:tuple[int, int]|None=None) -> Tensor:
+  """As argmax of nn/draw.py, with noise: a row by one thread. by: Noise's values. temperatures above `hottest` are as it"""
   rows, count = values.shape
-  half, width = -(-count // 2), temperature.shape[1]
+  half, width = -(-count // 2), by.shape[1]
+  first_try = begin_tries = outside = ends = ""
+  if nucleus is not None:   # as nn/nucleus.py has it
+    top_p, min_p = (f"by[job * {width} + {column}]" for column in nucleus)
+    begin_tries = f"""const float largest = largest_of(x, {count}), divisor = by[job * {width}] == 0 ? 1 : by[job * {width}];
+    float edge = -__builtin_inff();
+    const unsigned long share = (unsigned long)((float)mass_above(x, {count}, largest, divisor, edge) * ({top_p} * (float)(1 - 1e-6)));"""
+    first_try = "for (int tries = 0; tries < 64; tries++) "
+    outside = "if (tries) score = below16(score, largest, divisor) > edge ? score : (v16f)(-__builtin_inff());"
+    ends = f"""const float below = below16((v16f)(x[y[job]]), largest, divisor)[0];
+      const int likely = {top_p} >= 1 || mass_above(x, {count}, largest, divisor, below) < (share ? share : 1);
+      if (likely && exp1(below) >= {min_p} && below > -__builtin_inff()) break;
+      edge = below;"""
   body = f"""const v16i lane = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
   for (x += job * {count}L; job < last; job++, x += {count}) {{
     v16u one = (v16u)(counter[job]), two = 0;
     threefry16(&one, &two, key + job * 2);
     const unsigned drawn[2] = {{one[0], two[0]}};
-    const float heat = temperature[job * {width}] < {hottest}f ? temperature[job * {width}] : {hottest}f;
-    v16f best = (v16f)(-__builtin_inff()); v16i at = lane;
-    for (int n = 0; n < {half}; n += 16) {{
-      v16u words[2] = {{(v16u)(lane + n), (v16u)(lane + n + {half})}};
-      threefry16(words, words + 1, drawn);
-      ALL for (int h = 0; h < 2; h++) {{ /* the words of a random number are those of a logit and of the one half a row behind */
-        const int first = n + h * {half}, left = (h ? {count} : {half}) - first;
-        v16f score = (v16f)(-__builtin_inff());
-        if (left >= 16) score = *(const v16f*)(x + first);
-        else for (int i = 0; i < left; i++) score[i] = x[first + i];
-        score += heat * gumbel16(words[h]);
-        const v16i wins = score > best;
-        best = __builtin_elementwise_max(best, score); at = (wins & (lane + first)) | (~wins & at);
+    const float heat = by[job * {width}] < {hottest}f ? by[job * {width}] : {hottest}f;
+    {begin_tries}
+    {first_try}{{
+      v16f best = (v16f)(-__builtin_inff()); v16i at = lane;
+      for (int n = 0; n < {half}; n += 16) {{
+        v16u words[2] = {{(v16u)(lane + n), (v16u)(lane + n + {half})}};
+        threefry16(words, words + 1, drawn);
+        ALL for (int h = 0; h < 2; h++) {{ /* the words of a random number are those of a logit and of the one half a row behind */
+          const int first = n + h * {half}, left = (h ? {count} : {half}) - first;
+          v16f score = logits16(x + first, left);
+          {outside}
+          score += heat * gumbel16(words[h]);
+          const v16i wins = score > best;
+          best = __builtin_elementwise_max(best, score); at = (wins & (lane + first)) | (~wins & at);
+        }}
       }}
+      int found = 0;
+      for (int i = 1; i < 16; i++) if (best[i] > best[found] || (best[i] == best[found] && at[i] < at[found])) found = i;
+      y[job] = at[found] < {count} ? at[found] : 0;
+      {ends}
     }}
-    int found = 0;
-    for (int i = 1; i < 16; i++) if (best[i] > best[found] || (best[i] == best[found] && at[i] < at[found])) found = i;
-    y[job] = at[found] < {count} ? at[found] : 0;
   }}"""
-  ins = {"x": values, "temperature": temperature, "key": key, "counter": counter}
-  return launch(f"argmax_noised_{count}_{rows}", {"y": empty(values, rows, dtype=dtypes.int32)}, ins, NOISE, body, rows)[0]
+  ins, name = {"x": values, "by": by, "key": key, "counter": counter}, "argmax_noised" if nucleus is None else "argmax_nucleus"
+  return launch(f"{name}_{count}_{rows}", {"y": empty(values, rows, dtype=dtypes.int32)}, ins, NOISE + NUCLEUS, body, rows)[0]
 
 def advance(start:Tensor, token:Tensor, tables:Tensor, log:Tensor) -> tuple[Tensor, Tensor]:
   """As advance of nn/draw.py"""

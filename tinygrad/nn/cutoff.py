@@ -67,11 +67,14 @@ def cutoff_cpu(x:Tensor, mass:Tensor|None, target:Tensor) -> Tensor:
 
 BLOCKS, THREADS = 64, 256   # of a row; of a block
 
+def shuffle_words(target:Target, value:UOp, distance:int) -> UOp:
+  """As shuffle; of a uint64 word by word"""
+  if value.dtype is not dtypes.uint64: return shuffle(target, value, distance)
+  low, high = (shuffle(target, word.cast(dtypes.uint32), distance).cast(dtypes.uint64) for word in (value, value >> 32))
+  return (high << 32) | low
 def add_of_lane(target:Target, value:UOp, other:UOp, distance:int) -> UOp:
   """value + the `other` of the lane whose number differs by the bit `distance`"""
-  if other.dtype is not dtypes.uint64: return value + shuffle(target, other, distance)
-  low, high = (shuffle(target, word.cast(dtypes.uint32), distance).cast(dtypes.uint64) for word in (other, other >> 32))
-  return value + ((high << 32) | low)
+  return value + shuffle_words(target, other, distance)
 
 def sums_of_warp(target:Target, values:list[UOp], lane:UOp) -> UOp:
   """The sums over a warp of each of 16 values: lane i has that of value i // 2"""

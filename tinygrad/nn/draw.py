@@ -1,60 +1,29 @@
-"""The end of a step: of each sequence a token is drawn from its logits, and its position moves on.
-
-A draw is the largest of logits + temperature · noise, where the noise is Gumbel's: a draw from softmax(logits / temperature). At temperature 0 it is
-the largest logit. The noise is made of a seed and the draw's number, so that a draw is the same whatever rows, or drafts, are beside it.
+"""The end of a step: of each sequence a token is drawn from its logits (nn/noise.py), perhaps from a nucleus (nn/nucleus.py), and its position moves
+on.
 
 On a GPU, two launches: each block makes the noise of its part of the row and finds the largest, one block a row finds that of all parts, and writes
-what the step changes.
+what the step changes. A nucleus takes two launches more.
 """
 from __future__ import annotations
 import functools, math
-from typing import NamedTuple, TypeVar
+from typing import Callable, NamedTuple
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn import cpu
+from tinygrad.nn import cpu, nucleus as nuclei
 from tinygrad.nn.intrinsics import Target, shuffle, target_of
 from tinygrad.nn.kernel import behind_wait, empty, launch, local
+from tinygrad.nn.noise import HOTTEST, Noise, half_row, noise_of_row, noised
+from tinygrad.nn.nucleus import Nucleus
 from tinygrad.nn.primitive import primitive
 from tinygrad.uop.ops import Ops
 
-class Noise(NamedTuple):
-  """Of the draws of S rows. temperature: float32 (S, …), the first number of each row; key: uint32 (S, 2), a seed and 0; counter: int32 (S,), the
-  draw's number, which is the position"""
-  temperature: Tensor
-  key: Tensor
-  counter: Tensor
+@primitive(outputs=lambda x, noise, nucleus: empty(x, x.shape[0], dtype=dtypes.int32))
+def argmax(x:Tensor, noise:Noise|None=None, nucleus:Nucleus|None=None) -> Tensor:
+  """float32 (S, V) -> int32 (S,), the index of each row's largest, the lower on a tie. noise: is added. nucleus: the others are -inf; needs noise"""
+  return noised(x if noise is None or nucleus is None else nuclei.within(x, noise.values, nucleus), noise).argmax(1).cast(dtypes.int32)
 
-HOTTEST = 1e30   # temperatures above would make infinities; long before, the logits no longer matter
-
-def random_bits(key:Tensor, counter:Tensor, count:int) -> Tensor:
-  """key: uint32 (S, 2); counter: int32 (S,) -> uint32 (S, count), each row the Tensor.random_bits(key, counter, count) of its own"""
-  keys = (key[:, 1:].cast(dtypes.uint64) << 32) | key[:, :1].cast(dtypes.uint64)
-  keys = counter.cast(dtypes.uint32).cast(dtypes.uint64).unsqueeze(1).threefry(keys)
-  half, number = -(-count // 2), Tensor.arange(count, dtype=dtypes.uint32).to(key.device)
-  first = number < half
-  low = first.where(number, number - half).cast(dtypes.uint64)   # a number has two words of 32 bits: the row's halves
-  words = (((low + half) << 32) | low).threefry(keys)
-  return first.where(words.cast(dtypes.uint32), (words >> 32).cast(dtypes.uint32))
-
-Bits = TypeVar("Bits", Tensor, UOp)
-
-def gumbel(bits:Bits) -> Bits:
-  """uint32 -> float32 noise of Gumbel's distribution. Never infinite: the numbers whose logarithm is taken are odd multiples of 2^-24, which float32
-  holds without rounding, up to 1 - 2^-24, and whose own is at least 2^-24, whatever a device's logarithm makes of it"""
-  uniform = (bits >> 9).cast(dtypes.float) * 2.0 ** -23 + 2.0 ** -24
-  return (uniform.log2() * -math.log(2)).maximum(2.0 ** -24).log2() * -math.log(2)
-
-def noised(x:Tensor, noise:Noise|None) -> Tensor:
-  """float32 (S, V), whose largest are drawn"""
-  if noise is None: return x
-  return x + noise.temperature[:, :1].minimum(HOTTEST) * gumbel(random_bits(noise.key, noise.counter, x.shape[1]))
-
-@primitive(outputs=lambda x, noise: empty(x, x.shape[0], dtype=dtypes.int32))
-def argmax(x:Tensor, noise:Noise|None=None) -> Tensor:
-  """float32 (S, V) -> int32 (S,), the index of each row's largest, the lower on a tie. noise: is added"""
-  return noised(x, noise).argmax(1).cast(dtypes.int32)
-
-@argmax.form("cpu_decode", takes=lambda x, noise: cpu.is_cpu(x.device))
-def argmax_cpu(x:Tensor, noise:Noise|None) -> Tensor: return cpu.argmax(x) if noise is None else cpu.noised_argmax(x, HOTTEST, *noise)
+@argmax.form("cpu_decode", takes=lambda x, noise, nucleus: cpu.is_cpu(x.device))
+def argmax_cpu(x:Tensor, noise:Noise|None, nucleus:Nucleus|None) -> Tensor:
+  return cpu.argmax(x) if noise is None else cpu.noised_argmax(x, HOTTEST, *noise, nucleus)
 
 @primitive(outputs=lambda start, token, tables, log: (empty(start, start.shape[0], dtype=dtypes.int32), log))
 def advance(start:Tensor, token:Tensor, tables:Tensor, log:Tensor) -> tuple[Tensor, Tensor]:
@@ -68,10 +37,12 @@ def advance(start:Tensor, token:Tensor, tables:Tensor, log:Tensor) -> tuple[Tens
 @advance.form("cpu_decode", takes=lambda start, token, tables, log: cpu.is_cpu(start.device))
 def advance_cpu(start:Tensor, token:Tensor, tables:Tensor, log:Tensor) -> tuple[Tensor, Tensor]: return cpu.advance(start, token, tables, log)
 
-@primitive(outputs=lambda x, noise, token, start, tables, log: (token, empty(start, start.shape[0], dtype=dtypes.int32), log), composite=True)
-def next_token(x:Tensor, noise:Noise|None, token:Tensor, start:Tensor, tables:Tensor, log:Tensor) -> tuple[Tensor, Tensor, Tensor]:
-  """argmax(x, noise) becomes the token, int32 (S,), and advance. Returns the token, where the rows then stand, and the log."""
-  chosen = token.assign(argmax(x, noise))
+@primitive(outputs=lambda x, noise, nucleus, token, start, tables, log: (token, empty(start, start.shape[0], dtype=dtypes.int32), log),
+           composite=True)
+def next_token(x:Tensor, noise:Noise|None, nucleus:Nucleus|None, token:Tensor, start:Tensor, tables:Tensor,
+               log:Tensor) -> tuple[Tensor, Tensor, Tensor]:
+  """argmax(x, noise, nucleus) becomes the token, int32 (S,), and advance. Returns the token, where the rows then stand, and the log."""
+  chosen = token.assign(argmax(x, noise, nucleus))
   return chosen, *advance(start, chosen, tables, log)
 
 # ---- the largest of many, in two launches: of each of a row's blocks, then of those ----
@@ -97,12 +68,10 @@ def best_of_block(target:Target, best:Pair, thread:UOp, threads:int) -> Pair:
   pairs = [(values[i].load(), indices[i].load()) for i in range(warps)]
   return functools.reduce(better, pairs)
 
-def best_of_blocks(x:Tensor, noise:Noise|None) -> dict[str, Tensor]:
-  """The largest of each of a row's blocks. values: float32 (S, BLOCKS); indices: int32 (S, BLOCKS)"""
-  target, (S, V) = target_of(x.device), x.shape
-  assert target is not None
-  # the two words of a random number are those of a logit and of the one half a row behind: a thread takes both
-  width, count = (0, V) if noise is None else (noise.temperature.shape[1], -(-V // 2))
+def best_of_blocks(target:Target, x:Tensor, noise:Noise|None) -> dict[str, Tensor]:
+  """The largest of each of a row's blocks. best: float32 (S, BLOCKS); indices: int32 (S, BLOCKS)"""
+  (S, V), width = x.shape, 0 if noise is None else noise.values.shape[1]
+  count = half_row(V) if width else V   # with noise a thread takes the two logits whose noise comes of one random number
   turns = -(-count // (BLOCKS * THREADS))
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     block, row, thread = UOp.special(BLOCKS, "gidx0"), UOp.special(S, "gidx1"), UOp.special(THREADS, "lidx0")
@@ -111,56 +80,68 @@ def best_of_blocks(x:Tensor, noise:Noise|None) -> dict[str, Tensor]:
       """A logit; past the end the last one again: it changes nothing"""
       index = number.minimum(last)
       return buffers["x"][row * V + index].load(), index.cast(dtypes.int)
-    if width:
-      key = (buffers["key"][row * 2 + 1].load().cast(dtypes.uint64) << 32) | buffers["key"][row * 2].load().cast(dtypes.uint64)
-      key = buffers["counter"][row].load().cast(dtypes.uint32).cast(dtypes.uint64).threefry(key)
-      temperature = buffers["temperature"][row * width].load().minimum(HOTTEST)
+    noise_of = noise_of_row(buffers, row, width, V) if width else None
     for turn in range(turns):
       number = block * (turns * THREADS) + thread + turn * THREADS
-      if not width:
+      if noise_of is None:
         pairs.append(pair(number, V - 1))
         continue
-      low = number.cast(dtypes.uint64)
-      words = (((low + count) << 32) | low).threefry(key)
-      for word, own, last in ((words, number, count - 1), (words >> 32, number + count, V - 1)):
+      for own, last, noise in zip((number, number + count), (count - 1, V - 1), noise_of(number)):
         value, index = pair(own, last)
-        pairs.append(((own <= last).where(value + temperature * gumbel(word.cast(dtypes.uint32)), -math.inf), index))
+        pairs.append(((own <= last).where(value + noise, -math.inf), index))
     value, index = best_of_block(target, functools.reduce(better, pairs), thread, THREADS)
     place = (row * BLOCKS + block).valid(thread.eq(0))
-    return [buffers["values"][place].store(value), buffers["indices"][place].store(index)]
-  outs = {"values": empty(x, S, BLOCKS), "indices": empty(x, S, BLOCKS, dtype=dtypes.int32)}
+    return [buffers["best"][place].store(value), buffers["indices"][place].store(index)]
+  outs = {"best": empty(x, S, BLOCKS), "indices": empty(x, S, BLOCKS, dtype=dtypes.int32)}
   ins = {"x": x} if noise is None else {"x": x, **noise._asdict()}
-  values, indices = launch(f"argmax_part{'_noised' if width else ''}_{V}_{S}", outs, ins, body)
-  return {"values": values, "indices": indices}
+  return dict(zip(outs, launch(f"argmax_part{'_noised' if width else ''}_{V}_{S}", outs, ins, body)))
 
 def best_of_row(target:Target, buffers:dict[str, UOp], row:UOp, thread:UOp) -> UOp:
   """The index of a row's largest, of best_of_blocks, in each of a block's BLOCKS threads"""
   place = row * BLOCKS + thread
-  return best_of_block(target, (buffers["values"][place].load(), buffers["indices"][place].load()), thread, BLOCKS)[1]
+  return best_of_block(target, (buffers["best"][place].load(), buffers["indices"][place].load()), thread, BLOCKS)[1]
 
-@argmax.form("decode", takes=lambda x, noise: target_of(x.device) is not None)
-def argmax_decode(x:Tensor, noise:Noise|None) -> Tensor:
+class Found(NamedTuple):
+  """What blocks have found of their parts of each row, and what makes a token of it: token(buffers, row, thread), in each of a block's threads.
+  mem: bytes that this moves, where the renderer cannot count them"""
+  parts: dict[str, Tensor]
+  threads: int
+  token: Callable[[dict[str, UOp], UOp, UOp], UOp]
+  mem: int|None = None
+
+def found_by_blocks(target:Target, x:Tensor, noise:Noise|None, nucleus:Nucleus|None) -> Found:
+  if noise is None or nucleus is None:
+    return Found(best_of_blocks(target, x, noise), BLOCKS, lambda buffers, row, thread: best_of_row(target, buffers, row, thread))
+  (S, V), width = x.shape, noise.values.shape[1]
+  def token(buffers:dict[str, UOp], row:UOp, thread:UOp) -> UOp: return nuclei.chosen(target, buffers, nucleus, V, width, row, thread)
+  return Found(nuclei.asked(target, x, noise), nuclei.CHOOSING, token, S * nuclei.PARTS_BYTES)
+
+@argmax.form("decode", takes=lambda x, noise, nucleus: target_of(x.device) is not None)
+def argmax_decode(x:Tensor, noise:Noise|None, nucleus:Nucleus|None) -> Tensor:
   target, S = target_of(x.device), x.shape[0]
   assert target is not None
+  found = found_by_blocks(target, x, noise, nucleus)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    row, thread, buffers = UOp.special(S, "gidx0"), UOp.special(BLOCKS, "lidx0"), behind_wait(target, buffers)
-    return [buffers["y"][row.valid(thread.eq(0))].store(best_of_row(target, buffers, row, thread))]
-  return launch(f"argmax_whole_{S}", {"y": empty(x, S, dtype=dtypes.int32)}, best_of_blocks(x, noise), body)[0]
+    row, thread, buffers = UOp.special(S, "gidx0"), UOp.special(found.threads, "lidx0"), behind_wait(target, buffers)
+    return [buffers["y"][row.valid(thread.eq(0))].store(found.token(buffers, row, thread))]
+  return launch(f"argmax_whole_{S}", {"y": empty(x, S, dtype=dtypes.int32)}, found.parts, body, found.mem)[0]
 
-@next_token.form("decode", takes=lambda x, noise, token, start, tables, log: target_of(x.device) is not None)
-def next_token_decode(x:Tensor, noise:Noise|None, token:Tensor, start:Tensor, tables:Tensor, log:Tensor) -> tuple[Tensor, Tensor, Tensor]:
+@next_token.form("decode", takes=lambda x, noise, nucleus, token, start, tables, log: target_of(x.device) is not None)
+def next_token_decode(x:Tensor, noise:Noise|None, nucleus:Nucleus|None, token:Tensor, start:Tensor, tables:Tensor,
+                      log:Tensor) -> tuple[Tensor, Tensor, Tensor]:
   """tinygrad is told that start is read, not that it is written: all kernels of a step read it, and for each it would look anew whether that comes
   before this one. It does, as the tokens depend on all of them; graphs see what a kernel stores."""
   target, (S, P), N = target_of(x.device), tables.shape, log.shape[1]
   assert target is not None
+  found = found_by_blocks(target, x, noise, nucleus)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    row, thread, buffers = UOp.special(S, "gidx0"), UOp.special(BLOCKS, "lidx0"), behind_wait(target, buffers)
-    first, chosen = thread.eq(0), best_of_row(target, buffers, row, thread)
+    row, thread, buffers = UOp.special(S, "gidx0"), UOp.special(found.threads, "lidx0"), behind_wait(target, buffers)
+    first, chosen = thread.eq(0), found.token(buffers, row, thread)
     position = buffers["start"][row.valid(first)].load()
     moved = position + (buffers["tables"][(row * P).valid(first)].load() > 0).where(1, 0)
     column, values = (position % N).cast(dtypes.weakint), {"token": chosen, "moved": moved, "start": moved}
     return [buffers["log"][(row * N + column).valid(first)].store(chosen),
             *(buffers[name][row.valid(first)].store(value) for name, value in values.items())]
   outs, ins = {"token": token, "moved": empty(start, S, dtype=dtypes.int32), "log": log}, {"start": start, "tables": tables}
-  chosen, moved, logged = launch(f"next_token_{S}", outs, {**ins, **best_of_blocks(x, noise)}, body)
+  chosen, moved, logged = launch(f"next_token_{S}", outs, {**ins, **found.parts}, body, found.mem)
   return chosen, moved, logged

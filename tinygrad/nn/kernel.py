@@ -39,7 +39,7 @@ from tinygrad.uop.ops import KernelInfo, Ops
 UNIT = 32    # weights
 SPREAD = 8   # units of floats that are spread, see spread_quads
 SLOTS = 5    # of a part of a matrix-vector launch; a caller's own begin behind those of all its parts
-WAITED = 99  # the number of a register, see behind_wait
+WAITED, LEFT = 99, 98   # the numbers of registers, see behind_wait and break_if
 LOG2_E = 1.4426950408889634
 MULTIPROCESSORS = 132   # of a large GPU
 
@@ -190,13 +190,19 @@ def block_sum(target:Target, value:UOp, thread:UOp, threads:int, slot:int, combi
   warps = BlockSum(target, value, thread, threads, slot)
   return combine(warps.warp_sums(UOp(Ops.BARRIER, src=(warps.store,))))
 
-def branch(number:int, condition:UOp) -> tuple[UOp, UOp]:
-  """(loop, zero): a loop that runs once where the condition holds, else never. What loads or stores at an index with the zero is inside.
-  The branch ends with `.end(loop)` of its stores. number: its own in the kernel."""
+def branch(number:int, condition:UOp, turns:int=1) -> tuple[UOp, UOp]:
+  """(loop, zero): a loop that runs once, or `turns` times, where the condition holds, else never. What loads or stores at an index with the zero is
+  inside. The branch ends with `.end(loop)` of its stores. number: its own in the kernel."""
   # the compiler of the GPU's language sees that both texts are what they are; tinygrad, which would fold a loop of at most one turn, does not
-  turns = UOp(Ops.CUSTOM, dtypes.int, src=(condition.where(UOp.const(1, dtypes.int), 0),), arg="{0}")
-  loop = UOp.range(turns.cast(dtypes.weakint), number)
+  count = UOp(Ops.CUSTOM, dtypes.int, src=(condition.where(UOp.const(turns, dtypes.int), 0),), arg="{0}")
+  loop = UOp.range(count.cast(dtypes.weakint), number)
   return loop, opaque_zero("0", loop.cast(dtypes.int))
+
+def break_if(condition:UOp, stores:UOp) -> UOp:
+  """Behind the stores of a loop's turn, in place of them: leaves the innermost loop where the condition holds"""
+  kept = UOp.placeholder((1,), dtypes.bool, slot=LEFT, addrspace=AddrSpace.REG)
+  kept = kept.after(kept[0].store(condition), stores)
+  return kept[0].store(UOp(Ops.CUSTOM, dtypes.bool, src=(kept[0].load(),), arg="{0}; if ({0}) break"))
 
 def position_of(buffers:dict[str, UOp], sequence:UOp|int=0) -> UOp:
   """The position of a sequence's first token in the step, of the buffer start. It is loaded before the wait: `next_token`, which moves it on, comes

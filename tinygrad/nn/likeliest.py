@@ -10,8 +10,8 @@ import math
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn import cpu
-from tinygrad.nn.cutoff import ordered
-from tinygrad.nn.intrinsics import Target, shuffle, target_of
+from tinygrad.nn.cutoff import ordered, shuffle_words
+from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import block_sum, empty, exp, launch, local, sum_in_order
 from tinygrad.nn.primitive import primitive
 from tinygrad.uop.ops import Ops
@@ -50,8 +50,7 @@ def largest_of_warp(target:Target, key:UOp) -> UOp:
   """Of the lanes' keys, in each of them"""
   distance = target.lanes // 2
   while distance:
-    low, high = (shuffle(target, word.cast(dtypes.uint32), distance).cast(dtypes.uint64) for word in (key, key >> 32))
-    key, distance = key.maximum((high << 32) | low), distance // 2
+    key, distance = key.maximum(shuffle_words(target, key, distance)), distance // 2
   return key
 
 def descending(target:Target, keys:list[UOp], thread:UOp, count:int) -> tuple[UOp, UOp, UOp]:

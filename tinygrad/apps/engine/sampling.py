@@ -10,10 +10,13 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.nn.cutoff import cutoff, ordered
-from tinygrad.nn.draw import Noise, argmax, noised
+from tinygrad.nn.draw import argmax
+from tinygrad.nn.noise import Noise, noised
+from tinygrad.nn.nucleus import Nucleus, below_largest, within
 
 LEAST = 1e-30  # but for 0: smaller ones, or what is divided by them, would be lost in float32
 VALUES = 7     # numbers of a row of values
+NUCLEUS = Nucleus(top_p=2, min_p=3)
 
 @dataclass(frozen=True)
 class Sampling:
@@ -108,11 +111,11 @@ def allowed(mask:Tensor, vocab:int) -> Tensor:
 # ---- the draw ----
 
 def filtered(logits:Tensor, features:Features, values:Tensor, counts:Tensor|None=None, bias:Tensor|None=None, mask:Tensor|None=None) -> Tensor:
-  """Of each of S sequences the logits of the tokens that may be drawn, -inf of the others. logits: float32 (S, V); values: float32 (S, VALUES), rows
-  of Sampling.values(); counts: int32 (S, V), of the context, needed for a penalty; bias: float32 (S, V), needed for a bias; mask: uint32 (S, words),
-  needed for a mask. Tokens that tie at a cut are kept."""
+  """Of each of S sequences the logits by which tokens are drawn, those of top-k, perhaps from a nucleus, -inf of the others. logits: float32 (S, V);
+  values: float32 (S, VALUES), rows of Sampling.values(); counts: int32 (S, V), of the context, needed for a penalty; bias: float32 (S, V), needed for
+  a bias; mask: uint32 (S, words), needed for a mask. Tokens that tie at the cut are kept."""
   vocab = logits.shape[1]
-  temperature, top_k, top_p, min_p, repeat, presence, frequency = (values[:, i:i+1] for i in range(VALUES))
+  temperature, top_k, _, _, repeat, presence, frequency = (values[:, i:i+1] for i in range(VALUES))
   if features.mask:
     assert mask is not None
     logits = allowed(mask, vocab).where(logits, float("-inf"))
@@ -126,28 +129,23 @@ def filtered(logits:Tensor, features:Features, values:Tensor, counts:Tensor|None
     logits = logits - (produced.cast(dtypes.float) * frequency + (produced > 0).where(presence, 0.0))
   if not (features.top_k or features.top_p or features.min_p): return logits
   logits = logits.contiguous()   # a maximum of what is still to be made is found by few threads
-  # at most 0: no temperature is too low. A zero is the same whatever its logit's sign, which adding a bias of 0 changes
-  x = (-(logits.max(axis=1, keepdim=True) - logits).abs() / temperature.eq(0).where(1.0, temperature)).contiguous()
-  keep = x.isinf().logical_not()
-  if features.top_k:
-    least = cutoff(x, None, top_k.eq(0).where(vocab, top_k.minimum(float(vocab))).cast(dtypes.uint32).reshape(-1))
-    keep = keep & (ordered(x) >= least.unsqueeze(1))
-  if features.top_p:
-    p = (keep.where(x.exp(), 0.0) * 2.0 ** 40).cast(dtypes.uint64).contiguous()
-    # one part in a million less, so that p = 0.999999… of a rounded sum can always be reached
-    enough = (p.sum(1, keepdim=True).cast(dtypes.float) * (top_p * (1 - 1e-6))).cast(dtypes.uint64).maximum(1)
-    keep = keep & ((ordered(x) >= cutoff(x, p, enough.reshape(-1)).unsqueeze(1)) | (top_p >= 1))
-  if features.min_p: keep = keep & (x >= min_p.log())
-  return keep.where(logits, float("-inf"))
+  if not features.top_k: return logits
+  x = below_largest(logits, temperature)
+  least = cutoff(x, None, top_k.eq(0).where(vocab, top_k.minimum(float(vocab))).cast(dtypes.uint32).reshape(-1))
+  return (ordered(x) >= least.unsqueeze(1)).where(logits, float("-inf")).contiguous()
 
-def to_draw(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor, *others:Tensor|None) -> tuple[Tensor, Noise|None]:
-  """What the largest is the token of: the filtered logits, and the noise that draws add, where any row draws. logits, features, values and others: as
-  filtered has them; key: uint32 (S, 2), a seed and 0; counter: int32 (S,), the draw's number, which is the position"""
-  return filtered(logits, features, values, *others), Noise(values, key, counter) if features.draw else None
+def to_draw(logits:Tensor, features:Features, values:Tensor, key:Tensor, counter:Tensor,
+            *others:Tensor|None) -> tuple[Tensor, Noise|None, Nucleus|None]:
+  """What the largest is the token of: the filtered logits; the noise that draws add, where any row draws; the nucleus, where any row draws from one.
+  logits, features, values and others: as filtered has them; key: uint32 (S, 2), a seed and 0; counter: int32 (S,), the draw's number, which is the
+  position"""
+  noise = Noise(values, key, counter) if features.draw else None
+  return filtered(logits, features, values, *others), noise, NUCLEUS if features.top_p or features.min_p else None
 
 def scores(*drawn:Any) -> Tensor:
   """As sample -> float32 (S, V), whose largest is the token"""
-  return noised(*to_draw(*drawn))
+  logits, noise, nucleus = to_draw(*drawn)
+  return noised(logits if noise is None or nucleus is None else within(logits, noise.values, nucleus), noise)
 
 def sample(*drawn:Any) -> Tensor:
   """A token of each of S sequences, int32 (S,), of to_draw's arguments. An argmax tie goes to the lower id."""
