@@ -10,11 +10,13 @@ from tinygrad import Tensor, dtypes
 from tinygrad.apps import capture
 from tinygrad.apps.capture import collected_calls
 from tinygrad.apps.engine.runner import Runner
+from tinygrad.apps.engine.sampling import Features
 from tinygrad.apps.mla import RMSNorm, Transformer
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope
 from tinygrad.engine.realize import compile_linear
-from tinygrad.nn import draw, embedding, few_tokens, lora_query, mla_attention, moe, norm_linear, routing, split_kv, split_plan
+from tinygrad.nn import (cutoff, draw, embedding, few_tokens, lora_query, mla_attention, moe, norm_linear, nucleus, routing, split_kv,
+                         split_plan)
 from tinygrad.nn.routing import Gating, Routing
 from tinygrad.nn.step import Step
 from tinygrad.runtime.graph.cuda import kept_edges
@@ -56,7 +58,7 @@ class Launched(NamedTuple):
     return {int(i) for part in self.ways() for i in re.findall(r"\bdata(\d+)_", part.split(WAIT)[0])}
 
 @functools.cache
-def sources(model: str, rows: int = 1) -> list[Launched]:
+def sources(model: str, rows: int = 1, features: Features = Features()) -> list[Launched]:
   """The launches of a decode step of so many rows on Hopper, by a block of each kind"""
   buffers = {}
   def recording(launch):
@@ -66,9 +68,11 @@ def sources(model: str, rows: int = 1) -> list[Launched]:
     return wrapped
   with no_device("CUDA"), pytest.MonkeyPatch.context() as patch:
     patch.setattr(capture, "_scheduled", {})   # what another test has recorded would launch nothing here
-    for module in (draw, embedding, few_tokens, lora_query, mla_attention, moe, norm_linear, routing, split_kv, split_plan):
+    for module in (cutoff, draw, embedding, few_tokens, lora_query, mla_attention, moe, norm_linear, nucleus, routing, split_kv, split_plan):
       patch.setattr(module, "launch", recording(module.launch))
-    calls = Runner(Transformer.from_gguf(with_blocks(stand_in(model), [0, 1]), 256)).batch_of(rows).record(compiled=False).calls
+    batch = Runner(Transformer.from_gguf(with_blocks(stand_in(model), [0, 1]), 256)).batch_of(rows)
+    batch.features = features
+    calls = batch.record(compiled=False).calls
     compiled = [(c.src[0], c.src[1:]) for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   def source_of(program: UOp) -> str: return next(u.arg for u in program.src if u.op is Ops.SOURCE)
   return [Launched(p.arg.name, buffers.get(p.arg.name, []), [u.base for u in args], p.arg.outs, source_of(p)) for p, args in compiled]
@@ -114,11 +118,14 @@ def check_early_reads(launches: list[Launched]) -> set[str]:
     for i in launch.outs: writer[launch.buffers[i]] = number
   return found
 
-@pytest.mark.parametrize("model,rows,early_readers", [
-  ("small-glm", 1, 0), ("small-glm", 4, 0), ("glm", 1, 1), ("glm", 2, 1), ("small-ds", 1, 1), ("small-youtu", 1, 0), ("small-youtu", 4, 0)])
-def test_nothing_of_others_before_the_wait(model: str, rows: int, early_readers: int):
-  launches = sources(model, rows)
-  assert len(launches) > 10
+CUT = Features(draw=True, top_k=True, top_p=True, min_p=True)
+@pytest.mark.parametrize("model,rows,features,early_readers", [
+  ("small-glm", 1, Features(), 0), ("small-glm", 4, Features(), 0), ("glm", 1, Features(), 1), ("glm", 2, Features(), 1), ("small-ds", 1, Features(), 1),
+  ("small-youtu", 1, Features(), 0), ("small-youtu", 4, Features(), 0), ("small-glm", 1, CUT, 0)],
+  ids=lambda x: "cut" if x == CUT else "greedy" if x == Features() else None)
+def test_nothing_of_others_before_the_wait(model: str, rows: int, features: Features, early_readers: int):
+  launches = sources(model, rows, features)
+  assert len(launches) > (10 if features == Features() else 24)
   assert len(reads_early := check_early_reads(launches)) == early_readers
   for launch in launches:
     name, names, _, _, source = launch
