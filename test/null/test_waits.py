@@ -120,8 +120,8 @@ def check_early_reads(launches: list[Launched]) -> set[str]:
 
 CUT = Features(draw=True, top_k=True, top_p=True, min_p=True)
 @pytest.mark.parametrize("model,rows,features,early_readers", [
-  ("small-glm", 1, Features(), 0), ("small-glm", 4, Features(), 0), ("glm", 1, Features(), 1), ("glm", 2, Features(), 1), ("small-ds", 1, Features(), 1),
-  ("small-youtu", 1, Features(), 0), ("small-youtu", 4, Features(), 0), ("small-glm", 1, CUT, 0)],
+  ("small-glm", 1, Features(), 0), ("small-glm", 4, Features(), 0), ("glm", 1, Features(), 1), ("glm", 2, Features(), 1),
+  ("small-ds", 1, Features(), 1), ("small-youtu", 1, Features(), 0), ("small-youtu", 4, Features(), 0), ("small-glm", 1, CUT, 0)],
   ids=lambda x: "cut" if x == CUT else "greedy" if x == Features() else None)
 def test_nothing_of_others_before_the_wait(model: str, rows: int, features: Features, early_readers: int):
   launches = sources(model, rows, features)

@@ -9,6 +9,7 @@ import pytest
 from extra.mkgguf import write_model
 from tinygrad import Device
 from tinygrad.apps import llm, machine, measure
+from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.measure import Row, Sweep, counts, decode_seconds, draw, numbers, prefill_seconds, table
 from tinygrad.apps.models import Model, UserError, load
 from tinygrad.helpers import NUM_CPU_THREADS, Context
@@ -171,19 +172,25 @@ def test_runs_leave_an_engine_as_any_caller_does(model: Model):
 # ---- many sequences ----
 
 @pytest.mark.usefixtures("known_peak")
-def test_together(small: Path, model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path):
-  """The ceiling first, then a row of each number of sequences; every sequence has its own prompt"""
+@pytest.mark.parametrize("flags, drawing", [
+  ("", {"temperature": 1}), ("--top-p 0.9 --temp 0.5 --seed 7", {"temperature": .5, "top_p": .9}), ("--temp 0", {})])
+def test_together(flags: str, drawing: dict, small: Path, model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
+                  tmp_path: Path):
+  """The ceiling first, then a row of each number of sequences; every sequence has its own prompt, and is drawn as flags say"""
   monkeypatch.setattr(llm, "load", lambda *a, **k: model)
-  asked, add = [], model.engine.add
-  monkeypatch.setattr(model.engine, "add", lambda request: (asked.append(tuple(request.ids)), add(request))[1])
+  asked, samplings, add = [], [], model.engine.add
+  monkeypatch.setattr(model.engine, "add", lambda request: (asked.append(tuple(request.ids)), samplings.append(request.sampling), add(request))[-1])
   files = tmp_path / "x.svg", tmp_path / "r.json"
-  llm.main(["--model", str(small), *"--benchmark 4 --parallel 1,3 -p 20 -r 2 --plot".split(), str(files[0]), "--json", str(files[1])])
+  llm.main(["--model", str(small), *f"--benchmark 4 --parallel 1,3 -p 20 -r 2 {flags} --plot".split(), str(files[0]), "--json", str(files[1])])
   out, err = capsys.readouterr()
   result, t = json.loads(out.splitlines()[-1]), model.transformer
   assert without_loads(err) == "" and result == json.loads(files[1].read_text()) and files[0].read_bytes().startswith(b"<?xml")
   head, rule, *rows = cells(out)
   assert head == ["sequences", "tok/s", "of each", "ms a step", "GB/s", "% of ceiling"] and out.index("a step of  3 reads") < out.index("| sequences")
   assert len({*asked}) == len(asked) == 3 * (1 + 3) and all(len(ids) == 20 for ids in asked)
+  assert {*samplings} == {Sampling(**drawing, seed=i) for i in range(3)}
+  assert f" drawn each, {', '.join(f'{name} {value:g}' for name, value in drawing.items()) or 'greedy'}\n" in out
+  assert all({name: r[name] for name in ("temperature", "top_p") if name in r} == drawing for r in result)
   for shown, r, n in zip(rows, result, (1, 3), strict=True):
     assert (r["n_parallel"], r["n_prompt"], r["n_gen"], len(r["samples_ts"])) == (n, 20, 4, 2)
     assert r["bytes_a_step"] == t.weight_bytes_a_step(n) + n * t.cache_bytes(1) * (20 + measure.WARM + 2.5)
@@ -241,10 +248,11 @@ def test_an_answer_that_ends_while_the_prompt_is_read(small: Path):
   m.engine.scheduler.max_stall = 1e-6
   all_but_one = 400 - 5 - 1 - measure.WARM
   with pytest.raises(UserError, match="an answer ended, or gave way, before the prompt was read"):
-    measure.arrive(m.engine, [[1] * 5], all_but_one - 1, [7] * 300, measure.Arrival(1, 300))
+    measure.arrive(m.engine, [[1] * 5], Sampling(temperature=1.0), all_but_one - 1, [7] * 300, measure.Arrival(1, 300))
   assert not m.engine.scheduler.live
 
 @pytest.mark.parametrize("flags, found", [
+  ("--top-p 0.9", "--top_p: expected --parallel beside it"), ("-n 5 --temp 0", "--temperature: expected --parallel beside it"),
   ("--arriving 5", "--arriving: expected --parallel beside it"), ("--parallel 2 --arriving 1", "expected a whole number of at least 2, found '1'"),
   ("--parallel 2 --arriving x", "--arriving"), ("--parallel 64 --arriving 5", "at most 63 sequences beside --arriving, found 64"),
   ("--parallel 2 --arriving 5 --plot x.svg", "--plot: expected no --arriving beside it"),

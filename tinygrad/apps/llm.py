@@ -92,7 +92,7 @@ def benchmark_flags(p:Parser, bench:bool) -> None:
       help=f"time the decoding of N tokens, a line each (default {TOKENS}); with any of the next four, -o or --plot: a table as llama-bench prints "
            "it. -p, -n, -d and -r are then short for the four")
   add("parallel", metavar="LIST", help="a table of so many sequences decoded at once, by --benchmark N tokens each (default 64) after a prompt of -p "
-      "(default 128) or --depth tokens, which is not timed")
+      "(default 128) or --depth tokens, which is not timed; drawn at temperature 1, or as --temperature, --top_p and the like say")
   add("arriving", type=int_at_least(2), metavar="N", help="with --parallel: how long each waits from token to token while a prompt of N tokens is "
       "read, and how fast that is, beside both without the other")
   add("accepted", type=share, metavar="X", help="with --draft_ngram, --draft_mtp or --draft: such a share of drafts counts as right, 0 to 1, "
@@ -243,7 +243,7 @@ def work_of(args:argparse.Namespace) -> Work:
   if of_table and not benched: raise UserError(f"--{of_table[0]}: expected --benchmark beside it")
   if benched:
     from tinygrad.apps.measure import sweep_of
-    sweep = sweep_of(args, of_table)
+    sweep = sweep_of(args, of_table, sampling_of(args))
   text, json_file = None, None if args.json in (None, "-") else Path(args.json)
   if args.json and not benched and args.perplexity is None: raise UserError("--json: expected --benchmark or --perplexity beside it")
   if json_file:

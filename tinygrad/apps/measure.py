@@ -6,9 +6,9 @@ model is run by its engine, as an answer is; kernels by themselves are timed by 
 """
 from __future__ import annotations
 import argparse, contextlib, csv, importlib.util, math, statistics, sys, time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Callable, ClassVar, Iterator
+from typing import Any, Callable, Iterator
 import numpy as np
 from tqdm import tqdm
 from tinygrad import Device, GlobalCounters
@@ -62,17 +62,18 @@ class Sweep:
     """Tokens that the cache must hold: beside those measured, one for an answer and one that is decoded before the others"""
     return self.deepest + self.most + 2
 
-DRAWN = Sampling(temperature=1.0)   # the likeliest tokens of a model of random weights are soon the same for all sequences, and so are their experts
+# of many at once: the likeliest tokens of a model of random weights are soon the same for all sequences, and so are their experts
+DRAWN = {"temperature": 1.0}
 WARM = 2   # tokens of a sequence before those that are timed
 
 @dataclass(frozen=True)
 class Together:
-  """The rows of a table: so many sequences at once, each of `gen` tokens after `prompt` others"""
+  """The rows of a table: so many sequences at once, each of `gen` tokens, drawn by `sampling`, after `prompt` others"""
   sequences:list[int]
   prompt:int
   gen:int
   repetitions:int
-  sampling: ClassVar[Sampling] = DRAWN
+  sampling:Sampling
   @property
   def room(self) -> int:
     """Tokens of a sequence: beside those measured, what warms up, and what is under way when the last is there"""
@@ -95,8 +96,8 @@ class Arriving(Together):
   @property
   def cache_tokens(self) -> int: return (max(self.sequences) * (-(-self.answer_room // PAGE) + 1) + -(-self.arriving // PAGE) + 1) * PAGE
 
-def together_of(args:argparse.Namespace) -> Together:
-  """The table of --parallel. Raises UserError."""
+def together_of(args:argparse.Namespace, sampling:dict[str, Any]) -> Together:
+  """The table of --parallel. sampling: as for sweep_of. Raises UserError."""
   sequences = numbers("--parallel", args.parallel, 1)
   if max(sequences) > ROWS[-1]: raise UserError(f"--parallel: expected at most {ROWS[-1]} sequences, found {max(sequences)}")
   if args.n_gen is not None: raise UserError("--n_gen: expected no --parallel beside it: --benchmark N has its tokens")
@@ -106,16 +107,18 @@ def together_of(args:argparse.Namespace) -> Together:
   if args.arriving is not None:
     if args.plot is not None: raise UserError("--plot: expected no --arriving beside it")
     if max(sequences) == ROWS[-1]: raise UserError(f"--parallel: expected at most {ROWS[-1] - 1} sequences beside --arriving, found {max(sequences)}")
-    return Arriving(sequences, prompts[0], args.benchmark or 64, args.repetitions or 3, args.arriving)
+    return Arriving(sequences, prompts[0], args.benchmark or 64, args.repetitions or 3, Sampling(**DRAWN | sampling), args.arriving)
   if args.plot is not None: check_plot(Path(args.plot))
-  return Together(sequences, prompts[0], args.benchmark or 64, args.repetitions or 3)
+  return Together(sequences, prompts[0], args.benchmark or 64, args.repetitions or 3, Sampling(**DRAWN | sampling))
 
-def sweep_of(args:argparse.Namespace, given:list[str]) -> Sweep|Together|None:
-  """The table that --benchmark is to print; None where it is to decode N tokens. given: the flags of llm.TABLE that are set. Raises UserError."""
+def sweep_of(args:argparse.Namespace, given:list[str], sampling:dict[str, Any]) -> Sweep|Together|None:
+  """The table that --benchmark is to print; None where it is to decode N tokens. given: the flags of llm.TABLE that are set; sampling: the values of
+  those that say how tokens are drawn. Raises UserError."""
   drafts = next((name for name in ("draft_ngram", "draft_mtp", "draft") if getattr(args, name)), None)
   if args.accepted is not None and drafts is None: raise UserError("--accepted: expected --draft_ngram, --draft_mtp or --draft beside it")
   if args.output == "csv" and args.json == "-": raise UserError("--json: expected a FILE beside --output csv")
-  if args.parallel is not None: return together_of(args)
+  if args.parallel is not None: return together_of(args, sampling)
+  if sampling: raise UserError(f"--{next(iter(sampling))}: expected --parallel beside it: a single sequence's benchmark is greedy")
   if args.arriving is not None: raise UserError("--arriving: expected --parallel beside it")
   depths = numbers("--depth", "0" if args.depth is None else args.depth, 0)
   plain = ["depth"] * (len(depths) == 1) + ["output"] * (args.output == "json" and args.benchmark > 0)
@@ -399,15 +402,18 @@ class Step:
             "bytes_a_step": self.nbytes, "gb_s": self.gb_s, "ceiling_ts": self.ceiling,
             "ceiling_percent": self.percent, "other_cores": self.others.cores, "samples_ts": self.rates}
 
-def drawn(engine:Engine, prompts:list[list[int]]) -> list[Sequence]:
-  return [engine.add(Request(ids, replace(DRAWN, seed=i))) for i, ids in enumerate(prompts)]
+def drawn(engine:Engine, prompts:list[list[int]], sampling:Sampling) -> list[Sequence]:
+  return [engine.add(Request(ids, replace(sampling, seed=i))) for i, ids in enumerate(prompts)]
+def asked_of(sampling:Sampling) -> dict[str, float]:
+  """What of it is not the default"""
+  return {field.name: value for field in fields(Sampling) if field.name != "bias" and (value := getattr(sampling, field.name)) != field.default}
 def work(engine:Engine, sequences:list[Sequence]) -> None:
   if not engine.step(): raise next((s.error for s in sequences if s.error), RuntimeError("a sequence ended before it was timed"))
 
-def together_seconds(engine:Engine, prompts:list[list[int]], count:int, others:Others) -> float:
+def together_seconds(engine:Engine, prompts:list[list[int]], sampling:Sampling, count:int, others:Others) -> float:
   """Seconds that `count` tokens of each take, when all prompts are in the cache"""
   stall, engine.scheduler.max_stall = engine.scheduler.max_stall, math.inf   # no answer begins before the last prompt is read
-  sequences = drawn(engine, prompts)
+  sequences = drawn(engine, prompts, sampling)
   try:
     while min(len(s.produced) for s in sequences) < WARM: work(engine, sequences)
     ends = [len(s.produced) + count for s in sequences]
@@ -439,7 +445,8 @@ def table_together(model:Model, name:str, wanted:Together, output:str, plot:Path
     return t.weight_bytes_a_step(sequences) + sequences * t.cache_bytes(1) * (wanted.prompt + WARM + (wanted.gen + 1) / 2)
   rows = [Step(n, wanted.prompt, wanted.gen, bytes_of(n), peak and n * peak[0] / bytes_of(n)) for n in wanted.sequences]
   head = sys.stdout if output == "md" else sys.stderr
-  print(f"model     {short} on {device_name(t.devices)}: prompts of {wanted.prompt} tokens, {wanted.gen} drawn each, at temperature 1", file=head)
+  drawing = ", ".join(f"{name} {value:g}" for name, value in asked_of(wanted.sampling).items()) or "greedy"
+  print(f"model     {short} on {device_name(t.devices)}: prompts of {wanted.prompt} tokens, {wanted.gen} drawn each, {drawing}", file=head)
   print(f"ceiling   {f'{peak[0] / 1e9:.0f} GB/s ({peak[1]})' if peak else 'unknown: no figure for this memory'}", file=head)
   for row in rows:
     print(f"          a step of {row.sequences:2d} reads {row.nbytes / 1e6:9.1f} MB{f': {row.ceiling:8.0f} tok/s' if row.ceiling else ''}", file=head)
@@ -452,10 +459,10 @@ def table_together(model:Model, name:str, wanted:Together, output:str, plot:Path
   for row in rows:
     for run in range(wanted.repetitions + 1):   # the first records and compiles
       prompts = rng.integers(0, t.config.vocab_size, (row.sequences, wanted.prompt)).tolist()
-      seconds = together_seconds(model.engine, prompts, wanted.gen, row.others if run else Others())
+      seconds = together_seconds(model.engine, prompts, wanted.sampling, wanted.gen, row.others if run else Others())
       if run: row.seconds.append(seconds)
     common = {"model": short, "device": Device.DEFAULT, "device_name": device_name(t.devices), "peak_gb_s": peak[0] / 1e9 if peak else None}
-    result.append(common | row.figures())
+    result.append(common | asked_of(wanted.sampling) | row.figures())
     if output == "md":
       print(line([f"{row.sequences}", f"{row.median:.1f} ± {deviation(row.rates):.1f}", f"{row.median / row.sequences:.1f}",
                   f"{row.step_seconds * 1e3:.3f}", f"{row.gb_s:.1f}", f"{row.percent:.1f}" if row.percent else ""]), flush=True)
@@ -488,10 +495,10 @@ class Arrival:
             "other_cores": self.others.cores, "samples_between_ms": [s * 1e3 for s in self.between], "samples_arriving_ts": self.rates,
             "samples_alone_ts": self.alone}
 
-def arrive(engine:Engine, prompts:list[list[int]], count:int, late:list[int], row:Arrival) -> None:
+def arrive(engine:Engine, prompts:list[list[int]], sampling:Sampling, count:int, late:list[int], row:Arrival) -> None:
   """Adds a run to the row: `count` tokens of each, then the late prompt comes. A step gives all answers a token, so that one of them tells of all.
   Raises UserError where an answer ends too soon."""
-  sequences, times = drawn(engine, prompts), []
+  sequences, times = drawn(engine, prompts, sampling), []
   def tick() -> None:
     said = len(sequences[0].produced)
     work(engine, sequences)
@@ -532,7 +539,7 @@ def table_arriving(model:Model, name:str, wanted:Arriving, output:str, plot:Path
     for run in range(wanted.repetitions + 1):
       into = row if run else Arrival(row.sequences, wanted.arriving)
       into.alone.append((wanted.arriving - 1) / prefill_seconds(engine, prompt(wanted.arriving), 0, into.others))
-      arrive(engine, [prompt(wanted.prompt) for _ in range(row.sequences)], wanted.gen, prompt(wanted.arriving), into)
+      arrive(engine, [prompt(wanted.prompt) for _ in range(row.sequences)], wanted.sampling, wanted.gen, prompt(wanted.arriving), into)
     figures = row.figures()
     devices = device_name(model.transformer.devices)
     result.append({"model": short, "device": Device.DEFAULT, "device_name": devices, "n_prompt": wanted.prompt, "target_ms": target} | figures)
