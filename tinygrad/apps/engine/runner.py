@@ -315,7 +315,8 @@ class Runner:
   def __init__(self, model:Transformer, drafts:int=0, mtp:MTP|None=None):
     self.most_drafts, self.mtp = drafts, mtp
     self.model, self.max_context, self.vocab_size, self.sizes = model, model.max_context, model.config.vocab_size, model.prefill_sizes
-    self.few = self.sizes[-1] // (2 if is_cpu(model.device) else 4)   # tokens that smaller chunks take sooner: on a CPU, padding costs what tokens do
+    self.on_cpu = is_cpu(model.device)   # asking for a device's renderer takes tinygrad 17 µs
+    self.few = self.sizes[-1] // (2 if self.on_cpu else 4)   # tokens that smaller chunks take sooner: on a CPU, padding costs what tokens do
     self.stages = model.copies + 1   # devices that chunks go through, one behind another
     self.slices = -(-(len(model.blk) + model.copies + (0 if mtp is None else MTP_PARTS)) // SLICE)
     self.batches: dict[int, Batch] = {}
@@ -330,7 +331,7 @@ class Runner:
     self.odds: tuple[np.ndarray, np.ndarray]|None = None     # of what was read last: int32 and float32 (rows, 1 + likeliest)
     self.found = np.zeros(0, np.bool_)                       # … of a batch with drafts: which rows have some for the next step
     if plain := model.plain_parts(self.batch.step):
-      kernels = target_of(model.device) is not None or is_cpu(model.device)
+      kernels = target_of(model.device) is not None or self.on_cpu
       why = f"a dimension of this model is not one that the kernels take ({', '.join(plain)})" if kernels else "no kernels for this device"
       _say_once(f"{model.device}: {why}: decoding by plain ops, slowly")
 
@@ -404,7 +405,7 @@ class Runner:
   def in_flight(self) -> int:
     """How many steps may be launched and not read: one where the host sees no ids before all is done; so with drafts on a CPU, whose launches return
     then: what the next step does hangs on what the newest said"""
-    return 1 if self.batch.logged is None or self.drafts and is_cpu(self.model.device) else 2
+    return 1 if self.batch.logged is None or self.drafts and self.on_cpu else 2
 
   def read(self) -> np.ndarray:
     """int32 (rows,): the tokens of the oldest step in flight, when it is done; of a batch with drafts int32 (rows, 1 + drafts), a row's tokens
