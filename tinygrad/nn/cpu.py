@@ -679,13 +679,16 @@ def noised_argmax(values:Tensor, hottest:float, by:Tensor, key:Tensor, counter:T
   if nucleus is not None:   # as nn/nucleus.py has it
     top_p, min_p = (f"by[job * {width} + {column}]" for column in nucleus)
     begin_tries = f"""const float largest = largest_of(x, {count}), divisor = by[job * {width}] == 0 ? 1 : by[job * {width}];
+    const float least = {min_p} > 0 ? log16((v16f)({min_p}))[0] : -__builtin_inff();
     float edge = -__builtin_inff();
-    const unsigned long share = (unsigned long)((float)mass_above(x, {count}, largest, divisor, edge) * ({top_p} * (float)(1 - 1e-6)));"""
+    const unsigned long all = {top_p} < 1 ? mass_above(x, {count}, largest, divisor, edge) : 0, share = (float)all * ({top_p} * (float)(1 - 1e-6));"""
     first_try = "for (int tries = 0; tries < 64; tries++) "
-    outside = "if (tries) score = below16(score, largest, divisor) > edge ? score : (v16f)(-__builtin_inff());"
+    outside = """if (tries || least > edge) {
+            const v16f below = below16(score, largest, divisor);
+            score = ((below > edge) & (below >= least)) ? score : (v16f)(-__builtin_inff());
+          }"""
     ends = f"""const float below = below16((v16f)(x[y[job]]), largest, divisor)[0];
-      const int likely = {top_p} >= 1 || mass_above(x, {count}, largest, divisor, below) < (share ? share : 1);
-      if (likely && exp1(below) >= {min_p} && below > -__builtin_inff()) break;
+      if ({top_p} >= 1 || mass_above(x, {count}, largest, divisor, below) < (share ? share : 1)) break;
       edge = below;"""
   body = f"""const v16i lane = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
   for (x += job * {count}L; job < last; job++, x += {count}) {{

@@ -114,7 +114,7 @@ def found_by_blocks(target:Target, x:Tensor, noise:Noise|None, nucleus:Nucleus|N
     return Found(best_of_blocks(target, x, noise), BLOCKS, lambda buffers, row, thread: best_of_row(target, buffers, row, thread))
   (S, V), width = x.shape, noise.values.shape[1]
   def token(buffers:dict[str, UOp], row:UOp, thread:UOp) -> UOp: return nuclei.chosen(target, buffers, nucleus, V, width, row, thread)
-  return Found(nuclei.asked(target, x, noise), nuclei.CHOOSING, token, S * nuclei.PARTS_BYTES)
+  return Found(nuclei.asked(target, x, noise, nucleus), nuclei.CHOOSING, token, S * nuclei.PARTS_BYTES)
 
 @argmax.form("decode", takes=lambda x, noise, nucleus: target_of(x.device) is not None)
 def argmax_decode(x:Tensor, noise:Noise|None, nucleus:Nucleus|None) -> Tensor:

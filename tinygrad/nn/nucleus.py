@@ -10,8 +10,8 @@ logits + noise, and the first one inside is drawn: with a top_p of 0.95 the firs
   above[block, i]    = Σ mass of the block's tokens that are likelier than contender i             # of the CANDIDATES largest of all contenders
   token              = the first candidate inside
 
-The last is the beginning of whatever launch takes the token. Where no candidate is inside, its block goes on alone: the largest of logits + noise of
-the tokens that are likelier than those outside. Each try leaves about half of what is outside.
+What min-p excludes is no contender. The last is the beginning of whatever launch takes the token. Where no candidate is inside, its block goes on
+alone: the largest of logits + noise of the tokens that are likelier than those outside. Each try leaves about half of what is outside.
 """
 from __future__ import annotations
 import functools, math
@@ -69,8 +69,8 @@ def words_reduced(target:Target, value:UOp, op:Callable[[UOp, UOp], UOp]) -> UOp
 
 class Row:
   """A row of a kernel's buffers: x, values, largest, and where tokens are scored key and counter"""
-  def __init__(self, buffers:dict[str, UOp], row:UOp, V:int, width:int):
-    self.buffers, self.row, self.V, self.width = buffers, row, V, width
+  def __init__(self, buffers:dict[str, UOp], row:UOp, V:int, width:int, nucleus:Nucleus):
+    self.buffers, self.row, self.V, self.width, self.nucleus = buffers, row, V, width, nucleus
     self.temperature = self.value(0)
   def value(self, column:int) -> UOp: return self.buffers["values"][self.row * self.width + column].load()
   def below(self, logit:UOp, largest:UOp) -> UOp:
@@ -78,14 +78,15 @@ class Row:
     distance = largest - logit
     return -(distance < 0).where(-distance, distance) / self.temperature.eq(0).where(1.0, self.temperature)
   def logit(self, place:UOp) -> UOp: return self.buffers["x"][self.row * self.V + place].load()
-  def tokens(self, number:UOp) -> list[tuple[UOp, UOp, UOp]]:
-    """Of the token `number` and of the one half a row behind it: the logit, logits + noise as a key, 0 where there is no such token, and whether
-    there is"""
-    half, found = half_row(self.V), []
+  def tokens(self, number:UOp, largest:UOp) -> list[tuple[UOp, UOp, UOp]]:
+    """Of the token `number` and of the one half a row behind it: below_largest; logits + noise as a key, 0 of what min-p excludes, or is not there;
+    whether it is there"""
+    half, found, least = half_row(self.V), [], self.value(self.nucleus.min_p).log2() * math.log(2)
     noise = noise_of_row(self.buffers, self.row, self.width, self.V)(number)
     for place, own, last in zip((number, number + half), noise, (half - 1, self.V - 1)):
-      inside, logit = place <= last, self.logit(place.minimum(last))
-      found.append((logit, inside.where(key_of(logit + own, place), 0), inside))
+      exists, logit = place <= last, self.logit(place.minimum(last))
+      below = self.below(logit, largest)
+      found.append((below, (exists & (below >= least)).where(key_of(logit + own, place), 0), exists))
     return found
 
 def mass_of(below:UOp) -> UOp: return (exp(below) * WHOLE).cast(dtypes.uint64)
@@ -108,21 +109,21 @@ def largest_parts(target:Target, x:Tensor) -> Tensor:
     return [buffers["largest"][(row * BLOCKS + block).valid(thread.eq(0))].store(largest)]
   return launch(f"nucleus_largest_{V}_{S}", {"largest": empty(x, S, BLOCKS)}, {"x": x}, body)[0]
 
-def contenders(target:Target, x:Tensor, noise:Noise, parts:Tensor) -> dict[str, Tensor]:
+def contenders(target:Target, x:Tensor, noise:Noise, nucleus:Nucleus, parts:Tensor) -> dict[str, Tensor]:
   """keys: uint64 (S, BLOCKS, 2); masses: uint64 (S, BLOCKS); largest: float32 (S,). parts: of largest_parts"""
   (S, V), width = x.shape, noise.values.shape[1]
   turns, warps = -(-half_row(V) // (BLOCKS * THREADS)), THREADS // target.lanes
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     block, number, thread = UOp.special(BLOCKS, "gidx0"), UOp.special(S, "gidx1"), UOp.special(THREADS, "lidx0")
     lane, buffers = thread % target.lanes, behind_wait(target, buffers)
-    row, of_blocks = Row(buffers, number, V, width), range(0, BLOCKS, target.lanes)
+    row, of_blocks = Row(buffers, number, V, width, nucleus), range(0, BLOCKS, target.lanes)
     largest = total([buffers["parts"][number * BLOCKS + first + lane].load() for first in of_blocks], UOp.maximum)
     largest, none = group_reduce(target, largest, target.lanes, UOp.maximum), UOp.const(0, dtypes.uint64)
     best, masses = (none, none), []
     for turn in range(turns):
-      for logit, key, inside in row.tokens((block * turns + turn) * THREADS + thread):
+      for below, key, exists in row.tokens((block * turns + turn) * THREADS + thread, largest):
         best = two_largest(best, (key, none))
-        masses.append(inside.where(mass_of(row.below(logit, largest)), none))
+        masses.append(exists.where(mass_of(below), none))
     distance = target.lanes // 2
     while distance:
       best = two_largest(best, (shuffle_words(target, best[0], distance), shuffle_words(target, best[1], distance)))
@@ -149,13 +150,13 @@ def candidates_of(target:Target, buffers:dict[str, UOp], row:UOp, lane:UOp) -> l
     found.append(limit)
   return found
 
-def sums_above(target:Target, x:Tensor, values:Tensor, found:dict[str, Tensor]) -> dict[str, Tensor]:
+def sums_above(target:Target, x:Tensor, values:Tensor, nucleus:Nucleus, found:dict[str, Tensor]) -> dict[str, Tensor]:
   """candidates: uint64 (S, CANDIDATES), keys; above: uint64 (S, ADDERS, CANDIDATES), the mass of a block's tokens that are likelier than each"""
   (S, V), width, warps = x.shape, values.shape[1], ADDING // target.lanes
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     block, number, thread = UOp.special(ADDERS, "gidx0"), UOp.special(S, "gidx1"), UOp.special(ADDING, "lidx0")
     lane, buffers, none = thread % target.lanes, behind_wait(target, buffers), UOp.const(0, dtypes.uint64)
-    row, largest = Row(buffers, number, V, width), buffers["largest"][number].load()
+    row, largest = Row(buffers, number, V, width, nucleus), buffers["largest"][number].load()
     keys, sums = candidates_of(target, buffers, number, lane), [none] * CANDIDATES
     edges = [row.below(row.logit(place_of(key, V)), largest) for key in keys]
     for turn in range(-(-V // (ADDERS * ADDING))):
@@ -175,19 +176,19 @@ def sums_above(target:Target, x:Tensor, values:Tensor, found:dict[str, Tensor]) 
   ins = {"x": x, "values": values, "keys": found["keys"], "largest": found["largest"]}
   return dict(zip(outs, launch(f"nucleus_above_{V}_{S}", outs, ins, body)))
 
-def asked(target:Target, x:Tensor, noise:Noise) -> dict[str, Tensor]:
+def asked(target:Target, x:Tensor, noise:Noise, nucleus:Nucleus) -> dict[str, Tensor]:
   """What `chosen` chooses by. x: float32 (S, V)"""
-  found = contenders(target, x, noise, largest_parts(target, x))
-  return {"x": x, **noise._asdict(), "masses": found["masses"], "largest": found["largest"], **sums_above(target, x, noise.values, found)}
+  found = contenders(target, x, noise, nucleus, largest_parts(target, x))
+  return {"x": x, **noise._asdict(), "masses": found["masses"], "largest": found["largest"], **sums_above(target, x, noise.values, nucleus, found)}
 
 def chosen(target:Target, buffers:dict[str, UOp], nucleus:Nucleus, V:int, width:int, number:UOp, thread:UOp) -> UOp:
   """The token of a row, in each of a block's CHOOSING threads. buffers: those of `asked`. width: of a row of Noise's values"""
   lane = thread % target.lanes
-  row, largest, each = Row(buffers, number, V, width), buffers["largest"][number].load(), BLOCKS // target.lanes
+  row, largest, each = Row(buffers, number, V, width, nucleus), buffers["largest"][number].load(), BLOCKS // target.lanes
   mass = words_reduced(target, total([buffers["masses"][number * BLOCKS + lane * each + i].load() for i in range(each)], UOp.add), UOp.add)
-  top_p, least = row.value(nucleus.top_p), row.value(nucleus.min_p).log2() * math.log(2)
+  top_p = row.value(nucleus.top_p)
   enough = (mass.cast(dtypes.float) * (top_p * REACHED)).cast(dtypes.uint64).maximum(UOp.const(1, dtypes.uint64))
-  def inside(below:UOp, above:UOp) -> UOp: return ((above < enough) | (top_p >= 1)) & (below >= least) & (below > -math.inf)
+  def inside(below:UOp, above:UOp) -> UOp: return ((above < enough) | (top_p >= 1)) & (below > -math.inf)
   token, edge, listed, blocks = UOp.const(-1, dtypes.int), UOp.const(-math.inf, dtypes.float), UOp.const(True, dtypes.bool), list[UOp]()
   for i in range(CANDIDATES):
     place = place_of(buffers["candidates"][number * CANDIDATES + i].load(), V)
@@ -225,7 +226,7 @@ def tried(target:Target, row:Row, largest:UOp, begin:tuple[UOp, UOp], inside:Cal
     own = kept.after(turn)
     return of_block(kept.after(own[0].store(functools.reduce(op, values(turn), own[0].load())).end(turn))[0].load(), op, number)
   def beyond(turn:UOp) -> list[UOp]:
-    return [(row.below(logit, largest) > bound).where(key, none) for logit, key, _ in row.tokens(turn * CHOOSING + thread)]
+    return [(below > bound).where(key, none) for below, key, _ in row.tokens(turn * CHOOSING + thread, largest)]
   place = place_of(over_row(1, -(-half_row(row.V) // CHOOSING), UOp.maximum, beyond), row.V)
   below = row.below(row.logit(place), largest)
   def above(turn:UOp) -> list[UOp]:
