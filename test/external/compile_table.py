@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 ARCHS = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}   # KB of shared memory that a block may have
 REGISTERS = 65536               # of a block
 # bytes of local memory that a kernel may take before Hopper, by the beginning of its name
-SPILLS = {"expert_gate_up_": 16, "linear_residual_q4_1_": 8, "few_expert_down_": 8}
+SPILLS = {"expert_gate_up_": 16, "linear_residual_q4_1_": 8, "few_expert_down_": 8, "matmul_q4_1_": 8, "grouped_matmul_q4_1_": 8}
 FRAME_SIZE, REGCOUNT = 0x11, 0x2f   # attributes of a cubin's .nv.info
 
 def find_pip_nvrtc() -> None:

@@ -51,7 +51,7 @@ def within(logits:Tensor, values:Tensor, nucleus:Nucleus) -> Tensor:
 BLOCKS, THREADS = 128, 256                # of a row whose contenders are found
 ADDERS, ADDING, CANDIDATES = 32, 512, 4   # blocks of a row, each of so many threads, that add up what is above each candidate
 PLACES = 0xffffffff                       # a key's lower half is this less the place
-CHOOSING, TRIES = 512, 64                 # threads that choose; a limit that nobody reaches
+CHOOSING, TRIES = 384, 64                 # threads that choose; a limit that nobody reaches
 PARTS_BYTES = 8 * (BLOCKS + (ADDERS + 1) * CANDIDATES)   # of a row, what is chosen by
 
 def key_of(score:UOp, place:UOp) -> UOp:
