@@ -2,7 +2,7 @@
 
   python test/external/bench_kernels.py [--model glm|ds2lite|youtu|kimi|matrices] [--only TEXT] [--rounds N] [--depth D]
 
-matrices: not a model's, but single ones of at least 30 MB, of some widths and formats, by norm_linear.
+matrices: single ones of at least 30 MB, in several formats: some of no model, by norm_linear, and those of a wide model's block.
 
 Every launch of a chain writes the same outputs, so that the graph runs them one after another, as decoding does. Prints the bytes and the time at
 the memory's peak first, then µs, GB/s and percent of it; the last line is JSON.
@@ -22,8 +22,9 @@ from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, blo
 from tinygrad.apps.rope import Rope
 from tinygrad.nn import kernel, mla_attention, moe, norm_linear as nn_norm_linear, split_kv
 from tinygrad.nn.mla_attention import latent_attention
-from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up
-from tinygrad.nn.norm_linear import norm_linear
+from tinygrad.nn.matvec import Codes, empty_codes
+from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up, gate_up_launch
+from tinygrad.nn.norm_linear import linear_of_codes, norm_linear
 from tinygrad.nn.routing import Gating, Routing
 from tinygrad.nn.step import PAGE, Step
 
@@ -49,14 +50,43 @@ def decode_step(depth:int, positions:int) -> Step:
   table = Tensor.arange(positions // PAGE, dtype=dtypes.int32).unsqueeze(0).contiguous().realize()
   return Step.decode(Tensor([depth], dtype=dtypes.int32).realize(), table)
 
+KINDS = G.Q4_0, G.Q4_K, G.Q5_K, G.Q6_K, G.Q8_0, G.F16
+
+@functools.cache
+def numbers_of(n:int) -> Tensor: return numbers(n)
+
+def codes(width:int) -> Codes:
+  """A vector as int8, as a launch before would have stored it"""
+  like = empty_codes(numbers_of(width), 1, width)
+  words = Tensor.randint(*like.words.shape, low=-2 ** 31, high=2 ** 31 - 1, dtype=dtypes.int32)
+  return Codes(words.contiguous().realize(), (Tensor.rand(*like.scales.shape) * 0.01).contiguous().realize())
+
 def matrices() -> Cases:
   """Single matrices, (rows, width)"""
   step, out = decode_step(0, PAGE), {}
   for rows, width in (32768, 2048), (8192, 7168), (4096, 16384):
-    for kind in G.Q4_0, G.Q4_K, G.Q5_K, G.Q6_K, G.Q8_0, G.F16:
+    for kind in KINDS:
       make = functools.partial(lambda kind, *shape: (lin(kind, *shape),), kind, rows, width)
       run = functools.partial(norm_linear, step, numbers(width), norm(width))
       out[f"{kind.name} {rows}x{width}"] = make, run, lambda name, m: m[0].nbytes
+  return out | wide_matrices()
+
+def wide_matrices() -> Cases:
+  """Those of a wide model's block: gate and up of a dense feed-forward, in front of which there is a norm; down and attn_output, to which vectors come
+  as int8, where the format has codes"""
+  step, x, norm_x, out, D = decode_step(0, PAGE), numbers(7168), norm(7168), {}, 7168
+  F, heads = 18432, 8192
+  def down(x:Codes|Tensor, m:tuple) -> Tensor:
+    return linear_of_codes(x, m[0], numbers_of(D)) if isinstance(x, Codes) else norm_linear(step, x, None, m, None, numbers_of(D))[0]
+  for kind in KINDS:
+    integer, nbytes = lin(kind, 32, 256).integer, lambda name, m: sum(w.nbytes for w in m)
+    def gate_and_up(m:tuple, integer:bool=integer) -> list[Tensor]:
+      return gate_up_launch(step, x, norm_x, *m, None, empty_codes(x, 1, F)) if integer else gate_up(step, x, norm_x, *m)
+    out[f"{kind.name} gate|up {F}x{D}"] = functools.partial(lambda kind: (lin(kind, F, D), lin(kind, F, D)), kind), gate_and_up, nbytes
+    for name, width in ("down", F), ("attn_output", heads):
+      vector = codes(width) if integer else numbers(width)
+      out[f"{kind.name} {name} {D}x{width}"] = functools.partial(lambda kind, width: (lin(kind, D, width),), kind, width), \
+        functools.partial(down, vector), nbytes
   return out
 
 def cases(model:str, depth:int) -> Cases:

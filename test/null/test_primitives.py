@@ -217,7 +217,7 @@ CASES = [
   Case(norm_linear.attention_output, "jobs of four rows", output(T.Q5_1), INT8),
   Case(moe.gate_up, "Q4_K router", gated(True, T.Q4_K), cpu_(many=(27,)) + gpus(metal="msl") + sequences(2, 5)),
   Case(moe.gate_up, "IQ4_XS", gated(False, T.IQ4_XS), cpu_(many=(2,)) + gpus() + sequences(8)),
-  Case(moe.feed_forward, "dense", dense, gpus((), (33,))),
+  Case(moe.feed_forward, "dense", dense, INT8 + gpus((), (33,))),
   Case(moe.expert_gate_up, "Q4_0 softmax", chosen(1, T.Q4_0, 33), cpu_(many=(27,)) + gpus(metal="msl")),
   Case(moe.expert_gate_up, "Q4_1 softmax", chosen(1, T.Q4_1, 36), sequences(3)),
   Case(moe.expert_gate_up, "Q6_K sigmoid", chosen(2, T.Q6_K, 21), cpu_() + gpus(metal="msl")),

@@ -26,7 +26,7 @@ from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, CodedUnit, Codes
                                     RowSegments, Rounded, coded_job, coded_rows_take_turns, codes_in, empty_codes, empty_rounded, is_simple, is_wide,
                                     lane_steps, linear_part, load_codes, matvec, named, rounded_in, rows_of_job, stores_codes, thread_layout)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
-from tinygrad.nn.norm_linear import decode_target, few_target, mul_mat, norm_linear, operand_of, prefill_target, single_segment
+from tinygrad.nn.norm_linear import decode_target, few_target, linear_of_codes, mul_mat, norm_linear, operand_of, prefill_target, single_segment
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.routing import (MadeChoice, Routing, TopKInKernel, choose_experts, choose_experts_prefill, expert_index, group_choices,
                                      sort_by_expert)
@@ -112,6 +112,19 @@ def feed_forward(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:T
   """residual + down·(silu(gate·n) · (up·n)) with n = RMSNorm(x). x, residual: float32 (T, D) -> float32 (T, D)"""
   hidden, = gate_up(step, x, norm, weights.gate, weights.up)
   return norm_linear(step, hidden, None, [weights.down], residual=residual)[0]
+
+def hidden_stores_codes(step:Step, weights:FeedForward) -> bool:
+  """Whether a decode step's hidden numbers can be int8 between the launches"""
+  F, D = weights.gate.shape
+  target = decode_target(step, weights.gate, D, F)
+  if target is None or few_target(step, weights.gate, D, F): return False
+  return weights.down.integer and stores_codes(target, [D // UNIT], F, 1)
+
+@feed_forward.form("decode", takes=lambda step, x, norm, weights, residual: hidden_stores_codes(step, weights))
+def feed_forward_decode(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:Tensor) -> Tensor:
+  """The plain form's launches, with hidden numbers as int8"""
+  hidden = gate_up_launch(step, x, norm, weights.gate, weights.up, None, empty_codes(x, x.shape[0], weights.gate.shape[0]))
+  return linear_of_codes(Codes(*hidden), weights.down, residual)
 
 @feed_forward.form("prefill", takes=lambda step, x, norm, weights, residual: prefill_target(step, weights.gate, *weights.gate.shape))
 def feed_forward_prefill(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:Tensor) -> Tensor:
