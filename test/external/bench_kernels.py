@@ -72,8 +72,8 @@ def matrices() -> Cases:
   return out | wide_matrices()
 
 def wide_matrices() -> Cases:
-  """Those of a wide model's block: gate and up of a dense feed-forward, in front of which there is a norm; down and attn_output, to which vectors come
-  as int8, where the format has codes"""
+  """Those of a wide model's block: gate and up of a dense feed-forward, in front of which there is a norm; down and attn_output, to which vectors
+  come as int8, where the format has codes"""
   step, x, norm_x, out, D = decode_step(0, PAGE), numbers(7168), norm(7168), {}, 7168
   F, heads = 18432, 8192
   def down(x:Codes|Tensor, m:tuple) -> Tensor:
