@@ -154,6 +154,10 @@ def of_nuclei(tokens: int) -> tuple[draw.Noise, Nucleus]:
   shares = [(.95, 0), (.01, 0), (1, 0), (.5, .2), (1, .3)]
   values = np.float32([[i % 4, *shares[i % 5]] for i in range(1, 1 + tokens)])
   return noise(tokens)._replace(values=tensor(values)), Nucleus(1, 2)
+def next_of_nuclei(tokens: int) -> tuple:
+  """Draws are numbered by the positions that the kernel moves on"""
+  (drawn, nucleus), (token, start, *others) = of_nuclei(tokens), positions(tokens)
+  return floats(tokens, 300), drawn._replace(counter=start), nucleus, token, start, *others
 def totalled(n: int) -> Callable:
   def of(tokens: int) -> tuple: return (x := floats(tokens, n)), likeliest.likeliest(x, 3).realize()
   return of
@@ -254,7 +258,7 @@ CASES = [
   Case(drafts.find_drafts, "of three letters", letters, cpu_((1, 7)) + gpus((1, 7))),
   Case(draw.advance, "some are there", started, cpu_((1, 7))),
   Case(draw.next_token, "some are there", lambda tokens: (floats(tokens, 300), noise(tokens), None, *positions(tokens)), gpus((1, 7))),
-  Case(draw.next_token, "of a nucleus", lambda tokens: (floats(tokens, 300), *of_nuclei(tokens), *positions(tokens)), gpus((3,))),
+  Case(draw.next_token, "of a nucleus", next_of_nuclei, gpus((1, 3))),
   *(Case(likeliest.likeliest, f"{count} of {n}", lambda tokens, n=n, count=count: (floats(tokens, n), count), cpu_((1, 7)) + gpus((1, 3)))
     for n, count in ((5, 5), (301, 20), (20001, 20), (40, 1))),
   *(Case(likeliest.log_total, str(n), totalled(n), gpus((1, 3))) for n in (5, 20001)),

@@ -110,7 +110,8 @@ def largest_parts(target:Target, x:Tensor) -> Tensor:
   return launch(f"nucleus_largest_{V}_{S}", {"largest": empty(x, S, BLOCKS)}, {"x": x}, body)[0]
 
 def contenders(target:Target, x:Tensor, noise:Noise, nucleus:Nucleus, parts:Tensor) -> dict[str, Tensor]:
-  """keys: uint64 (S, BLOCKS, 2); masses: uint64 (S, BLOCKS); largest: float32 (S,). parts: of largest_parts"""
+  """keys: uint64 (S, BLOCKS, 2); masses: uint64 (S, BLOCKS); largest: float32 (S,); count: int32 (S,), the draws' numbers.
+  parts: of largest_parts"""
   (S, V), width = x.shape, noise.values.shape[1]
   turns, warps = -(-half_row(V) // (BLOCKS * THREADS)), THREADS // target.lanes
   def body(buffers:dict[str, UOp]) -> list[UOp]:
@@ -136,9 +137,11 @@ def contenders(target:Target, x:Tensor, noise:Noise, nucleus:Nucleus, parts:Tens
     best, at = functools.reduce(two_largest, zip(first, second)), number * BLOCKS + block
     return [*(buffers["keys"][(at * 2 + i).valid(thread.eq(0))].store(key) for i, key in enumerate(best)),
             buffers["masses"][at.valid(thread.eq(0))].store(total(list(mass), UOp.add)),
-            buffers["largest"][number.valid(block.eq(0) & thread.eq(0))].store(largest)]
+            *(buffers[name][number.valid(block.eq(0) & thread.eq(0))].store(value)
+              for name, value in {"largest": largest, "count": buffers["counter"][number].load()}.items())]
   words = functools.partial(empty, x, S, BLOCKS, dtype=dtypes.uint64)
-  outs = {"keys": empty(x, S, BLOCKS, 2, dtype=dtypes.uint64), "masses": words(), "largest": empty(x, S)}
+  outs = {"keys": empty(x, S, BLOCKS, 2, dtype=dtypes.uint64), "masses": words(), "largest": empty(x, S),
+          "count": empty(x, S, dtype=dtypes.int32)}
   return dict(zip(outs, launch(f"nucleus_contenders_{V}_{S}", outs, {"x": x, **noise._asdict(), "parts": parts}, body)))
 
 def candidates_of(target:Target, buffers:dict[str, UOp], row:UOp, lane:UOp) -> list[UOp]:
@@ -179,6 +182,7 @@ def sums_above(target:Target, x:Tensor, values:Tensor, nucleus:Nucleus, found:di
 def asked(target:Target, x:Tensor, noise:Noise, nucleus:Nucleus) -> dict[str, Tensor]:
   """What `chosen` chooses by. x: float32 (S, V)"""
   found = contenders(target, x, noise, nucleus, largest_parts(target, x))
+  noise = noise._replace(counter=found["count"])   # whoever chooses may move the counter itself on, which is the position
   return {"x": x, **noise._asdict(), "masses": found["masses"], "largest": found["largest"], **sums_above(target, x, noise.values, nucleus, found)}
 
 def chosen(target:Target, buffers:dict[str, UOp], nucleus:Nucleus, V:int, width:int, number:UOp, thread:UOp) -> UOp:
