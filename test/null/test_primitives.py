@@ -38,6 +38,11 @@ def norm(n: int) -> RMSNorm: return RMSNorm(tensor(1 + 0.1 * normal(n)), 1e-5)
 def load(kind: T, *shape: int, cls: type[QuantizedWeight] = QuantizedLinear) -> QuantizedWeight:
   return cls.load(kind, shape, random_weight(kind, shape)[0])
 def experts(kind: T, *shape: int) -> QuantizedWeight: return load(kind, *shape, cls=QuantizedExpertWeights)
+def gate_and_up(kind: T, *shape: int, cls: type[QuantizedWeight] = QuantizedLinear) -> tuple[QuantizedWeight, QuantizedWeight]:
+  """Of one shape, and not the same numbers: the rows of the one are those of the other from the last on"""
+  data = random_weight(kind, shape)[0]
+  backwards = np.ascontiguousarray(data.reshape(int(np.prod(shape[:-1])), -1)[::-1]).reshape(data.shape)
+  return cls.load(kind, shape, data), cls.load(kind, shape, backwards)
 def width(kind: T) -> int: return max(GGML_QUANT_SIZES[kind][0], 96)
 
 class Sequences(int):
@@ -102,21 +107,21 @@ def attention_by_rank(tokens: int) -> tuple:
   return step, added, floats(tokens, 256), kv, QueryWeights(small, load(T.Q4_0, 3 * (64 + 32), 256)), weights, cache, rope
 def gated(router: bool, kind: T) -> Callable:
   def of(tokens: int) -> tuple:
-    return step_of(tokens), floats(tokens, 256), norm(256), load(kind, 37, 256), load(kind, 37, 256), load(T.F32, 9, 256) if router else None
+    return step_of(tokens), floats(tokens, 256), norm(256), *gate_and_up(kind, 37, 256), load(T.F32, 9, 256) if router else None
   return of
 def dense(tokens: int) -> tuple:
-  weights = moe.FeedForward(load(T.Q4_0, 96, 64), load(T.Q4_0, 96, 64), load(T.Q5_1, 64, 96))
+  weights = moe.FeedForward(*gate_and_up(T.Q4_0, 96, 64), load(T.Q5_1, 64, 96))
   return step_of(tokens), floats(tokens, 64), norm(64), weights, residual(tokens, 64, 8e5)
 def routing(gating: int) -> Routing: return Routing(3, gating, gating != 1, 1.8, tensor(0.1 * normal(7)) if gating == 2 else None)
 def chosen(gating: int, kind: T, rows: int, wide: int = 256) -> Callable:
   def of(tokens: int) -> tuple:
-    gate, up = experts(kind, 7, rows, wide), experts(kind, 7, rows, wide)
+    gate, up = gate_and_up(kind, 7, rows, wide, cls=QuantizedExpertWeights)
     return step_of(tokens), floats(tokens, wide), norm(wide), gate, up, floats(tokens, 7), routing(gating)
   return of
 def in_groups(count: int, E: int) -> Routing: return Routing(count, 2, True, 1.8, tensor(0.1 * normal(E)), 4, 2)
 def chosen_in_groups(tokens: int) -> tuple:
   """More experts than a block has threads"""
-  gate, up = experts(T.Q4_0, 48, 5, 64), experts(T.Q4_0, 48, 5, 64)
+  gate, up = gate_and_up(T.Q4_0, 48, 5, 64, cls=QuantizedExpertWeights)
   return step_of(tokens), floats(tokens, 64), norm(64), gate, up, floats(tokens, 48), in_groups(4, 48)
 def down(shared: bool, kind: T) -> Callable:
   def of(tokens: int) -> tuple:
@@ -128,8 +133,8 @@ def mixed(shared: bool, kind: T = T.Q4_0, grouped: bool = False) -> Callable:
   """kind: of the shared expert's gate and up"""
   E = 12 if grouped else 7
   def of(tokens: int) -> tuple:
-    one = moe.FeedForward(load(kind, 64, 96), load(kind, 64, 96), load(T.Q8_0, 96, 64)) if shared else None
-    many = moe.FeedForward(experts(T.Q4_0, E, 64, 96), experts(T.Q4_0, E, 64, 96), experts(T.Q5_1, E, 96, 64))
+    one = moe.FeedForward(*gate_and_up(kind, 64, 96), load(T.Q8_0, 96, 64)) if shared else None
+    many = moe.FeedForward(*gate_and_up(T.Q4_0, E, 64, 96, cls=QuantizedExpertWeights), experts(T.Q5_1, E, 96, 64))
     how, added = in_groups(3, E) if grouped else routing(2), residual(tokens, 96, 3e6 if kind is T.Q4_0 else 3e8)
     return step_of(tokens), floats(tokens, 96), norm(96), load(T.F32, E, 96), how, many, one, added
   return of
