@@ -52,12 +52,9 @@ def decode_step(depth:int, positions:int) -> Step:
 
 KINDS = G.Q4_0, G.Q4_K, G.Q5_K, G.Q6_K, G.Q8_0, G.F16
 
-@functools.cache
-def numbers_of(n:int) -> Tensor: return numbers(n)
-
-def codes(width:int) -> Codes:
+def codes(beside:Tensor, width:int) -> Codes:
   """A vector as int8, as a launch before would have stored it"""
-  like = empty_codes(numbers_of(width), 1, width)
+  like = empty_codes(beside, 1, width)
   words = Tensor.randint(*like.words.shape, low=-2 ** 31, high=2 ** 31 - 1, dtype=dtypes.int32)
   return Codes(words.contiguous().realize(), (Tensor.rand(*like.scales.shape) * 0.01).contiguous().realize())
 
@@ -74,17 +71,18 @@ def matrices() -> Cases:
 def wide_matrices() -> Cases:
   """Those of a wide model's block: gate and up of a dense feed-forward, in front of which there is a norm; down and attn_output, to which vectors
   come as int8, where the format has codes"""
-  step, x, norm_x, out, D = decode_step(0, PAGE), numbers(7168), norm(7168), {}, 7168
-  F, heads = 18432, 8192
+  (D, F, heads), out = (7168, 18432, 8192), {}
+  step, x, norm_x, residual = decode_step(0, PAGE), numbers(D), norm(D), numbers(D)
   def down(x:Codes|Tensor, m:tuple) -> Tensor:
-    return linear_of_codes(x, m[0], numbers_of(D)) if isinstance(x, Codes) else norm_linear(step, x, None, m, None, numbers_of(D))[0]
+    return linear_of_codes(x, m[0], residual) if isinstance(x, Codes) else norm_linear(step, x, None, m, None, residual)[0]
+  def nbytes(_:str, m:tuple) -> int: return sum(w.nbytes for w in m)
   for kind in KINDS:
-    integer, nbytes = lin(kind, 32, 256).integer, lambda name, m: sum(w.nbytes for w in m)
+    integer = lin(kind, 32, 256).integer
     def gate_and_up(m:tuple, integer:bool=integer) -> list[Tensor]:
       return gate_up_launch(step, x, norm_x, *m, None, empty_codes(x, 1, F)) if integer else gate_up(step, x, norm_x, *m)
     out[f"{kind.name} gate|up {F}x{D}"] = functools.partial(lambda kind: (lin(kind, F, D), lin(kind, F, D)), kind), gate_and_up, nbytes
     for name, width in ("down", F), ("attn_output", heads):
-      vector = codes(width) if integer else numbers(width)
+      vector = codes(x, width) if integer else numbers(width)
       out[f"{kind.name} {name} {D}x{width}"] = functools.partial(lambda kind, width: (lin(kind, D, width),), kind, width), \
         functools.partial(down, vector), nbytes
   return out

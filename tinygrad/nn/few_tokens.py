@@ -278,7 +278,7 @@ def loader(buffer:UOp, block:BlockProduct, x:Columns, token_of:Callable[[UOp], U
 
 MANY_TILES, TWO_TILES_TOKENS = 1024, 16   # from so many tiles of rows on, up to so many tokens, a block makes two: they share reads of the tokens
 TOKENS_AT_ONCE = 32                       # of a block: a multiprocessor has the registers for two blocks, and keeps the tokens in its own cache
-OWN_CACHE = 131072                        # bytes of it that so many tokens may be: weights go past it then, and so do more tokens than that
+OWN_CACHE = 131072                        # bytes of it that tokens may take: wider ones go past it, as weights do where a block has so many
 
 def row_tiles_of(rows:int, tokens:int) -> int: return 2 if -(-rows // TILE_ROWS) >= MANY_TILES and tokens <= TWO_TILES_TOKENS else 1
 

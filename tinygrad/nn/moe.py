@@ -26,7 +26,8 @@ from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, CodedUnit, Codes
                                     RowSegments, Rounded, coded_job, coded_rows_take_turns, codes_in, empty_codes, empty_rounded, is_simple, is_wide,
                                     lane_steps, linear_part, load_codes, matvec, named, rounded_in, rows_of_job, stores_codes, thread_layout)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
-from tinygrad.nn.norm_linear import decode_target, few_target, linear_of_codes, mul_mat, norm_linear, operand_of, prefill_target, single_segment
+from tinygrad.nn.norm_linear import (decode_target, few_target, linear_of_codes, mul_mat, norm_linear, operand_of, prefill_target, single_segment,
+                                         vector_target)
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.routing import (MadeChoice, Routing, TopKInKernel, choose_experts, choose_experts_prefill, expert_index, group_choices,
                                      sort_by_expert)
@@ -116,9 +117,8 @@ def feed_forward(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:T
 def hidden_stores_codes(step:Step, weights:FeedForward) -> bool:
   """Whether a decode step's hidden numbers can be int8 between the launches"""
   F, D = weights.gate.shape
-  target = decode_target(step, weights.gate, D, F)
-  if target is None or few_target(step, weights.gate, D, F): return False
-  return weights.down.integer and stores_codes(target, [D // UNIT], F, 1)
+  target = vector_target(step, weights.gate, D, F)
+  return target is not None and weights.down.integer and stores_codes(target, [D // UNIT], F, 1)
 
 @feed_forward.form("decode", takes=lambda step, x, norm, weights, residual: hidden_stores_codes(step, weights))
 def feed_forward_decode(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:Tensor) -> Tensor:
@@ -318,8 +318,8 @@ def mixture_stores_codes(step:Step, x:Tensor, router:Weight, routing:Routing, ex
   """Whether a decode step's hidden numbers can be int8 between the launches"""
   D, downs = x.shape[1], [weights.down for weights in (experts, shared) if weights is not None]
   widths = [weight.shape[-1] for weight in downs]
-  target = decode_target(step, router, D, *widths)
-  if target is None or few_target(step, router, D, *widths): return False
+  target = vector_target(step, router, D, *widths)
+  if target is None: return False
   jobs = {"chosen": routing.count * widths[0], **({"shared": widths[1]} if shared is not None else {})}
   return all(weight.integer for weight in downs) and all(stores_codes(target, [D // UNIT], F, 1, chosen=of == "chosen") for of, F in jobs.items())
 

@@ -39,6 +39,10 @@ def few_target(step:Step, weight:Weight, *widths:int) -> Target|None:
   target = target_of(weight.device) if step.few_tokens and few_tokens.LEAST_TOKENS <= step.tokens <= few_tokens.MOST_TOKENS else None
   return target if target is not None and few_tokens.takes(target) and all(width % UNIT == 0 for width in widths) else None
 
+def vector_target(step:Step, weight:Weight, *widths:int) -> Target|None:
+  """decode_target's, where few_target's tensor cores do not take the step"""
+  return None if few_target(step, weight, *widths) else decode_target(step, weight, *widths)
+
 def as_half(x:Tensor) -> Tensor: return x if x.dtype == dtypes.half else x.cast(dtypes.half).contiguous()
 
 def single_segment(matrix:Matrix, first:UOp|int=0) -> Callable[[UOp], RowSegments]: return lambda row: [(matrix, first + row)]
@@ -135,8 +139,7 @@ def norm_linear_cpu_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequenc
 def norm_linear_msl(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   return [mul_mat_msl(x, weights[0], residual=residual)]
 
-@norm_linear.form("decode", takes=lambda step, x, norm, weights, rope, residual:
-                  decode_target(step, weights[0], x.shape[1]) and not few_target(step, weights[0], x.shape[1]))
+@norm_linear.form("decode", takes=lambda step, x, norm, weights, rope, residual: vector_target(step, weights[0], x.shape[1]))
 def norm_linear_decode(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   target = target_of(weights[0].device)
   assert target is not None
