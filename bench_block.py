@@ -29,7 +29,8 @@ from extra.bench import (LANGUAGES, batch_count, cache_row_bytes, count_kernels,
 from extra.mkgguf import MIXES, MODELS
 from tinygrad import Device, Tensor
 from tinygrad.apps.capture import Replay, first_batch, to_device
-from tinygrad.apps.engine.runner import ROWS, Runner
+from tinygrad.apps.engine.batch import ROWS
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sequence import BatchRow
 from tinygrad.apps.gguf import GGUFError, GGUFFile, read_gguf
 from tinygrad.apps.llm import Parser, int_at_least
@@ -37,7 +38,7 @@ from tinygrad.apps.machine import APPLE, peak_bandwidth
 from tinygrad.apps.mla import Block, Config, Transformer
 from tinygrad.apps.models import UserError, check_device, find_model
 from tinygrad.apps.rope import Rope
-from tinygrad.apps.engine.sampling import Sampling
+from tinygrad.apps.engine.sampling import Features, Sampling
 from tinygrad.nn.primitive import plain_ops
 from tinygrad.nn.step import Step
 
@@ -98,7 +99,7 @@ def head(model:Transformer, parallel:int, read:float) -> Timed:
   bare = copy.copy(model)
   bare.blk, bare.cache = [], []
   batch = Runner(bare).batch_of(parallel)
-  batch.set([BatchRow(0, 0, table.tolist(), Sampling(), [0], 1) for table in tables(model, parallel)])
+  batch.set([BatchRow(0, 0, table.tolist(), Sampling(), [0], 1) for table in tables(model, parallel)], Features())
   replay = batch.record()
   return Timed(lambda i: replay(), lambda: len(replay.calls), 1, read)
 

@@ -61,8 +61,11 @@ def alone(ids: list[int], count: int, sampling: Sampling = Sampling(), stop: fro
 
 class ToyRunner:
   few, slices, stages, vocab_size, kernels_a_token, certain = 8, 3, 1, VOCAB, 1, False
-  def __init__(self, pages: int, max_context: int, sizes: tuple[int, ...] = (8, 32), in_flight: int = 2, drafts: int = 0):
-    """drafts: the model guesses its own next tokens, and often rightly, but not where masks or probabilities are asked for"""
+  def __init__(self, pages: int, max_context: int, sizes: tuple[int, ...] = (8, 32), in_flight: int = 2, drafts: int = 0, ahead: int = 0):
+    """drafts: the model guesses its own next tokens, and often rightly, but not where masks or probabilities are asked for. ahead: 1, a launch writes
+    the rows of the tokens that it chooses, too, where it neither guesses nor waits for masks"""
+    self.ahead = ahead
+    self.begun: list[int]|None = None          # what it wrote there, which the next launch has no more to write
     self.most_drafts, self.found, self.verified = drafts, np.zeros(0, np.bool_), 0
     self.sizes, self.max_context, self.in_flight, self.page = sizes, max_context, in_flight, cache.PAGE
     self.rows = np.random.default_rng(1).integers(0, 1 << 62, pages * self.page, np.uint64)  # nothing is zero that was never written
@@ -105,7 +108,7 @@ class ToyRunner:
     self.forgotten += len(self.unread)
     self.unread.clear()
     self.batch = [[row.token, row.position, row.table, row.sampling, list(row.ids)] for row in rows]
-    self.asked, self.undrawn = any(row.logprobs for row in rows), None
+    self.asked, self.undrawn, self.begun = any(row.logprobs for row in rows), None, None
     self.masks = [ALL] * len(rows) if any(row.masked for row in rows) else None
   def set_table(self, row: int, table: list[int]) -> None:
     assert len(table) > len(self.batch[row][2])
@@ -140,13 +143,19 @@ class ToyRunner:
     # behind drafts that are not read yet a sequence may have ended
     if not self.drafts: assert all(now) and all(position < self.max_context for _, position, _, _, _ in self.batch), "a row without a page"
     assert len({*filter(None, now)}) == len([*filter(None, now)]), "two rows write one page"
+    values = self.begun or self.written()
+    self.launches += 1
+    if self.masks is None:
+      self.choose(values, [ALL] * len(values))
+      if self.ahead and not self.drafts: self.begun = self.written()
+    else: self.undrawn = values
+  def written(self) -> list[int]:
+    """What the rows of the newest tokens hold from here on"""
     values = []
     for token, position, table, _, _ in self.batch:
       values.append(row_value(self.held_by_row(table, position), token))
       self.write(table, position, values[-1])
-    self.launches += 1
-    if self.masks is None: self.choose(values, [ALL] * len(values))
-    else: self.undrawn = values
+    return values
   def draw(self, masks: dict[int, np.ndarray]) -> None:
     assert self.masks is not None and self.undrawn is not None and not self.unread
     for row, mask in masks.items(): self.masks[row] = mask

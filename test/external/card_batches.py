@@ -41,7 +41,8 @@ from oracle import Weights, config, errors, forward, mixture, rms_norm, rope_and
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.capture import Replay, compile_parts, read, to_device, write
 from tinygrad.apps.engine.engine import Engine
-from tinygrad.apps.engine.runner import ROWS, Runner
+from tinygrad.apps.engine.batch import ROWS
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.engine.sequence import BatchRow, Request
 from tinygrad.apps.gguf import read_gguf

@@ -36,7 +36,8 @@ find_pip_nvrtc()   # before tinygrad's first import of it
 
 from extra import bench
 from tinygrad.apps.capture import Replay
-from tinygrad.apps.engine.runner import ROWS, Runner
+from tinygrad.apps.engine.batch import ROWS
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sampling import Features
 from tinygrad.apps.mla import PREFILL_SIZES, Config, Transformer
 from tinygrad.device import CompileError

@@ -78,6 +78,8 @@ LAYERS: dict[str, str] = {
   "constraints": "apps/engine/constraint",
   "sequences and their pages": "apps/engine/cache apps/engine/sequence",
   "drafts": "apps/engine/speculate",
+  "the engine's batches": "apps/engine/batch",
+  "… on their way over devices": "apps/engine/pipeline",
   "the engine's steps": "apps/engine/runner apps/engine/scheduler",
   "the engine": "apps/engine/engine",
   "text": "apps/screen apps/tokenizer apps/template apps/reasoning apps/chat apps/tool_calls",

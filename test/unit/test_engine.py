@@ -205,7 +205,7 @@ def test_random_schedules(seed: int, monkeypatch):
   enough = -(-max_context // page)
   pages = 1 + rng.choice((enough // 2 + 1, enough, enough + 1, enough + rng.randint(1, 3), 3 * enough // 2, 5 * enough))
   e = toy(pages, max_context, max_rows=rng.choice((1, 3, 8, 64)), sizes=rng.choice(((8,), (4, 16), (8, 32))), in_flight=rng.choice((1, 2)),
-          drafts=seed % 3)
+          drafts=seed % 3, ahead=seed // 3 % 2)
   e.scheduler.max_stall = rng.choice((0.0, 1e-4, 1e-3, float("inf")))
   prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, max_context))] for _ in range(3)]
   added: list[tuple[Request, Sequence]] = []

@@ -282,10 +282,13 @@ def test_bytes_of_a_step(model: Model):
 def test_the_ceiling_of_several_devices(monkeypatch: pytest.MonkeyPatch):
   """In turn they are as fast as one; of two kinds each reads its own part"""
   monkeypatch.setattr(measure, "peak_bandwidth", lambda kind=None: (1e11, "measured") if kind == "CPU" else (3e12, "by its clock"))
-  def peak(*devices: str, in_turn: bool = True, **reads: float) -> tuple[float, str] | None:
-    return measure.measured_peak(SimpleNamespace(device="CUDA", devices=devices, in_turn=in_turn, weight_bytes_by_kind=lambda: reads))
+  def peak(*devices: str, in_turn: bool = True, rows: int = 1, **reads: float) -> tuple[float, str] | None:
+    stages = [*devices] if in_turn else [0]
+    model = SimpleNamespace(device="CUDA", devices=devices, stages=stages, in_turn=in_turn, weight_bytes_by_kind=lambda: reads)
+    return measure.measured_peak(model, rows)
   assert peak("CUDA", CUDA=3e9) == (3e12, "by its clock")
   assert peak("CUDA", "CUDA:1", CUDA=3e9) == (3e12, "by its clock; of one device, 2 work in turn")
+  assert peak("CUDA", "CUDA:1", rows=8, CUDA=3e9) == (3e12, "by its clock; of one device, 2 work at once")
   assert peak("CUDA", "CUDA:1", in_turn=False, CUDA=3e9) == (3e12, "by its clock; of one device, 2 work at once")
   mean, source = peak("CUDA", "CPU", CUDA=3e9, CPU=1e9)
   assert mean == pytest.approx(4e9 / .011)

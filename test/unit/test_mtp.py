@@ -17,7 +17,8 @@ from tinygrad import Device
 from tinygrad.apps import llm
 from tinygrad.apps.capture import read, to_device
 from tinygrad.apps.engine.engine import Engine
-from tinygrad.apps.engine.runner import ROWS, Batch, DraftBatch, Runner
+from tinygrad.apps.engine.batch import ROWS, Batch, DraftBatch
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sampling import Features, Sampling, mask_words, sample, scores, token_counts
 from tinygrad.apps.engine.sequence import Request
 from tinygrad.apps.engine.speculate import TRIED

@@ -1,6 +1,7 @@
 """A model on several devices says what it says on one, byte for byte, and each of its tensors lies where it is to lie."""
 from __future__ import annotations
 import functools, itertools, random
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Iterator
@@ -13,8 +14,12 @@ from helpers import SMALL
 from tinygrad import Device, Tensor
 from tinygrad.apps import mla, models
 from tinygrad.apps.capture import Replay, batches, in_graphs, to_device, write
+from tinygrad.apps.engine import batch
+from tinygrad.apps.engine.batch import Batch
 from tinygrad.apps.engine.engine import DeviceFailed, Engine
+from tinygrad.apps.engine.pipeline import Pipeline
 from tinygrad.apps.engine.runner import Runner
+from tinygrad.apps.engine.sampling import Features, Sampling
 from tinygrad.apps.engine.sequence import Request
 from tinygrad.apps.gguf import GGUFFile, read_gguf
 from tinygrad.apps.mla import MLP, Attention, Block, Config, MoE, RMSNorm, Transformer, sizes_of
@@ -22,9 +27,12 @@ from tinygrad.apps.models import UserError, load
 from tinygrad.apps.mtp import MTP, load_block
 from tinygrad.apps.quantized import QuantizedWeight
 from tinygrad.apps.shard import PlacementError, Sizes, by_layers, check_room, device_names, room, runs
+from tinygrad.device import DepsTracker
+from tinygrad.engine.realize import get_call_arg_uops, get_call_outs_ins
 from tinygrad.nn.routing import Routing
 from tinygrad.nn.step import PAGE, Step
 from tinygrad.runtime.graph.cuda import CUDAGraph
+from tinygrad.uop.ops import Ops
 
 # ---- sharing out ----
 
@@ -189,6 +197,72 @@ def test_a_planted_fault(case: Case, monkeypatch: pytest.MonkeyPatch):
   got = said(case.on(2))
   assert got[0] != case.want[0] and got[1] != case.want[1]
 
+# ---- parts of a batch on their way ----
+
+def answers(model: Transformer, warm: bool = False) -> tuple[Runner, list[Any]]:
+  """Of sequences that come and end one after another, up to six at once, drawn in all ways"""
+  runner = Runner(model)
+  engine, filters = Engine(runner, model.pool, 8), dict(top_k=40, top_p=.9, min_p=.01)
+  if warm: engine.warm()
+  ways = [Sampling(), Sampling(.8, seed=1, **filters), Sampling(1.0, seed=2, repeat_penalty=1.3, presence_penalty=.5),
+          Sampling(bias={7: 3.0}), Sampling(1.0, seed=4), Sampling()]
+  each = []
+  for i, way in enumerate(ways):
+    each.append(engine.add(Request(IDS[11 * i:11 * i + 5], sampling=way, limit=PAGE + 20 - i, logprobs=3 if i == 4 else None)))
+    while len(each[-1].produced) < 4 and each[-1].error is None: engine.step()
+  while engine.step(): pass
+  for s in each:
+    if s.error is not None: raise s.error
+  return runner, [(s.produced, s.logprobs) for s in each]
+
+@pytest.mark.parametrize("case", ["small-glm"], indirect=True)
+def test_parts_of_a_batch(case: Case, monkeypatch: pytest.MonkeyPatch):
+  """… say what a batch says that goes through one device, whoever comes, and wherever they are when he does; and so where nothing is seen before all
+  is done"""
+  _, want = answers(case.on(1))
+  for devices in (2, 3):
+    runner, got = answers(case.on(devices), warm=devices == 3)
+    assert got == want and {*runner.pipelines} == {2, 4, 8} and {*runner.batches} == {1}
+    assert [len(runner.pipelines[size].parts) for size in (2, 4, 8)] == [min(devices, size) for size in (2, 4, 8)]
+  monkeypatch.setattr(batch, "seen_by_host", lambda values, device: (to_device(values, device), None))
+  assert answers(case.on(2))[1] == want
+
+@pytest.mark.parametrize("case", ["small-glm"], indirect=True)
+def test_parts_without_room(case: Case, monkeypatch: pytest.MonkeyPatch):
+  """What a step has that finds no memory is given back, and the answers wait for each other"""
+  engine = Engine(Runner(case.on(2)), PAGES)
+  def full(*_: Any) -> None: raise MemoryError("planted")
+  with monkeypatch.context() as m:
+    m.setattr(Pipeline, "_replay", full)
+    each = [engine.add(Request(IDS[i:i + 3], limit=5)) for i in range(2)]
+    while engine.step(): pass
+  assert [s.reason for s in each] == ["length"] * 2 and engine.scheduler.max_rows == 1 and not engine.runner.pipelines[2].replays
+
+def turns(calls: list[Any]) -> tuple[int, int]:
+  """Of launches that take 1 each, copies nothing: when all can be done, by what a graph has them wait for and with one at a time on a device, and how
+  many the busiest device has"""
+  tracker, ends, free, own = DepsTracker(), list[int](), Counter[str](), Counter[str]()
+  for number, call in enumerate(calls):
+    buffers = [u.buffer.ensure_allocated().base for u in get_call_arg_uops(call)]
+    behind = [ends[i] for i in tracker.access_resources(buffers, get_call_outs_ins(call)[0], number)]
+    if call.src[0].op is Ops.COPY: ends.append(max(behind, default=0))
+    else:
+      device = buffers[0].device
+      free[device], own[device] = 1 + max([free[device], *behind]), own[device] + 1
+      ends.append(free[device])
+  return max(ends), max(own.values())
+
+@pytest.mark.parametrize("case", ["small-glm"], indirect=True)
+def test_devices_work_at_once(case: Case):
+  """A step of parts takes hardly longer than what its busiest device does alone; whole, it takes all devices' time"""
+  for devices in (2, 3):
+    runner = Runner(case.on(devices))
+    step = runner.batch_of(8).record(Features()).calls
+    took, busiest = turns(step)
+    assert took <= busiest + 4 < .75 * len(step), (took, busiest, len(step))
+    whole = Batch(runner.model, 8).record().calls
+    assert turns(whole)[0] == sum(call.src[0].op is not Ops.COPY for call in whole)
+
 # ---- on a card that is none ----
 
 # test_many's, whose kernels the mock has compiled
@@ -245,7 +319,12 @@ def test_two_cards(cards: Cards, monkeypatch: pytest.MonkeyPatch):
     got = logits.tobytes(), [*engine.generate(IDS[:9], 3)]
     want = want or got
     if not cpu_experts: assert got == want
-    if devices == 2: assert launched(runner.batch_of(1).replay(), monkeypatch) == ["MOCKCUDA MOCKCUDA:1"]
+    if devices == 2:
+      both = [engine.add(Request(IDS[:9], limit=3)) for _ in range(2)]   # parts of one row each
+      while engine.step(): pass
+      assert [s.produced for s in both] == [got[1]] * 2
+      for replay in (runner.batch_of(1).replay(), *runner.pipelines[2].replays.values()):
+        assert launched(replay, monkeypatch) == ["MOCKCUDA MOCKCUDA:1"]
     monkeypatch.undo()
 
 def test_the_second_card_breaks(cards: Cards, monkeypatch: pytest.MonkeyPatch):

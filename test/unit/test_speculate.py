@@ -14,7 +14,8 @@ from oracle import forward
 from tinygrad import Device
 from tinygrad.apps.capture import read, to_device
 from tinygrad.apps.engine.engine import Engine
-from tinygrad.apps.engine.runner import Batch, DraftBatch, Runner
+from tinygrad.apps.engine.batch import Batch, DraftBatch
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sampling import Features, Sampling
 from tinygrad.apps.engine.sequence import Request
 from tinygrad.apps.engine.speculate import MAX_DRAFTS, NOT_DRAFTED, PAUSE, REFUSED, TRIED, DraftState, Speculation, accept

@@ -13,7 +13,8 @@ import numpy as np
 from tqdm import tqdm
 from tinygrad import Device, GlobalCounters
 from tinygrad.apps.engine.engine import Engine
-from tinygrad.apps.engine.runner import ROWS
+from tinygrad.apps.engine.batch import ROWS
+from tinygrad.apps.engine.pipeline import parts_of
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.engine.sequence import Request, Sequence, State
 from tinygrad.apps.machine import Others, cores, device_name, peak_bandwidth
@@ -134,14 +135,14 @@ def ceiling(peak:tuple[float, str]|None, nbytes:float) -> float|None:
   """tok/s where a token reads so many bytes and takes no other time"""
   return peak[0] / nbytes if peak else None
 
-def measured_peak(t:Transformer) -> tuple[float, str]|None:
-  """peak_bandwidth of what a step reads, with a word on stderr where other processes disturbed it. Several devices work in turn: each reads its part
-  at one's speed; or at once: what the first reads counts. Of two kinds, a mean by what a token reads of each"""
+def measured_peak(t:Transformer, rows:int=1) -> tuple[float, str]|None:
+  """peak_bandwidth of what a step of so many rows reads, with a word on stderr where other processes disturbed it. Several devices work in turn: each
+  reads its part at one's speed; or at once: what the first reads counts. Of two kinds, a mean by what a token reads of each"""
   reads = t.weight_bytes_by_kind()
   with Others() as others: peaks = {kind: peak_bandwidth() if kind == t.device.split(":")[0] else peak_bandwidth(kind) for kind in reads}
   say_loaded(others, "while the ceiling was measured")
   if (peak := peaks[t.device.split(":")[0]]) is None or None in peaks.values(): return None
-  how = f"; of one device, {len(t.devices)} work {'in turn' if t.in_turn else 'at once'}" if len(t.devices) > 1 else ""
+  how = f"; of one device, {len(t.devices)} work {'in turn' if t.in_turn and parts_of(t, rows) == 1 else 'at once'}" if len(t.devices) > 1 else ""
   if len(reads) == 1: return peak[0], peak[1] + how
   mean = sum(reads.values()) / sum(nbytes / peaks[kind][0] for kind, nbytes in reads.items())
   return mean, "; ".join(f"{reads[kind] / 1e6:.1f} MB at {peaks[kind][0] / 1e9:.0f} GB/s of {kind}, {peaks[kind][1]}" for kind in reads)
@@ -440,8 +441,9 @@ def table_together(model:Model, name:str, wanted:Together, output:str, plot:Path
   """As table, of steps of many sequences; the ceiling of each row is printed before the first is measured"""
   check_room(model, wanted)
   t, short = model.transformer, Path(name).stem if name.endswith(".gguf") else name
-  peak = measured_peak(t)
+  peak = measured_peak(t, max(wanted.sequences))
   def bytes_of(sequences:float) -> float:
+    sequences /= parts_of(t, math.ceil(sequences))   # as much as devices that work at once have to do with each
     return t.weight_bytes_a_step(sequences) + sequences * t.cache_bytes(1) * (wanted.prompt + WARM + (wanted.gen + 1) / 2)
   rows = [Step(n, wanted.prompt, wanted.gen, bytes_of(n), peak and n * peak[0] / bytes_of(n)) for n in wanted.sequences]
   head = sys.stdout if output == "md" else sys.stderr

@@ -13,7 +13,7 @@ cache, L latent (kv_lora_rank), R rope dimensions. What a checkpoint holds in an
 from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
-import math
+import functools, itertools, math
 from typing import Any, Callable, Iterable
 import numpy as np
 from gguf import GGMLQuantizationType as GGMLType
@@ -290,10 +290,28 @@ class Transformer:
   # recorded (apps/capture.py).
   def _before(self, n:int, step:Step, ids:Tensor, run:Run) -> tuple[Tensor, dict[str, Step]]:
     """float32 (T, D) in front of block n, on the device of the block before it, and the step on the devices that it has come to"""
-    x, steps = run(QuantizedEmbedding.__call__, self.token_embd, ids), {self.device: self.planned(step, run)}
-    for i, (block, cache) in enumerate(zip(self.blk[:n], self.cache)):  # the cache is written in place
-      x, _ = run(Block.__call__, block, self._step_at(i, steps, run), x, cache, self.ropes[cache.device])
-    return x, steps
+    x, steps = self.embedded(ids, run), {self.device: self.planned(step, run)}
+    return self._through(range(n), steps, x, run), steps
+  def embedded(self, ids:Tensor, run:Run) -> Tensor:
+    """-> float32 (T, D), what a step begins with"""
+    return run(QuantizedEmbedding.__call__, self.token_embd, ids)
+  def _through(self, blocks:range, steps:dict[str, Step], x:Tensor, run:Run) -> Tensor:
+    """x behind these blocks. steps: see _step_at"""
+    for i in blocks: x, _ = run(Block.__call__, self.blk[i], self._step_at(i, steps, run), x, self.cache[i], self.ropes[self.cache_devices[i]])
+    return x   # the cache is written in place
+  @functools.cached_property
+  def stages(self) -> list[range]:
+    """The blocks in runs, each of one device, which may work for one part of a batch while others work for others: one run where devices work
+    together or wait for the host"""
+    blocks = range(len(self.blk))
+    if any(block.ffn.device != block.attn.device for block in self.blk): return [blocks]
+    return [range((own := list(run))[0], own[-1] + 1) for _, run in itertools.groupby(blocks, self.cache_devices.__getitem__)]
+  def stage(self, number:int, step:Step, x:Tensor, run:Run) -> Tensor:
+    """x: float32 (T, D), as `embedded` gives it or behind the stage before this one -> behind this one, on its device"""
+    return self._through(self.stages[number], {self.device: step if number else self.planned(step, run)}, x, run)
+  def at_home(self, x:Tensor, run:Run) -> Tensor:
+    """x on the device where a step ends"""
+    return x if x.device == self.device else run(copied, self.rope.table, x)
   def planned(self, step:Step, run:Run, block:int=0) -> Step:
     """The step with what attention shares in all blocks of one device, that of this one"""
     shape = plan_shape(step, self.blk[block].attn.attn_k_b, self.cache[block]) if self.blk and step.plan is None else None
@@ -308,8 +326,7 @@ class Transformer:
     return steps[device]
   def hidden(self, step:Step, ids:Tensor, run:Run=apply) -> Tensor:
     """-> float32 (T, D) before the last norm; every block's rows are written"""
-    x, _ = self._before(len(self.blk), step, ids, run)
-    return x if x.device == self.device else run(copied, ids, x)
+    return self.at_home(self._before(len(self.blk), step, ids, run)[0], run)
   def prefill(self, step:Step, ids:Tensor, run:Run=apply) -> Tensor:
     """-> the last block's cache, whose realization writes every block's rows"""
     x, steps = self._before(last := len(self.blk) - 1, step, ids, run)

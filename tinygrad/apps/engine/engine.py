@@ -56,6 +56,7 @@ class Steps(Protocol):
   max_context: int
   vocab_size: int
   in_flight: int           # launches that may be unread: 2, or 1 where a launch is done when it returns
+  ahead: int               # rows that a launch may write beyond its token's: the tokens' that it chooses
   kernels_a_token: int     # launches of the newest decode step; 0 before the first
   drafts: int              # of each row, that a step of the batch which is set may verify; 0: none
   certain: bool            # whether there are drafts behind every step of a batch with drafts that does not coast
@@ -356,7 +357,7 @@ class Engine:
     running = self.scheduler.running
     if self.flying and (self.batch != running or any(s.left <= self.flying for s in running)): return self._read()
     drafts = self.runner.drafts if self.batch == running and self.speculation.wanted() else 0
-    while not self.scheduler.provide(self.flying + sum(self.drafted) + drafts):
+    while not self.scheduler.provide(self.flying + sum(self.drafted) + drafts + self.runner.ahead):
       if self.flying: return self._read()
       if not drafts: self._preempt()
       drafts = 0
