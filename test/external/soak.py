@@ -331,9 +331,11 @@ def growth(samples: list[tuple[float, int]]) -> float:
   thirds = [sorted(kib for at, kib in samples if i <= 3 * at / (samples[-1][0] + 1e-9) < i + 1 or (i == 2 and at == samples[-1][0])) for i in (1, 2)]
   return thirds[1][len(thirds[1]) // 2] / thirds[0][len(thirds[0]) // 2] - 1 if all(thirds) else 0.0
 
-async def soak(seconds: float, clients: int, seen: Seen, threads: int|None = None) -> dict[str, Any]:
+async def soak(seconds: float, clients: int, seen: Seen, **flags: int|None) -> dict[str, Any]:
+  """flags: of the server, by name"""
+  given = [word for name, value in flags.items() if value for word in (f"--{name}", str(value))]
   command = [sys.executable, "tinygrad/apps/llm.py", "--serve", "127.0.0.1:0", "--api-key", KEY, "--max-context", str(CONTEXT), "--cache-tokens",
-             str(CACHE), "--max-body", str(MAX_BODY >> 20), "--max-queued", "64", *(["--threads", str(threads)] if threads else [])]
+             str(CACHE), "--max-body", str(MAX_BODY >> 20), "--max-queued", "64", *given]
   log = tempfile.TemporaryFile("w+")
   process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
   try:
@@ -362,8 +364,9 @@ def main() -> None:
   p.add_argument("--seconds", type=float, default=600)
   p.add_argument("--clients", type=int, default=100)
   p.add_argument("--threads", type=int, help="of the server's CPU device (default: its cores)")
+  p.add_argument("--devices", type=int, help="of the server, each with some blocks of the model")
   args = p.parse_args()
-  line = asyncio.run(soak(args.seconds, args.clients, Seen(), args.threads))
+  line = asyncio.run(soak(args.seconds, args.clients, Seen(), threads=args.threads, devices=args.devices))
   print(json.dumps(line))
   sys.exit(bool(line["wrong"]))
 

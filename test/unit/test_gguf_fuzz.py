@@ -15,7 +15,7 @@ from tinygrad.apps.mla import Config, checked_tensors
 from tinygrad.apps.template import FILTERS, METHODS, TESTS
 from tinygrad.apps.tokenizer import Tokenizer
 
-CASES, SECONDS = 800, 10  # CPU seconds a case: none takes a tenth of it, so only a hang does
+CASES, SECONDS = 1200, 10  # CPU seconds a case: none takes a tenth of it, so only a hang does
 
 class Layout(NamedTuple):
   """Where a valid file keeps its structure, as the package's reader finds it."""
