@@ -350,3 +350,17 @@ def test_drafts(case: Case):
     return
   mtp = MTP(model, load_block(case.f, config))
   assert {t.device for t in tensors([mtp.block, mtp.cache])} == {"CPU"} and said(model, drafts=1, mtp=mtp) == case.want
+
+@pytest.mark.parametrize("case", ["small-glm"], indirect=True)
+def test_parts_that_a_block_follows(case: Case):
+  """Where probabilities are asked for nothing is drafted: parts go through the devices, and the block writes its rows behind each, as on one"""
+  rows: list[Any] = []
+  for devices in (1, 2):
+    model = case.on(devices)
+    mtp = MTP(model, load_block(case.f, Config.from_gguf(case.f)))
+    engine = Engine(runner := Runner(model, drafts=1, mtp=mtp), model.pool)
+    each = [engine.add(Request(IDS[i:i + 9], limit=PAGE, logprobs=2)) for i in range(2)]
+    while engine.step(): pass
+    assert {*runner.pipelines} == ({2} if devices == 2 else set()) and not engine.gauges.drafts
+    rows.append(([(s.produced, s.logprobs) for s in each], mtp.cache.numpy()[PAGE:].tobytes()))
+  assert rows[0] == rows[1]
