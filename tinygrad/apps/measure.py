@@ -12,8 +12,8 @@ from typing import Any, Callable, Iterator
 import numpy as np
 from tqdm import tqdm
 from tinygrad import Device, GlobalCounters
-from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.engine.batch import ROWS
+from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.engine.pipeline import parts_of
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.engine.sequence import Request, Sequence, State

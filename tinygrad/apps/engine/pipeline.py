@@ -1,7 +1,7 @@
 """Decode steps of a model whose blocks lie on several devices (apps/shard.py): parts of a batch are on their way through them, one behind another.
 
-A part is as large a share of the batch's rows as there are devices, each with its stage of the model. While a device runs its stage for one part, the
-next device runs its own for the part before it. On three devices, in the order of time, with the part that each works for:
+Each device has a stage of the model, a run of its blocks, and a batch is cut into as many parts as there are devices. While a device runs its stage
+for one part, the next device runs its own for the part before it. On three devices, in the order of time, with the part that each works for:
 
   step            k  k  k   k+1 …
   first device    0  1  2   0
