@@ -14,10 +14,9 @@ from helpers import SMALL
 from tinygrad import Device, Tensor
 from tinygrad.apps import mla, models
 from tinygrad.apps.capture import Replay, batches, in_graphs, to_device, write
-from tinygrad.apps.engine import batch
+from tinygrad.apps.engine import batch, pipeline
 from tinygrad.apps.engine.batch import Batch
 from tinygrad.apps.engine.engine import DeviceFailed, Engine
-from tinygrad.apps.engine.pipeline import Pipeline
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sampling import Features, Sampling
 from tinygrad.apps.engine.sequence import Request
@@ -233,10 +232,11 @@ def test_parts_without_room(case: Case, monkeypatch: pytest.MonkeyPatch):
   engine = Engine(Runner(case.on(2)), PAGES)
   def full(*_: Any) -> None: raise MemoryError("planted")
   with monkeypatch.context() as m:
-    m.setattr(Pipeline, "_replay", full)
+    m.setattr(pipeline, "enqueue", full)
     each = [engine.add(Request(IDS[i:i + 3], limit=5)) for i in range(2)]
     while engine.step(): pass
-  assert [s.reason for s in each] == ["length"] * 2 and engine.scheduler.max_rows == 1 and not engine.runner.pipelines[2].replays
+  assert [s.reason for s in each] == ["length"] * 2 and engine.scheduler.max_rows == 1
+  assert not engine.runner.pipelines[2].replays and not engine.runner.pipelines[2].graphs
 
 def turns(calls: list[Any]) -> tuple[int, int]:
   """Of launches that take 1 each, copies nothing: when all can be done, by what a graph has them wait for and with one at a time on a device, and how

@@ -109,6 +109,10 @@ def row_before(start:Tensor) -> Tensor:
   """int32 (S,): where the rows stood that the newest tokens were drawn behind"""
   return (start - 1).maximum(0).contiguous()
 
+def batch_size(count:int) -> int:
+  """The rows of the least batch that holds so many"""
+  return next(size for size in ROWS if size >= count)
+
 def _place(columns:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """In a log"""
   return np.arange(len(columns)), columns % LOG

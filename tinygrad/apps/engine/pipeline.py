@@ -19,7 +19,7 @@ from typing import Sequence
 import numpy as np
 from tinygrad import Tensor, UOp
 from tinygrad.apps.capture import Replay, enqueue, to_device
-from tinygrad.apps.engine.batch import ROWS, Batch
+from tinygrad.apps.engine.batch import Batch, batch_size
 from tinygrad.apps.engine.sampling import Features
 from tinygrad.apps.engine.sequence import BatchRow
 from tinygrad.apps.mla import Transformer
@@ -39,7 +39,7 @@ class Pipeline:
   def __init__(self, model:Transformer, size:int, mtp:MTP|None=None):
     self.model, self.size = model, size
     count = parts_of(model, size)
-    each = next(rows for rows in ROWS if rows * count >= size)
+    each = batch_size(-(-size // count))
     self.parts = [Batch(model, each, mtp) for _ in range(count)]
     # between steps: float32 (each, D), part 0's behind the last stage, part 1's behind the one before it
     ends = [model.cache_devices[stage[0]] for stage in reversed(model.stages)]
@@ -102,14 +102,16 @@ class Pipeline:
   def _replay(self, features:Features|None) -> Replay:
     if features not in self.replays: self.replays[features] = self.record(features)
     return self.replays[features]
+  def _graph(self, features:Features|None) -> UOp:
+    if features not in self.graphs: self.graphs[features], = (replay := self._replay(features)).cut([len(replay.recorded)])
+    return self.graphs[features]
   def all_replays(self) -> list[Replay]: return [self._replay(None), self._replay(self.features)]
   def launch(self) -> np.ndarray:
     """As Batch's"""
     columns = self.expect()
     try:
-      for features in (() if self.under_way else (None,)) + (self.features,):
-        if features not in self.graphs: self.graphs[features], = (replay := self._replay(features)).cut([len(replay.recorded)])
-        enqueue(self.graphs[features])
+      if not self.under_way: enqueue(self._graph(None))
+      enqueue(self._graph(self.features))
     except MemoryError:
       self.replays, self.graphs = {}, {}   # what they have is given back
       raise

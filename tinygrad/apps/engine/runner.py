@@ -8,7 +8,7 @@ from typing import Sequence
 import numpy as np
 from tinygrad import Device, Tensor, UOp
 from tinygrad.apps.capture import Replay, compile_parts, enqueue, read, to_device, write
-from tinygrad.apps.engine.batch import ROWS, Batch, DraftBatch, Mode
+from tinygrad.apps.engine.batch import ROWS, Batch, DraftBatch, Mode, batch_size
 from tinygrad.apps.engine.pipeline import Pipeline, parts_of
 from tinygrad.apps.engine.sampling import Features
 from tinygrad.apps.engine.sequence import BatchRow, Logprob
@@ -60,7 +60,7 @@ class Runner:
   def batch_of(self, count:int, features:Features=Features()) -> Batch|Pipeline:
     """The least batch of at least so many rows, for steps that do this. Of those with masks, which come from the host, and with probabilities nothing
     is drafted, nor of so many rows that their drafts would be too many"""
-    size = next(size for size in ROWS if size >= count)
+    size = batch_size(count)
     if 0 < self.most_drafts <= ROWS[-1] // size - 1 and not features.mask and not features.logprobs:
       if size not in self.drafting: self.drafting[size] = DraftBatch(self.model, size, self.most_drafts, self.mtp, self.forced)
       return self.drafting[size]
