@@ -1,24 +1,18 @@
 """Products of a few tokens by tensor cores without a GPU: every kernel against float64, the worst row and the worst token deciding, on mockcuda."""
-import re
 from typing import Any, Iterator
 import numpy as np, pytest
-from extra.bench import no_device
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
 from helpers import HALVES, random_weight
 from mockcuda import on_cuda
-from tinygrad import Device, Tensor, UOp, dtypes
-from tinygrad.apps.capture import collected_calls
+from tinygrad import Device, Tensor
 from tinygrad.apps.mla import RMSNorm
-from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, QuantizedWeight, split_planes
+from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope, rope_table
-from tinygrad.engine.realize import compile_linear
 from tinygrad.nn import few_tokens
 from tinygrad.nn.few_tokens import (Columns, Shared, columns, few_expert_down, few_expert_gate_up, few_gate_up, few_heads, few_matmul, few_router,
-                                    few_sum, pieces_of, share_of, warps_of)
+                                    few_sum, share_of, warps_of)
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.routing import GROUP, SPARE, group_choices, most_groups
-from tinygrad.runtime.support.compiler_cuda import past_cache
-from tinygrad.uop.ops import Ops
 
 HALF = 1e-6   # what rounding weights and activations to halves costs a product, of its power
 
@@ -53,20 +47,6 @@ def worst(got: np.ndarray, want: np.ndarray) -> float:
   return max(float((error.mean(axis) / np.maximum(power.mean(axis), power.mean())).max()) for axis in (0, -1))
 
 # ---- one product ----
-
-@pytest.mark.parametrize("n,width,of_weights,of_tokens", [(31, 2048, False, False), (31, 5120, False, False), (32, 2048, True, False),
-                                                          (64, 2048, True, False), (33, 5120, True, True)])
-def test_what_goes_past_the_cache(n: int, width: int, of_weights: bool, of_tokens: bool):
-  """Loads of 16 bytes: of weights where many tokens stay in the cache, and of those where they would not"""
-  with no_device("CUDA"), collected_calls() as calls:
-    planes = split_planes(T.Q4_0, (64, width), Tensor.empty(64 * width // 32 * 18, dtype=dtypes.uint8))
-    words = Tensor.empty(1, pieces_of(width), n, 16, dtype=dtypes.uint32)
-    few_matmul(target(), Columns(words), [QuantizedLinear(T.Q4_0, (64, width), planes)])[0].realize()
-    program = compile_linear(UOp(Ops.LINEAR, src=(calls[-1],))).src[0].src[0]
-  source = past_cache(next(u.arg for u in program.src if u.op is Ops.SOURCE))
-  def loads(past: bool, buffer: int) -> int: return len(re.findall(rf"\*\(\({'read_once' if past else 'uint4'}\*\)\(\(data{buffer}_", source))
-  assert source.count("struct read_once") == of_weights
-  assert (loads(of_weights, 2) > 0, loads(not of_weights, 2)) == (True, 0) and (loads(of_tokens, 1) > 0, loads(not of_tokens, 1)) == (True, 0)
 
 def product(kind: T, rows: int, width: int, n: int) -> float:
   weight, want = load(kind, rows, width)

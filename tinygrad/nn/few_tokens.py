@@ -18,7 +18,7 @@ from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.halves import FOUR, FOURS, QUADS, SCALE_UP, half_pair, halves, rounding_error, same_halves
-from tinygrad.nn.intrinsics import Target, and_or, byte_perm, fma_halves, read_once, word
+from tinygrad.nn.intrinsics import Target, and_or, byte_perm, fma_halves, word
 from tinygrad.nn.kernel import (SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum, branch, empty, gated, launch, local, optional,
                                 rotated, safe_index, silu, sum_in_order, total)
 from tinygrad.nn.matmul import HALF_SCALE
@@ -184,11 +184,10 @@ class BlockProduct:
     unit = (share.first + self.warp * share.chunks + chunk) * 4 + self.in_group
     return unit, None if share.whole else unit < share.units
 
-  def load(self, matrices:Sequence[Matrix], zero:UOp|int=0) -> Weights:
-    """zero: of the weights' index"""
+  def load(self, matrices:Sequence[Matrix]) -> Weights:
     def unit(matrix:Matrix, chunk:int, row:int) -> Unit:
       number, inside = self.unit(chunk)
-      return matrix((self.first_row + row + self.lane_group + zero).minimum(self.rows - 1), safe_index(number, inside), inside)
+      return matrix((self.first_row + row + self.lane_group).minimum(self.rows - 1), safe_index(number, inside), inside)
     return [[[[unit(matrix, chunk, tile * TILE_ROWS + half * 8) for half in range(2)] for tile in range(self.row_tiles)] for matrix in matrices]
             for chunk in range(self.share.chunks)]
 
@@ -278,7 +277,6 @@ def loader(buffer:UOp, block:BlockProduct, x:Columns, token_of:Callable[[UOp], U
 
 MANY_TILES, TWO_TILES_TOKENS = 1024, 16   # from so many tiles of rows on, up to so many tokens, a block makes two: they share reads of the tokens
 TOKENS_AT_ONCE = 32                       # of a block: a multiprocessor has the registers for two blocks, and keeps the tokens in its own cache
-OWN_CACHE = 131072                        # bytes of it that tokens may take: wider ones go past it, as weights do where a block has so many
 
 def row_tiles_of(rows:int, tokens:int) -> int: return 2 if -(-rows // TILE_ROWS) >= MANY_TILES and tokens <= TWO_TILES_TOKENS else 1
 
@@ -311,11 +309,7 @@ def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], pa
   counts = [-(-part.rows // (TILE_ROWS * tiles_of_part)) * of_rows for part, tiles_of_part, of_rows in zip(parts, tiles, blocks)]
   index = UOp.special(sum(counts) * groups, "gidx0")
   number, first_token = index % sum(counts), index // sum(counts) * TOKENS_AT_ONCE   # neighbouring blocks have the same tokens
-  weights_once = tokens_once = 0
-  if T >= TOKENS_AT_ONCE:
-    weights_once = read_once([buffer for name, buffer in buffers.items() if "." in name])   # the planes
-    if 2 * width * TOKENS_AT_ONCE > OWN_CACHE: tokens_once = read_once([buffers["x"]])
-  def token_of(token:UOp) -> UOp: return (first_token + token + tokens_once).minimum(T - 1)
+  def token_of(token:UOp) -> UOp: return (first_token + token).minimum(T - 1)
   for i, (part, row_tiles, of_rows, count) in enumerate(zip(parts, tiles, blocks, counts)):
     loop, zero = branch(i, (number >= start) & (number < start + count)) if len(parts) > 1 else (None, 0)
     tile, among = (number - start + zero) // of_rows, (number - start + zero) % of_rows
@@ -323,7 +317,7 @@ def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], pa
     share = replace(share, first=among * (share.warps * share.chunks))
     block = BlockProduct(target, share, min(T, TOKENS_AT_ONCE), tile * (TILE_ROWS * row_tiles), part.rows, row_tiles, i * SLOTS,
                          SHARED_BYTES // len(parts))
-    weights = block.load(part.matrices, weights_once)
+    weights = block.load(part.matrices)
     behind = behind_wait(target, buffers, *global_loads([units for of_chunk in weights for tiles in of_chunk for units in tiles]))
     low = loader(behind["low"], block, x, token_of, head) if part.precise else None
     places = block.products(weights, loader(behind["x"], block, x, token_of, head), loop, low)

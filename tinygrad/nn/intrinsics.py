@@ -2,7 +2,7 @@
 from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
-from typing import Callable, Sequence
+from typing import Callable
 from tinygrad import Device, UOp, dtypes
 from tinygrad.renderer.cstyle import CUDARenderer, MetalRenderer
 from tinygrad.uop.ops import Ops
@@ -215,11 +215,6 @@ def opaque_zero(text:str, *after:UOp) -> UOp:
   """A zero that tinygrad takes for an unknown 0 or 1. text: the zero in C; the target's compiler sees what it is. An index that it is added to
   is computed behind `after`."""
   return (UOp(Ops.CUSTOM, dtypes.int, src=after, arg=text) & 1).cast(dtypes.weakint)
-
-def read_once(planes:Sequence[UOp]) -> UOp:
-  """A zero to add to the index of loads from these buffers: what they read, no other block of the multiprocessor will, or not soon. For CUDA, loads
-  of 16 bytes leave nothing in the multiprocessor's own cache then (runtime/support/compiler_cuda.py), which keeps what its blocks share."""
-  return opaque_zero("0; // read once: " + " ".join(f"{{{i}}}" for i in range(len(planes))), *(plane[0] for plane in planes))
 
 def pdl_wait(target:Target, *loads:UOp, trigger_last:bool=False) -> UOp:
   """wait_zero: a zero that is known only when the kernels before this one are done. A load of what they wrote adds it to the index, so that it

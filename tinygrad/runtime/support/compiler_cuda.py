@@ -1,5 +1,4 @@
-"""Wraps the wheel's compilers for CUDA: a kernel may have more shared memory than the 48 KB that arrays of fixed size may be, and loads that go past
-the multiprocessor's cache.
+"""Wraps the wheel's compilers for CUDA: a kernel may have more shared memory than the 48 KB that arrays of fixed size may be.
 
 No compiler takes more in such arrays. So where a kernel's are more, they become places in one array whose size the launch gives (`dynamic_shared`).
 The size stands before the PTX, where runtime/ops_cuda.py finds it. The file stands here, as compiling workers open no device.
@@ -28,24 +27,8 @@ def dynamic_shared(source:str) -> tuple[str, int]:
   opening = lines.index("{", lines.index("__global__")) + 1
   return f"{lines[:opening]}\n  extern __shared__ __align__(16) char shared_memory[];{lines[opening:]}", size
 
-READ_ONCE = """struct read_once {
-  unsigned words[4];
-  __device__ __forceinline__ operator uint4() const {
-    uint4 all;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(all.x), "=r"(all.y), "=r"(all.z), "=r"(all.w) : "l"(this));
-    return all;
-  }
-};
-"""
-
-def past_cache(source:str) -> str:
-  """A kernel whose loads of 16 bytes from buffers that it says are `read once` (nn/intrinsics.py) leave nothing in the multiprocessor's cache"""
-  names = [name for said in re.findall("// read once: (.+)", source) for name in re.findall(r"\bdata\w+", said)]
-  if not names: return source
-  return READ_ONCE + re.sub(rf"\*\(\(uint4\*\)\(\(({'|'.join(names)})\b", r"*((read_once*)((\1", source)
-
 class NVRTCCompiler(_wheel.NVRTCCompiler):
   """The wheel's compiler; where the launch is to give shared memory, how much stands before the PTX"""
   def compile(self, src:str) -> bytes:
-    source, size = dynamic_shared(past_cache(src))
+    source, size = dynamic_shared(src)
     return (f"// shared_memory: {size}\n".encode() if size else b"") + super().compile(source)
