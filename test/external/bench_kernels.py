@@ -129,9 +129,9 @@ def cases(model:str, depth:int) -> Cases:
 def chain(run:Callable, banks:list) -> Callable:
   """A JIT of a primitive on each bank in turn, all writing the same outputs"""
   kept:dict = {}
-  def one_after_another(name, outs, ins, body, mem=None):
+  def one_after_another(name, outs, ins, *rest, **more):
     mine = {n: kept.get((name, n), t) if n != "cache" else t for n, t in outs.items()}
-    written = kernel.launch(name, mine, ins, body, mem)
+    written = kernel.launch(name, mine, ins, *rest, **more)
     kept.update({(name, n): t for n, t in zip(outs, written)})
     return written
   @TinyJit

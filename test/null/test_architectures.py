@@ -11,6 +11,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.mla import Transformer
 from tinygrad.engine.realize import compile_linear
+from tinygrad.nn.kernel import blocks_at_once
 from tinygrad.nn.step import Step
 from tinygrad.nn.intrinsics import HOPPER, MMA_CUDA, MMA_TURING, of_arch, target_of
 from tinygrad.uop.ops import Ops, UOp
@@ -50,6 +51,16 @@ def test_rendered(arch: str, monkeypatch: pytest.MonkeyPatch):
   best = "mma.sync.aligned.m16n8k16" if capability >= 80 else "mma.sync.aligned.m16n8k8"
   others = {*LEAST} - {best, "__dp4a", "griddepcontrol"}   # of older tensor cores; of mla_prefill_heads, which does not take the model's short rows
   assert found >= {name for name, least in LEAST.items() if least <= capability} - others
+  assert ("// blocks at once: 1;" in text) == (capability >= 90)
+
+# a block a multiprocessor; two whose threads have 128 registers each, and too many; a wave of three blocks each; two waves of two, not one of four
+@pytest.mark.parametrize("blocks,threads,resident,each", [((132,), 1024, 0, 1), ((33, 4), 512, 1536, 1), ((133,), 256, 0, 2), ((133,), 257, 0, None),
+                                                          ((384,), 512, 1536, 3), ((264, 2), 512, 1536, 2)])
+def test_blocks_at_once(blocks: tuple[int, ...], threads: int, resident: int, each: int|None):
+  index = sum((UOp.special(count, f"gidx{i}") for i, count in enumerate(blocks)), UOp.special(threads, "lidx0"))
+  stores = [UOp.placeholder((9999,), dtypes.int, slot=0)[index].store(0)]
+  assert [said.arg for said in blocks_at_once(HOPPER, stores, resident)] == ([] if each is None else [f"// blocks at once: {each}"])
+  assert blocks_at_once(of_arch("sm_89"), stores, resident) == blocks_at_once(of_arch("sm_120"), stores, resident) == []   # some are small
 
 def error(got: np.ndarray, want: np.ndarray) -> float:
   """Of the worst position"""

@@ -1,4 +1,4 @@
-"""The CUDA graph's edges and the device's lack of memory, with no driver."""
+"""The CUDA graph's edges, what the compiler is given, and the device's lack of memory, with no driver."""
 from __future__ import annotations
 import contextlib, ctypes, random
 from types import SimpleNamespace
@@ -119,7 +119,7 @@ def test_the_order_of_graphs_on_several_cards(monkeypatch:pytest.MonkeyPatch):
   assert said == [*before, "a copies", *after]
   ops_cuda._event.cache_clear()
 
-# ---- memory ----
+# ---- kernels, and memory ----
 
 KERNEL = """extern "C" __global__ void __launch_bounds__(32) k(float* data0) {
   __shared__ __align__(16) half buf0[%d];
@@ -140,6 +140,13 @@ def test_much_shared_memory(monkeypatch:pytest.MonkeyPatch):
   few, many = compiled
   assert few == KERNEL % 24560 and "__align__(16) char shared_memory[];" in many and many.count("__shared__") == 1
   assert "half* buf0 = (half*)(shared_memory+0);" in many and "uint* buf1 = (uint*)(shared_memory+49136);" in many
+
+def test_blocks_at_once(monkeypatch:pytest.MonkeyPatch):
+  """What a kernel says of its blocks is among its bounds; other kernels stay as they are"""
+  compiler, compiled = object.__new__(compiler_cuda.NVRTCCompiler), []
+  monkeypatch.setattr(compiler_cuda._wheel.NVRTCCompiler, "compile", lambda self, src: compiled.append(src) or b"PTX")
+  for source in (KERNEL % 8, says := (KERNEL % 8).replace("{\n", "{\n  // blocks at once: 3;\n", 1)): compiler.compile(source)
+  assert compiled == [KERNEL % 8, says.replace("__launch_bounds__(32)", "__launch_bounds__(32, 3)")]
 
 @contextlib.contextmanager
 def full_device(monkeypatch:pytest.MonkeyPatch, free:int=3 << 19) -> Iterator[None]:

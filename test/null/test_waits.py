@@ -62,9 +62,9 @@ def sources(model: str, rows: int = 1, features: Features = Features()) -> list[
   """The launches of a decode step of so many rows on Hopper, by a block of each kind"""
   buffers = {}
   def recording(launch):
-    def wrapped(name, outs, ins, body, mem=None):
+    def wrapped(name, outs, ins, *rest, **more):
       buffers[name] = [*outs, *ins]
-      return launch(name, outs, ins, body, mem)
+      return launch(name, outs, ins, *rest, **more)
     return wrapped
   with no_device("CUDA"), pytest.MonkeyPatch.context() as patch:
     patch.setattr(capture, "_scheduled", {})   # what another test has recorded would launch nothing here

@@ -74,6 +74,7 @@ class Target:
   dot4: str|None = None        # {2} + Σ of the four int8 products of {0} and {1}; int32
   wait: str|None = None        # statement: go on when the kernels before this one are done
   trigger: str|None = None     # statement: the next kernel may start when all blocks are here; of a target with `wait`
+  at_once: str|None = None     # a word to the compiler: {n} blocks at once are enough of a multiprocessor, whose registers they share
   mma: Mma|None = None
   byte_perm: str|None = None   # the four bytes of {0} and {1} that the digits of {2} number, the lowest first; uint32
   and_or: str|None = None      # {0} & {1} | {2}, of words, in one instruction where two of them are constants; uint32
@@ -131,8 +132,9 @@ def _peer_receive() -> str:
   return (f"unsigned long long line[4]; for (uint turn = 0; ; turn++) {{{{ {pair(0)} {pair(2)} if ({there}) break; "
           f"if (turn == {PATIENCE}u) __trap(); }}}} {floats}")
 
-# from Hopper on a kernel may start while those before it still run, up to the point where it waits for them (programmatic dependent launch)
-HOPPER = replace(TARGETS["CUDA"], most_shared_bytes=232448, peer_send=_peer_send(), peer_receive=_peer_receive(),
+# from Hopper on a kernel may start while those before it still run, up to the point where it waits for them (programmatic dependent launch); cards of
+# that row are large, so that all blocks of a launch that is meant to run at once do
+HOPPER = replace(TARGETS["CUDA"], most_shared_bytes=232448, at_once="// blocks at once: {n}", peer_send=_peer_send(), peer_receive=_peer_receive(),
                  wait='asm volatile("griddepcontrol.wait;" ::: "memory")',
                  trigger='asm volatile("griddepcontrol.launch_dependents;" ::: "memory")')
 
@@ -141,7 +143,7 @@ HOPPER = replace(TARGETS["CUDA"], most_shared_bytes=232448, peer_send=_peer_send
 BEFORE_AMPERE = replace(TARGETS["CUDA"], copy=None, copy_or_zeros=None, grouped=None, copied=None, copied_but=None, matrices=None,
                         transposed=None, most_shared_bytes=0)
 OF_CAPABILITY = {
-  120: replace(HOPPER, most_shared_bytes=101376),
+  120: replace(HOPPER, most_shared_bytes=101376, at_once=None),   # some cards are small
   90: HOPPER,
   86: TARGETS["CUDA"],
   80: replace(TARGETS["CUDA"], most_shared_bytes=166912),

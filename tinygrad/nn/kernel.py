@@ -31,7 +31,8 @@ from types import FunctionType
 from typing import Any, Callable, Iterable, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.nn.intrinsics import Target, group_sum, opaque_zero, pdl_wait
+from tinygrad.helpers import prod
+from tinygrad.nn.intrinsics import Target, group_sum, opaque_zero, pdl_wait, target_of
 from tinygrad.nn.step import Step
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops
@@ -42,6 +43,7 @@ SLOTS = 5    # of a part of a matrix-vector launch; a caller's own begin behind 
 WAITED, LEFT = 99, 98   # the numbers of registers, see behind_wait and break_if
 LOG2_E = 1.4426950408889634
 MULTIPROCESSORS = 132   # of a large GPU
+ROOMY = 512             # threads of a multiprocessor that have 128 registers each
 
 # ---- weights ----
 
@@ -230,16 +232,30 @@ def fingerprint(part:Any) -> Any:
 
 _programs:dict[Any, UOp] = {}   # a model's blocks launch the same few kernels again and again: each is put together once
 
-def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:Callable[[dict[str, UOp]], list[UOp]], mem:int|None=None) -> list[Tensor]:
+def blocks_at_once(target:Target|None, stores:list[UOp], resident:int) -> list[UOp]:
+  """What a launch with these stores says to its compiler, where all of its blocks run at once and its threads have many registers. resident: threads
+  of a larger launch that a multiprocessor may hold: its blocks are to run in as few waves as that makes, and as few at once as make so many."""
+  if target is None or target.at_once is None: return []
+  sizes = {node.arg: node.vmax + 1 for node in UOp.sink(*stores).toposort() if node.op is Ops.SPECIAL}
+  blocks, threads = (prod(size for name, size in sizes.items() if name[0] == kind) for kind in "gl")
+  each = -(-blocks // MULTIPROCESSORS)
+  if each > 1 and each * threads > ROOMY:
+    if not resident: return []
+    each = -(-each // -(-each * threads // resident))
+  return [UOp(Ops.CUSTOM, dtypes.void, arg=target.at_once.format(n=each))]
+
+def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:Callable[[dict[str, UOp]], list[UOp]], mem:int|None=None,
+           resident:int=0) -> list[Tensor]:
   """Runs a kernel: body(flat buffers by name) -> its stores. Launches of the same name and fingerprint of body share one kernel.
-  mem: bytes moved, where the renderer cannot count them. Returns the outs, written."""
+  mem: bytes moved, where the renderer cannot count them. resident: see blocks_at_once. Returns the outs, written."""
   names, tensors = [*outs, *ins], [tensor.flatten() for tensor in (*outs.values(), *ins.values())]
   def put_together(*buffers:UOp) -> UOp:
-    key = name, mem, buffers, tuple(names), fingerprint(body)
+    key = name, mem, resident, buffers, tuple(names), fingerprint(body)
     if key not in _programs:
       info = KernelInfo(name=name, opts_to_apply=(), estimates=None if mem is None else Estimates(0, mem, mem))
       stores = body(dict(zip(names, (buffer.flatten() for buffer in buffers))))
-      _programs[key] = UOp.group(*stores).sink(arg=info).rtag(1)  # tagged: scheduled already
+      said = blocks_at_once(target_of(tensors[0].device), stores, resident)
+      _programs[key] = UOp.group(*stores).sink(*said, arg=info).rtag(1)  # tagged: scheduled already
     return _programs[key]
   written = tensors[0].custom_kernel(*tensors[1:], fxn=put_together)
   return [buffer.reshape(out.shape) for buffer, out in zip(written, outs.values())]

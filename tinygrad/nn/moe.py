@@ -33,6 +33,7 @@ from tinygrad.nn.routing import (MadeChoice, Routing, TopKInKernel, choose_exper
                                      sort_by_expert)
 from tinygrad.nn.step import Step
 
+RESIDENT = 1536    # threads of a multiprocessor whose blocks choose experts: each has the registers for its loads, to be asked for together
 PAIRS_TOKENS = 4   # up to so many, tokens have few experts in common, and each pair of the two is a matrix times a vector
 # What a launch for one token's choice costs, as instructions of a large GPU's warps: the blocks of gate and up are rid of that many to win as much
 LAUNCH_INSTRUCTIONS = 600_000
@@ -198,7 +199,7 @@ def expert_gate_up_launch(x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Te
     return matvec(target, operand_of(buffers, x, norm, token), [part], None if trigger_last else store_choice, chosen, trigger_last=trigger_last)
   outs = {**named(out, "y"), **({} if trigger_last else {"sel": empty(x, T, K, dtype=dtypes.int32)})}
   ins = {"x": x, "norm": norm.weight, "logits": logits, **optional(bias=routing.bias), **gate.args("gate"), **up.args("up")}
-  return launch(f"expert_gate_up_{K}_{routing.label}_{gate.label}", outs, ins, body)
+  return launch(f"expert_gate_up_{K}_{routing.label}_{gate.label}", outs, ins, body, resident=RESIDENT if is_simple(gate) else 0)
 
 def chosen_gate_up(x:Rounded, gate:Weight, up:Weight, sel:Tensor, weights:Tensor, trigger_last:bool) -> Codes:
   """expert_gate_up of RMSNorm(x) as int8 and a choice that is made. sel: int32 (T, K); weights: float32 (T, K) -> the hidden numbers, a vector a

@@ -1,4 +1,5 @@
-"""Wraps the wheel's compilers for CUDA: a kernel may have more shared memory than the 48 KB that arrays of fixed size may be.
+"""Wraps the wheel's compilers for CUDA: a kernel may have more shared memory than the 48 KB that arrays of fixed size may be, and say how many of its
+blocks a multiprocessor is to have at once.
 
 No compiler takes more in such arrays. So where a kernel's are more, they become places in one array whose size the launch gives (`dynamic_shared`).
 The size stands before the PTX, where runtime/ops_cuda.py finds it. The file stands here, as compiling workers open no device.
@@ -27,8 +28,14 @@ def dynamic_shared(source:str) -> tuple[str, int]:
   opening = lines.index("{", lines.index("__global__")) + 1
   return f"{lines[:opening]}\n  extern __shared__ __align__(16) char shared_memory[];{lines[opening:]}", size
 
+def with_blocks_at_once(source:str) -> str:
+  """A kernel with what it says of its blocks (`at_once` in nn/intrinsics.py) among its bounds. Without a word the compiler saves registers, for many
+  at once: a load is put where it is used then, and waited for before the next is asked for."""
+  said = re.search(r"// blocks at once: (\d+)", source)
+  return source if said is None else re.sub(r"__launch_bounds__\((\d+)\)", rf"__launch_bounds__(\1, {said[1]})", source, count=1)
+
 class NVRTCCompiler(_wheel.NVRTCCompiler):
   """The wheel's compiler; where the launch is to give shared memory, how much stands before the PTX"""
   def compile(self, src:str) -> bytes:
-    source, size = dynamic_shared(src)
+    source, size = dynamic_shared(with_blocks_at_once(src))
     return (f"// shared_memory: {size}\n".encode() if size else b"") + super().compile(source)
