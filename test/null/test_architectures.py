@@ -60,7 +60,7 @@ def test_blocks_at_once(blocks: tuple[int, ...], threads: int, resident: int, ea
   index = sum((UOp.special(count, f"gidx{i}") for i, count in enumerate(blocks)), UOp.special(threads, "lidx0"))
   stores = [UOp.placeholder((9999,), dtypes.int, slot=0)[index].store(0)]
   assert [said.arg for said in blocks_at_once(HOPPER, stores, resident)] == ([] if each is None else [f"// blocks at once: {each}"])
-  assert blocks_at_once(of_arch("sm_89"), stores, resident) == blocks_at_once(of_arch("sm_120"), stores, resident) == []   # some are small
+  assert not any(blocks_at_once(of_arch(arch), stores, resident) for arch in ("sm_89", "sm_110", "sm_120"))   # some are small
 
 def error(got: np.ndarray, want: np.ndarray) -> float:
   """Of the worst position"""

@@ -143,7 +143,8 @@ HOPPER = replace(TARGETS["CUDA"], most_shared_bytes=232448, at_once="// blocks a
 BEFORE_AMPERE = replace(TARGETS["CUDA"], copy=None, copy_or_zeros=None, grouped=None, copied=None, copied_but=None, matrices=None,
                         transposed=None, most_shared_bytes=0)
 OF_CAPABILITY = {
-  120: replace(HOPPER, most_shared_bytes=101376, at_once=None),   # some cards are small
+  120: replace(HOPPER, most_shared_bytes=101376, at_once=None),   # some of these are small, and all of the next
+  110: replace(HOPPER, at_once=None),
   90: HOPPER,
   86: TARGETS["CUDA"],
   80: replace(TARGETS["CUDA"], most_shared_bytes=166912),

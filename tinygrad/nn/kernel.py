@@ -230,8 +230,6 @@ def fingerprint(part:Any) -> Any:
   if isinstance(part, dict): return tuple((key, fingerprint(value)) for key, value in part.items())
   return part if isinstance(part, (UOp, Enum)) or not hasattr(part, "__dict__") else (type(part), fingerprint(vars(part)))
 
-_programs:dict[Any, UOp] = {}   # a model's blocks launch the same few kernels again and again: each is put together once
-
 def blocks_at_once(target:Target|None, stores:list[UOp], resident:int) -> list[UOp]:
   """What a launch with these stores says to its compiler, where all of its blocks run at once and its threads have many registers. resident: threads
   of a larger launch that a multiprocessor may hold: its blocks are to run in as few waves as that makes, and as few at once as make so many."""
@@ -243,6 +241,8 @@ def blocks_at_once(target:Target|None, stores:list[UOp], resident:int) -> list[U
     if not resident: return []
     each = -(-each // -(-each * threads // resident))
   return [UOp(Ops.CUSTOM, dtypes.void, arg=target.at_once.format(n=each))]
+
+_programs:dict[Any, UOp] = {}   # a model's blocks launch the same few kernels again and again: each is put together once
 
 def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:Callable[[dict[str, UOp]], list[UOp]], mem:int|None=None,
            resident:int=0) -> list[Tensor]:
