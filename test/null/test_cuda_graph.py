@@ -145,7 +145,7 @@ def test_blocks_at_once(monkeypatch:pytest.MonkeyPatch):
   """What a kernel says of its blocks is among its bounds; other kernels stay as they are"""
   compiler, compiled = object.__new__(compiler_cuda.NVRTCCompiler), []
   monkeypatch.setattr(compiler_cuda._wheel.NVRTCCompiler, "compile", lambda self, src: compiled.append(src) or b"PTX")
-  for source in (KERNEL % 8, says := (KERNEL % 8).replace("{\n", "{\n  // blocks at once: 3;\n", 1)): compiler.compile(source)
+  for source in (KERNEL % 8, says := (KERNEL % 8).replace("{\n", "{\n  // blocks at once: 3\n", 1)): compiler.compile(source)
   assert compiled == [KERNEL % 8, says.replace("__launch_bounds__(32)", "__launch_bounds__(32, 3)")]
 
 @contextlib.contextmanager

@@ -143,6 +143,12 @@ def test_nothing_of_others_before_the_wait(model: str, rows: int, features: Feat
       assert name in reads_early or all(CONSTANT.fullmatch(n) or n in STEADY for n in early), f"{name}: {early} before the wait"
       assert not re.search(r"\*\(+data\d+_[^;]*\)+ = ", before), f"{name}: stores before the wait"
 
+def test_blocks_at_once():
+  """What launches of GLM say of their blocks: 384, of which a multiprocessor holds three; one for each; many"""
+  said = {launch.name: re.findall(r"// blocks at once: (\d+)\n", launch.source) for launch in sources("glm")}
+  for name, each in (("expert_gate_up", ["3"]), ("mla_split_kv_mma", ["1"]), ("norm_linear_q6_k_154880", [])):
+    assert [count for kernel, count in said.items() if kernel.startswith(name)] == [each], name
+
 def test_a_weight_does_go_first():
   """What the overlap is for"""
   launch = next(launch for launch in sources("small-glm") if launch.name.startswith("lora_query"))
