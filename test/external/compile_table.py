@@ -8,7 +8,7 @@ given the same instructions (intrinsics.of_arch) have the same sources. A line i
 shared memory, then of each architecture the registers of a thread and, behind a +, its bytes of local memory: what is spilled, and arrays that are
 indexed by what is not constant. A binary that was compiled once is in tinygrad's cache.
 
-The exit code is 1, and lines begin with WRONG, where a source is not compiled, spills more than SPILLS grants its kernel, or asks more of a block's
+The exit code is 1, and lines begin with WRONG, where a source is not compiled, spills more than is granted to its kernel, or asks more of a block's
 registers or shared memory than the architecture has. The last line is JSON.
 """
 from __future__ import annotations
@@ -21,8 +21,10 @@ sys.path.insert(0, str(ROOT))
 
 ARCHS = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}   # KB of shared memory that a block may have
 REGISTERS = 65536               # of a block
-# bytes of local memory that a kernel may take before Hopper, by the beginning of its name
+# bytes of local memory that a kernel may take, by the beginning of its name: before Hopper, and from it on, where some launches ask for more blocks
+# at once than have room without
 SPILLS = {"expert_gate_up_": 16, "linear_residual_q4_1_": 8, "few_expert_down_": 8, "matmul_q4_1_": 8, "grouped_matmul_q4_1_": 8}
+HOPPER_SPILLS = {"few_expert_gate_up_": 24, "few_expert_down_": 104}
 FRAME_SIZE, REGCOUNT = 0x11, 0x2f   # attributes of a cubin's .nv.info
 
 def find_pip_nvrtc() -> None:
@@ -132,8 +134,9 @@ def compiled(task:Task) -> list[Line]:
 def wrong(kernel:Kernel, arch:str, found:Cost|str) -> str|None:
   """What an architecture cannot do, or should not"""
   if isinstance(found, str): return found
-  granted = max((size for name, size in SPILLS.items() if kernel.name.startswith(name)), default=0)
-  if found.local > (granted if int(arch.removeprefix("sm_")) < 90 else 0): return f"{found.local} bytes of local memory"
+  spills = SPILLS if int(arch.removeprefix("sm_")) < 90 else HOPPER_SPILLS
+  granted = max((size for name, size in spills.items() if kernel.name.startswith(name)), default=0)
+  if found.local > granted: return f"{found.local} bytes of local memory"
   if (asked := -(-found.registers // 8) * 8 * kernel.threads) > REGISTERS: return f"{asked} registers of {REGISTERS}"
   if kernel.shared > ARCHS[arch] * 1024: return f"{kernel.shared} bytes of shared memory of {ARCHS[arch] * 1024}"
   return None

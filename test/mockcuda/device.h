@@ -18,6 +18,7 @@ extern "C" const char* mock_exchange(const void* mine, int bytes, int lane);
 extern "C" int mock_lane();
 extern "C" const int mock_stride;  // bytes from a lane's place to the next one's
 #define __syncthreads() mock_wait(0)
+#define __syncwarp() (void)0   // it orders loads alone here
 template <class T> static inline T __shfl_sync(unsigned, T value, int lane) {
   static_assert(sizeof(T) <= 8, "a shuffle moves 8 bytes at most");
   __builtin_memcpy(&value, mock_exchange(&value, sizeof(T), lane), sizeof(T));

@@ -147,10 +147,11 @@ def test_groups(n: int, K: int, E: int):
     want += [[e, *part, *[-1] * (GROUP - len(part))] for part in (own[i:i + GROUP] for i in range(0, len(own), GROUP))]
   assert groups[:len(want)].tolist() == want and (groups[len(want):-SPARE, 0] == -1).all()
 
-@pytest.mark.parametrize("n,K,E,kind", [(16, 2, 5, T.Q4_0), (33, 3, 4, T.Q4_1), (2, 4, 7, T.Q8_0)], ids=str)
-def test_experts(n: int, K: int, E: int, kind: T):
-  """Experts with more tokens than a product has, and one that nobody chose"""
-  F, D = 64, 160
+@pytest.mark.parametrize("n,K,E,D,kind", [(16, 2, 5, 160, T.Q4_0), (33, 3, 4, 160, T.Q4_1), (2, 4, 7, 160, T.Q8_0), (16, 2, 5, 256, T.Q4_0),
+                                          (9, 2, 5, 384, T.Q8_0)], ids=str)
+def test_experts(n: int, K: int, E: int, D: int, kind: T):
+  """Experts with more tokens than a product has, and one that nobody chose; rows of whole chunks, whose codes come by shared memory, and not"""
+  F = 64
   chosen, x, scale = choices(n, K, E), tokens(n, D) / 8, floats(n, K)
   groups = group_choices(target(), Tensor(chosen), E)
   shapes = (F, D), (F + 32, D), (D - 9, F)
@@ -193,3 +194,10 @@ def test_a_fault_in_the_kernel_is_noticed(fault: str, monkeypatch: pytest.Monkey
   else: monkeypatch.setattr(few_tokens, "sum_in_order", lambda values, right=few_tokens.sum_in_order: right(list(values)[:1]))
   monkeypatch.setattr("tinygrad.nn.kernel._programs", {})
   assert product(T.Q8_0, 16, 256, 9) > 1e-3
+
+def test_lanes_that_share_a_place_are_noticed(monkeypatch: pytest.MonkeyPatch):
+  """Of the codes that come by way of shared memory"""
+  right = few_tokens.copy
+  monkeypatch.setattr(few_tokens, "copy", lambda target, to, what: right(target, to.src[0][to.src[1] // 8 * 8], what))
+  monkeypatch.setattr("tinygrad.nn.kernel._programs", {})
+  with pytest.raises(AssertionError, match="worst"): test_experts(16, 2, 5, 256, T.Q4_0)

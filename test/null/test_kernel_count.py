@@ -8,6 +8,7 @@ import pytest
 from extra.bench import batch_count, count_kernels, no_device, render_kernels, stand_in, with_blocks
 from tinygrad import Device, Tensor
 from tinygrad.apps.capture import batches, collected_calls, first_batch, in_graphs
+from tinygrad.apps.engine.batch import Mode
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sampling import Features
 from tinygrad.apps.mla import Config, Transformer
@@ -66,6 +67,18 @@ def test_what_only_those_who_ask_pay(to: str):
     plain = launches(Features())
     more = [launches(features) - plain for features in (Features(mask=True), Features(logprobs=True), Features(mask=True, logprobs=True))]
   assert plain == count_kernels(stand_in("small-glm"), to, max_context=256, parallel=8)[0] and more == ([1, 3, 4] if to == "CPU" else [1, 5, 6])
+
+@pytest.mark.parametrize("share", [0, 1e-9, .5, 1])
+def test_forced_drafts_are_judged_by_what_is_read(share: float):
+  """Of a step whose drafts count by lot: a kernel that is given more than it reads has too many arguments for a graph"""
+  with no_device("CUDA"):
+    runner = Runner(Transformer.from_gguf(stand_in("small-glm"), 256), 4)
+    runner.force(share)
+    batch = runner.batch_of(1)
+    batch.mode = Mode.VERIFY
+    calls = [call for call in batch.record(compiled=False).calls if getattr(call.src[0].arg, "name", "").startswith("accept")]
+    programs = [call.src[0] for call in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
+  assert [len(program.arg.globals) for program in programs] == [len(call.src) - 1 for call in calls] == [8 if share == 0 else 9]
 
 def test_what_metal_takes():
   """GLM at full size: few kernels in few batches, none past the threadgroup memory"""

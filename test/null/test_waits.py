@@ -144,9 +144,11 @@ def test_nothing_of_others_before_the_wait(model: str, rows: int, features: Feat
       assert not re.search(r"\*\(+data\d+_[^;]*\)+ = ", before), f"{name}: stores before the wait"
 
 def test_blocks_at_once():
-  """What launches of GLM say of their blocks: 384, of which a multiprocessor holds three; one for each; many"""
-  said = {launch.name: re.findall(r"// blocks at once: (\d+)\n", launch.source) for launch in sources("glm")}
-  for name, each in (("expert_gate_up", ["3"]), ("mla_split_kv_mma", ["1"]), ("norm_linear_q6_k_154880", [])):
+  """What launches of GLM say of their blocks: 384, of which a multiprocessor holds three; one for each; many; of several tokens' experts, as many as
+  have 80 registers a thread"""
+  said = {launch.name: re.findall(r"// blocks at once: (\d+)\n", launch.source) for launch in [*sources("glm"), *sources("glm", 8)]}
+  for name, each in (("expert_gate_up", ["3"]), ("mla_split_kv_mma_1", ["1"]), ("norm_linear_q6_k_154880", []), ("few_expert_gate_up", ["3"]),
+                     ("few_expert_down", ["4"]), ("expert_down_4_early", [])):
     assert [count for kernel, count in said.items() if kernel.startswith(name)] == [each], name
 
 def test_a_weight_does_go_first():

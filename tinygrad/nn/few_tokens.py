@@ -14,13 +14,13 @@ Arithmetic: halves times halves, sums in float32, in a fixed order: same input, 
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Callable, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.halves import FOUR, FOURS, QUADS, SCALE_UP, half_pair, halves, rounding_error, same_halves
-from tinygrad.nn.intrinsics import Target, and_or, byte_perm, fma_halves, word
-from tinygrad.nn.kernel import (SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum, branch, empty, gated, launch, local, optional,
-                                rotated, safe_index, silu, sum_in_order, total)
+from tinygrad.nn.intrinsics import Target, and_or, byte_perm, copied, copy, fma_halves, opaque_zero, word
+from tinygrad.nn.kernel import (REGISTERS_80, SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum, branch, empty, gated, launch,
+                                local, optional, rotated, safe_index, silu, sum_in_order, total)
 from tinygrad.nn.matmul import HALF_SCALE
 from tinygrad.nn.matvec import global_loads
 from tinygrad.nn.routing import GROUP, expert_index, most_groups
@@ -142,6 +142,7 @@ class Share:
     """Whether there are as many chunks as the warps take"""
     return self.blocks * self.warps * self.chunks * 4 == self.units
 
+def loads_of(weights:Weights) -> list[UOp]: return global_loads([units for of_chunk in weights for tiles in of_chunk for units in tiles])
 def chunks_of(width:int) -> int: return -(-width // CHUNK)
 def warps_of(width:int) -> int:
   """Of a block: no more than have the fewest chunks"""
@@ -150,6 +151,14 @@ def share_of(width:int, warps:int, blocks:int=1) -> Share: return Share(width //
 def precise_blocks(width:int) -> int:
   """Blocks that share rows of a precise product, so that each warp has a chunk: it takes six times as long as another's"""
   return -(-chunks_of(width) // warps_of(width))
+
+class StagedPlane(NamedTuple):
+  """A plane of weights, some words of which are in shared memory: plane[index] is where a word is"""
+  plane: UOp
+  words: dict[UOp, UOp]
+  def __getitem__(self, index:UOp) -> UOp:
+    place = self.plane[index]
+    return self.words.get(place, place)
 
 class Quad(NamedTuple):
   """Four neighbouring rows' products with a token, of each matrix"""
@@ -190,6 +199,11 @@ class BlockProduct:
       return matrix((self.first_row + row + self.lane_group).minimum(self.rows - 1), safe_index(number, inside), inside)
     return [[[[unit(matrix, chunk, tile * TILE_ROWS + half * 8) for half in range(2)] for tile in range(self.row_tiles)] for matrix in matrices]
             for chunk in range(self.share.chunks)]
+
+  def pairs(self, load_pairs:LoadPairs) -> list[UOp]:
+    """The lane's numbers of all its tokens, as products takes them"""
+    return [pair for unit, inside in map(self.unit, range(self.share.chunks)) for i in range(QUADS // 2) for tile in range(self.token_tiles)
+            for pair in load_pairs(tile * TILE_TOKENS + self.lane_group, unit // 4 * 4 + i, inside)]
 
   def products(self, weights:Weights, load_pairs:LoadPairs, loop:UOp|None=None, low_pairs:LoadPairs|None=None) -> PlaceOf:
     """loop: what all this is inside of. low_pairs: the tokens' rounding errors; the weights' are multiplied then too."""
@@ -260,6 +274,31 @@ class BlockProduct:
     """Whether there is the quad's row i. Most matrices have whole quads: their stores are one."""
     return quad.inside & (quad.row + i < self.rows) if self.rows % 4 and i else quad.inside
 
+class Staging:
+  """A block's weights on their way through shared memory, 16 bytes of codes at a time: all of them are asked for at once, then the tokens, and no
+  registers are taken meanwhile. Each lane has places of its own there, and waits for itself."""
+  def __init__(self, block:BlockProduct, weights:Weights, load_pairs:LoadPairs, loop:UOp):
+    """weights: as they lie in memory, in whole chunks. loop: what all this is inside of"""
+    loads, pieces, self.copies = loads_of(weights), dict[tuple[UOp, UOp, int], dict[int, UOp]](), dict[UOp, UOp]()
+    for place in (load.src[0] for load in loads if load.dtype == dtypes.uint32):
+      index, first = place.src[1].pop_const()
+      pieces.setdefault((place.src[0], index, first // 4), {})[first % 4] = place
+    whole = [words for words in pieces.values() if len(words) == 4]
+    shared = local(len(whole) * block.n_threads * 4, dtypes.uint32, block.slot + 2)
+    zeros = UOp.placeholder((1,), dtypes.uint32, slot=block.slot + 3, addrspace=AddrSpace.REG).after(loop)
+    for i, words in enumerate(whole):
+      to = (i * block.n_threads + block.thread) * 4
+      zeros = zeros.after(zeros[0].store(copy(block.target, shared[to], words[0])))
+      self.copies |= {place: to + word for word, place in words.items()}
+    self.load_from, self.begun = load_pairs, opaque_zero("0", zeros[0].load().cast(dtypes.int))
+    others = [load for load in loads if load.src[0] not in self.copies]
+    self.shared = shared.after(zeros[0].store(copied(block.target, *block.pairs(self.load_pairs), *others)))
+  def load_pairs(self, token:UOp, piece:UOp, inside:UOp|None) -> list[UOp]:
+    """The lane's words of tokens, behind the copies' begin"""
+    return self.load_from(token, piece + self.begun, inside)
+  def planes(self, planes:dict[str, UOp]) -> dict[str, StagedPlane]:
+    return {name: StagedPlane(plane, {place: self.shared[to] for place, to in self.copies.items()}) for name, plane in planes.items()}
+
 def store_columns(out:UOp, number:UOp, token:UOp, tokens:int, inside:UOp, values:list[UOp]) -> list[UOp]:
   """Four values as numbers number … of a token of Columns"""
   place = quad_place(number // 4, token, tokens)
@@ -318,7 +357,7 @@ def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], pa
     block = BlockProduct(target, share, min(T, TOKENS_AT_ONCE), tile * (TILE_ROWS * row_tiles), part.rows, row_tiles, i * SLOTS,
                          SHARED_BYTES // len(parts))
     weights = block.load(part.matrices)
-    behind = behind_wait(target, buffers, *global_loads([units for of_chunk in weights for tiles in of_chunk for units in tiles]))
+    behind = behind_wait(target, buffers, *loads_of(weights))
     low = loader(behind["low"], block, x, token_of, head) if part.precise else None
     places = block.products(weights, loader(behind["x"], block, x, token_of, head), loop, low)
     finished = []
@@ -419,6 +458,7 @@ def few_router(target:Target, x:Columns, low:Columns, router:Weight) -> Tensor:
 
 # ---- experts ----
 
+STAGED_CHUNKS = 2  # of a warp, whose tokens its registers hold while the weights are on their way
 EXPERT_TILES = 2   # of rows, that a block of one matrix makes: as many bytes as one of two matrices reads
 
 class Shared(NamedTuple):
@@ -427,6 +467,13 @@ class Shared(NamedTuple):
   weight: Weight
   x: Columns
 
+def expert_share(width:int, shared:Shared|None=None) -> Share:
+  return share_of(width, max(warps_of(width), 0 if shared is None else warps_of(shared.weight.shape[1])))
+
+def stages(target:Target, share:Share) -> bool:
+  """Whether experts' weights come by way of shared memory (Staging). A multiprocessor then holds REGISTERS_80 threads, though they may spill"""
+  return target.copy is not None and share.whole and share.chunks <= STAGED_CHUNKS
+
 def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weight], x:Columns, T:int, K:int, finish:Finish,
                     shared:Shared|None=None) -> list[UOp]:
   """The stores of a launch on stacks of matrices, (E, out, in), and the tokens that chose each. x: of T tokens or T · K choices. buffers: x; groups,
@@ -434,37 +481,39 @@ def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weig
   what the token has of the shared matrix, which stands beside one stack. In the kernel:
 
   expert, choices = the group's                                  # a block a tile of rows of a group's expert; some groups are empty
-  weights = the lane's units of the block's rows
+  weights = the lane's units of the block's rows                 # by way of shared memory (Staging)
   the products with the choices' x, and the sums over the warps  # BlockProduct
   finish: the epilogue stores
-  the same of the shared matrix                                  # blocks of their own, behind those of the groups: eight tokens each
+  the same of the shared matrix                                  # blocks of their own, the first ones, as they take longer: eight tokens each
   """
   E, rows, width = weights[0].shape
-  groups = most_groups(T, K, E)
-  tiles, warps = 1 if len(weights) > 1 else EXPERT_TILES, max(warps_of(width), 0 if shared is None else warps_of(shared.weight.shape[1]))
-  row_tile, group = (UOp.special(count, f"gidx{i}") for i, count in
-                     enumerate((-(-rows // (TILE_ROWS * tiles)), groups + (0 if shared is None else -(-T // TILE_TOKENS)))))
-  behind, place, first_row = behind_wait(target, buffers), group * (GROUP + 1), row_tile * (TILE_ROWS * tiles)
+  groups, of_shared = most_groups(T, K, E), 0 if shared is None else -(-T // TILE_TOKENS)
+  tiles, share = 1 if len(weights) > 1 else EXPERT_TILES, expert_share(width, shared)
+  row_tile, number = (UOp.special(count, f"gidx{i}") for i, count in enumerate((-(-rows // (TILE_ROWS * tiles)), of_shared + groups)))
+  behind, place, first_row = behind_wait(target, buffers), (number - of_shared).maximum(0) * (GROUP + 1), row_tile * (TILE_ROWS * tiles)
   named = behind["groups"][place].load()
   there = (named >= 0) & (named < E)
-  loop, zero = branch(0, there if shared is None else there & (group < groups))
+  loop, zero = branch(0, there if shared is None else there & (number >= of_shared))
   expert = expert_index(named, E)
   shared_bytes = SHARED_BYTES // (1 if shared is None else 2)
-  block = BlockProduct(target, share_of(width, warps), TILE_TOKENS, first_row, rows, tiles, 0, shared_bytes)
+  block = BlockProduct(target, share, TILE_TOKENS, first_row, rows, tiles, 0, shared_bytes)
   def entry(token:UOp) -> UOp: return behind["groups"][place + 1 + token + zero].load()
   def choice(entry:UOp) -> UOp: return entry.maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
-  def token_of(token:UOp) -> UOp: return choice(entry(token)) // (T * K // x.tokens)
-  matrices = [lambda row, unit, gate, matrix=weight.matrix(buffers, f"weight{i}"): matrix(expert * rows + row + zero, unit, gate)
-              for i, weight in enumerate(weights)]
-  places, stores = block.products(block.load(matrices), loader(behind["x"], block, x, token_of), loop), []
-  for quad in block.quads(len(matrices), places):
+  def load(planes:dict[str, Any]) -> Weights:
+    return block.load([lambda row, unit, gate, matrix=weight.matrix(planes, f"weight{i}"): matrix(expert * rows + row + zero, unit, gate)
+                       for i, weight in enumerate(weights)])
+  own, load_pairs, stores = load(buffers), loader(behind["x"], block, x, lambda token: choice(entry(token)) // (T * K // x.tokens)), []
+  if stages(target, share):
+    staging = Staging(block, own, load_pairs, loop)
+    own, load_pairs = load(staging.planes(buffers)), staging.load_pairs
+  for quad in block.quads(len(weights), block.products(own, load_pairs, loop)):
     chosen = entry(quad.token)
     stores += finish(block, quad._replace(token=choice(chosen), inside=quad.inside & (chosen >= 0)), behind)
   ends = [UOp.group(*stores).end(loop)]
   if shared is None: return ends
-  loop, zero = branch(1, group >= groups)
-  block = BlockProduct(target, share_of(shared.weight.shape[1], warps), TILE_TOKENS, first_row + zero, rows, tiles, SLOTS, shared_bytes)
-  first, stores = (group - groups).maximum(0) * TILE_TOKENS, []
+  loop, zero = branch(1, number < of_shared)
+  block = BlockProduct(target, share_of(shared.weight.shape[1], share.warps), TILE_TOKENS, first_row + zero, rows, tiles, SLOTS, shared_bytes)
+  first, stores = number.minimum(of_shared - 1) * TILE_TOKENS, []
   places = block.products(block.load([shared.weight.matrix(buffers, "shared")]),
                           loader(behind["x_shared"], block, shared.x, lambda token: (first + token).minimum(T - 1)), loop)
   for quad in block.quads(1, places):
@@ -485,7 +534,8 @@ def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], 
     return expert_products(target, buffers, weights, x, T, K, finish)
   ins = {"x": x.words, "groups": groups, "scale": scale, **weights[0].args("weight0"), **weights[1].args("weight1")}
   name, outs = f"few_expert_gate_up_{K}_{weights[0].label}_{T}", {"y": columns_like(x.words, 1, T * K, rows)}
-  return Columns(launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))[0], 1 / HALF_SCALE)
+  resident = REGISTERS_80 if stages(target, expert_share(weights[0].shape[2])) else 0
+  return Columns(launch(name, outs, ins, body, sum(weight.nbytes for weight in weights), resident)[0], 1 / HALF_SCALE)
 
 def few_expert_down(target:Target, x:Columns, weight:Weight, groups:Tensor, K:int, shared:Shared|None=None) -> Tensor:
   """W[expert]·x for each choice's x, and behind them the shared matrix times each of its tokens. weight: (E, out, in); groups: what group_choices
@@ -499,7 +549,8 @@ def few_expert_down(target:Target, x:Columns, weight:Weight, groups:Tensor, K:in
   if shared is not None: ins |= {"x_shared": shared.x.words, **shared.weight.args("shared")}
   name = "_".join([f"few_expert_down_{K}", weight.label, *([] if shared is None else ["shared", shared.weight.label]), str(T)])
   nbytes = weight.nbytes + (0 if shared is None else shared.weight.nbytes)
-  return launch(name, {"y": empty(x.words, x.tokens + (0 if shared is None else T), rows)}, ins, body, nbytes)[0]
+  outs = {"y": empty(x.words, x.tokens + (0 if shared is None else T), rows)}
+  return launch(name, outs, ins, body, nbytes, REGISTERS_80 if stages(target, expert_share(weight.shape[2], shared)) else 0)[0]
 
 def few_sum(target:Target, residual:Tensor, each:Tensor, K:int) -> Tensor:
   """residual + Σ_k each[token · K + k], and + each[T · K + token] where there are such rows. residual: float32 (T, D); each: float32

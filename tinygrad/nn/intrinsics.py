@@ -83,6 +83,7 @@ class Target:
   reciprocal: str|None = None  # 1 / {0}, nearly, without a branch for what is very small or large; float32
   copy: str|None = None        # statements: 16 bytes begin their way from {1} in device memory to {0} in shared memory
   copy_or_zeros: str|None = None   # … or zeros, where {2} is false
+  issued: str|None = None      # statement: the compiler puts no load that stands before it behind it
   grouped: str|None = None     # statements: the thread's copies that are in no group yet are one
   copied: str|None = None      # statements: go on when the thread's copies are there
   copied_but: str|None = None  # … but those of its latest {n} groups
@@ -111,7 +112,7 @@ TARGETS = {
                  copy=f'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : {_shared("{0}")}, "l"({{1}}) : "memory");',
                  copy_or_zeros='asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : '
                                f'{_shared("{0}")}, "l"({{1}}), "r"((int)({{2}}) * 16) : "memory");',
-                 grouped='asm volatile("cp.async.commit_group;" ::: "memory");',
+                 issued="__syncwarp();", grouped='asm volatile("cp.async.commit_group;" ::: "memory");',
                  copied='asm volatile("cp.async.wait_all;" ::: "memory");', copied_but='asm volatile("cp.async.wait_group {n};" ::: "memory");',
                  matrices=_ldmatrix("shared."), transposed=_ldmatrix("trans.shared.")),
   "METAL": Target("simd_shuffle_xor({{0}}, (ushort){o})", mma=MMA_METAL),
@@ -276,7 +277,7 @@ def grouped(target:Target, after:UOp, inside:UOp|None=None) -> UOp:
 def copied(target:Target, *after:UOp) -> UOp:
   """A zero, known when all copies that the thread began before `after` are there. Other threads see them behind a barrier"""
   assert target.copied is not None
-  return UOp(Ops.CUSTOM, dtypes.uint32, src=after, arg=f"0; {target.copied}")
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=after, arg=f"0; {target.issued or ''} {target.copied}")
 
 def copied_but(target:Target, cases:list[tuple[UOp, int]], otherwise:int) -> UOp:
   """… but those of as many groups, the latest, as the first case says that is true. Of 0 groups: all, and those in no group"""

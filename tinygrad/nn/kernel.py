@@ -43,7 +43,7 @@ SLOTS = 5    # of a part of a matrix-vector launch; a caller's own begin behind 
 WAITED, LEFT = 99, 98   # the numbers of registers, see behind_wait and break_if
 LOG2_E = 1.4426950408889634
 MULTIPROCESSORS = 132   # of a large GPU
-ROOMY = 512             # threads of a multiprocessor that have 128 registers each
+ROOMY, REGISTERS_80 = 512, 768   # threads of a multiprocessor that have 128 registers each, 80
 
 # ---- weights ----
 

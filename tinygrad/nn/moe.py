@@ -20,7 +20,7 @@ from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import Target, target_of
-from tinygrad.nn.kernel import UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, optional, silu
+from tinygrad.nn.kernel import REGISTERS_80, UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, optional, silu
 from tinygrad.nn.matmul import expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
 from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand,
                                     RowSegments, Rounded, coded_job, coded_rows_take_turns, codes_in, empty_codes, empty_rounded, is_simple, is_wide,
@@ -301,7 +301,7 @@ def expert_down_launch(hidden:Tensor|Codes, down:Weight, count:int, choosing:dic
   ins = {**named(hidden, "x"), **choosing, "residual": residual, **down.args("w"), **{k: v for x in beside for k, v in named(x, "x_shared").items()},
          **(shared[1].args("shared") if shared is not None else {})}
   name = "_".join([f"expert_down_{K}", *([] if early is None else ["early"]), down.label, *([] if shared is None else ["shared", shared[1].label])])
-  return launch(name, {"y": empty(residual, T, D)}, ins, body)[0]
+  return launch(name, {"y": empty(residual, T, D)}, ins, body, resident=REGISTERS_80 if isinstance(hidden, Codes) and early is None else 0)[0]
 
 # ---- a mixture of experts ----
 

@@ -47,9 +47,9 @@ def _each(device:str, count:int, buffers:dict[str, UOp]) -> tuple[UOp, dict[str,
   return row, buffers, lambda stores: [UOp.group(*stores).end(row)]
 
 def by_lot(number:UOp, row:UOp, place:int, share:float) -> UOp:
-  """bool, true in such a share of the steps, int32, for each row and each place in a draft: multiples of the golden ratio lie evenly"""
+  """bool, true in such a share of the steps, int32, for each row and each place in a draft: multiples of the golden ratio lie evenly. 0 < share"""
   x = number.cast(dtypes.uint32) * 0x9e3779b1 + row.cast(dtypes.uint32) * 0xc2b2ae3d + (place * 0x85ebca77 & 0xffffffff)
-  return (x >> 8) < round(share * (1 << 24))
+  return (x >> 8) < max(round(share * (1 << 24)), 1)
 
 def accept(chosen:Tensor, count:int, state:DraftState) -> tuple[Tensor, ...]:
   """chosen: int32 (S · (1 + count),), the tokens of a step with `count` drafts -> the state's token, start and ids with those that count; int32 (S,),
@@ -61,7 +61,8 @@ def accept(chosen:Tensor, count:int, state:DraftState) -> tuple[Tensor, ...]:
     right, accepted, newest, said = UOp.const(1, dtypes.int), UOp.const(0, dtypes.int), drawn[0], [drawn[0]]
     for i in range(count):
       draft = buffers["drafts"][row * N + i].load()
-      same = draft.eq(drawn[i]) if forced is None else by_lot(buffers["number"][row].load(), row, i, forced)
+      if forced is None: same = draft.eq(drawn[i])
+      else: same = by_lot(buffers["number"][row].load(), row, i, forced) if forced else UOp.const(False)
       right = same.where(right, 0)
       accepted = accepted + right
       newest = right.eq(1).where(drawn[i + 1], newest)
@@ -77,7 +78,7 @@ def accept(chosen:Tensor, count:int, state:DraftState) -> tuple[Tensor, ...]:
   outs = {"token": state.token, "start": state.start, "ids": state.ids, **dict(zip(("accepted", "said"), numbers))}
   # what a kernel does not read, it is not given
   ins = {"chosen": chosen, "tables": state.tables, **({"drafts": state.drafts} if count else {})}
-  if count and forced is not None: ins["number"] = state.number
+  if count and forced: ins["number"] = state.number
   return tuple(launch(f"accept_{S}_{count}_{N}{'' if forced is None else '_forced'}", outs, ins, body))
 
 def note(state:DraftState, token:Tensor, start:Tensor, said:Tensor, found:Tensor) -> tuple[Tensor, ...]:
