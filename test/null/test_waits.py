@@ -148,7 +148,7 @@ def test_blocks_at_once():
   have 80 registers a thread"""
   said = {launch.name: re.findall(r"// blocks at once: (\d+)\n", launch.source) for launch in [*sources("glm"), *sources("glm", 8)]}
   for name, each in (("expert_gate_up", ["3"]), ("mla_split_kv_mma_1", ["1"]), ("norm_linear_q6_k_154880", []), ("few_expert_gate_up", ["3"]),
-                     ("few_expert_down", ["4"]), ("expert_down_4_early", [])):
+                     ("few_expert_down", ["4"]), ("expert_down_4_early", ["4"])):
     assert [count for kernel, count in said.items() if kernel.startswith(name)] == [each], name
 
 def test_a_weight_does_go_first():
