@@ -292,7 +292,7 @@ class Staging:
       self.copies |= {place: to + word for word, place in words.items()}
     self.load_from, self.begun = load_pairs, opaque_zero("0", zeros[0].load().cast(dtypes.int))
     others = [load for load in loads if load.src[0] not in self.copies]
-    self.shared = shared.after(zeros[0].store(copied(block.target, *block.pairs(self.load_pairs), *others)))
+    self.shared = shared.after(zeros[0].store(copied(block.target, *block.pairs(self.load_pairs), *others, loaded=True)))
   def load_pairs(self, token:UOp, piece:UOp, inside:UOp|None) -> list[UOp]:
     """The lane's words of tokens, behind the copies' begin"""
     return self.load_from(token, piece + self.begun, inside)

@@ -274,10 +274,11 @@ def grouped(target:Target, after:UOp, inside:UOp|None=None) -> UOp:
   if inside is None: return UOp(Ops.CUSTOM, dtypes.uint32, src=(after,), arg=f"0; {target.grouped}")
   return UOp(Ops.CUSTOM, dtypes.uint32, src=(after, inside), arg=f"0; if ({{1}}) {target.grouped}")
 
-def copied(target:Target, *after:UOp) -> UOp:
-  """A zero, known when all copies that the thread began before `after` are there. Other threads see them behind a barrier"""
+def copied(target:Target, *after:UOp, loaded:bool=False) -> UOp:
+  """A zero, known when all copies that the thread began before `after` are there. Other threads see them behind a barrier. loaded: the loads among
+  `after` are asked for before that, where the compiler would put each in front of its use"""
   assert target.copied is not None
-  return UOp(Ops.CUSTOM, dtypes.uint32, src=after, arg=f"0; {target.issued or ''} {target.copied}")
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=after, arg=" ".join(["0;", *([target.issued] if loaded and target.issued else []), target.copied]))
 
 def copied_but(target:Target, cases:list[tuple[UOp, int]], otherwise:int) -> UOp:
   """… but those of as many groups, the latest, as the first case says that is true. Of 0 groups: all, and those in no group"""

@@ -301,7 +301,8 @@ def expert_down_launch(hidden:Tensor|Codes, down:Weight, count:int, choosing:dic
   ins = {**named(hidden, "x"), **choosing, "residual": residual, **down.args("w"), **{k: v for x in beside for k, v in named(x, "x_shared").items()},
          **(shared[1].args("shared") if shared is not None else {})}
   name = "_".join([f"expert_down_{K}", *([] if early is None else ["early"]), down.label, *([] if shared is None else ["shared", shared[1].label])])
-  return launch(name, {"y": empty(residual, T, D)}, ins, body, resident=REGISTERS_80 if isinstance(hidden, Codes) and early is None else 0)[0]
+  resident = REGISTERS_80 if isinstance(hidden, Codes) and early is None else 0   # its loads come behind the wait: together
+  return launch(name, {"y": empty(residual, T, D)}, ins, body, resident=resident)[0]
 
 # ---- a mixture of experts ----
 
