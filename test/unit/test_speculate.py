@@ -18,7 +18,7 @@ from tinygrad.apps.engine.batch import Batch, DraftBatch
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sampling import Features, Sampling
 from tinygrad.apps.engine.sequence import Request
-from tinygrad.apps.engine.speculate import MAX_DRAFTS, NOT_DRAFTED, PAUSE, REFUSED, TRIED, DraftState, Speculation, accept
+from tinygrad.apps.engine.speculate import MAX_DRAFTS, NOT_DRAFTED, PAUSE, REFUSED, TRIED, DraftState, Speculation, accept, some_drafts
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import Transformer
 from tinygrad.apps.models import BUILT_IN, load
@@ -47,6 +47,13 @@ def check_drafts(rng: random.Random, width: int) -> None:
   ids = np.int32([row + [rng.choice(row) for _ in range(width - len(row))] for row in rows])
   found = read(find_drafts(to_device(ids), to_device(np.int32([len(row) - 1 for row in rows])), 4).realize())
   assert found.tolist() == [drafts_of(row, 4) for row in rows]
+
+def test_drafts_by_force_are_as_many_tokens_as_a_text_has():
+  """Those that are found stay; alike ones would choose the same experts"""
+  found, start = np.full((64, 4), NO_DRAFT, np.int32), np.arange(64, dtype=np.int32) + 3
+  found[5] = 7, 8, 9, 9
+  tokens = read(some_drafts(to_device(found), to_device(start), 1000).realize())
+  assert tokens[5].tolist() == [7, 8, 9, 9] and 0 <= tokens.min() and tokens.max() < 1000 and len(set(tokens.reshape(-1).tolist())) > 200
 
 def test_drafts_are_accepted():
   """Those before the first that is not what was drawn; a row that is not there stays where it is"""

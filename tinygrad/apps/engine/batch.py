@@ -13,7 +13,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.apps.capture import Replay, enqueue, read, seen_by_host, to_device, write, write_row
 from tinygrad.apps.engine.sampling import VALUES, Features, Sampling, counted, mask_words, sample, to_draw, token_counts
 from tinygrad.apps.engine.sequence import TOP, BatchRow
-from tinygrad.apps.engine.speculate import DraftState, accept, counts_behind, counts_of_rows, note
+from tinygrad.apps.engine.speculate import DraftState, accept, counts_behind, counts_of_rows, note, some_drafts
 from tinygrad.apps.mla import Transformer
 from tinygrad.apps.mtp import MTP
 from tinygrad.nn.drafts import NO_DRAFT, find_drafts
@@ -65,7 +65,7 @@ def next_drafted(step:Step, count:int, logits:Tensor, draw:Draw, state:DraftStat
   chosen, *counts = rows_drawn(step, count, logits, draw, state)
   token, start, ids, accepted, said = accept(chosen, count, state)
   found = find_drafts(ids, start, state.drafts.shape[1])
-  if state.forced is not None: found = found.maximum(0).contiguous()   # some draft, wherever
+  if state.forced is not None: found = some_drafts(found, start, logits.shape[1])
   return token, start, ids, *note(state, token, start, said, found), *counted_on(draw, counts, accepted)
 
 # the same where a block guesses, in three parts: the tokens are drawn; they are accepted, when the block has run behind all of them; behind its head
