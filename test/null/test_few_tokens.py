@@ -148,7 +148,7 @@ def test_groups(n: int, K: int, E: int):
   assert groups[:len(want)].tolist() == want and (groups[len(want):-SPARE, 0] == -1).all()
 
 @pytest.mark.parametrize("n,K,E,D,kind", [(16, 2, 5, 160, T.Q4_0), (33, 3, 4, 160, T.Q4_1), (2, 4, 7, 160, T.Q8_0), (16, 2, 5, 256, T.Q4_0),
-                                          (9, 2, 5, 384, T.Q8_0)], ids=str)
+                                          (9, 2, 5, 384, T.Q8_0), (9, 2, 5, 256, T.F16)], ids=str)
 def test_experts(n: int, K: int, E: int, D: int, kind: T):
   """Experts with more tokens than a product has, and one that nobody chose; rows of whole chunks, whose codes come by shared memory, and not"""
   F = 64

@@ -470,9 +470,9 @@ class Shared(NamedTuple):
 def expert_share(width:int, shared:Shared|None=None) -> Share:
   return share_of(width, max(warps_of(width), 0 if shared is None else warps_of(shared.weight.shape[1])))
 
-def stages(target:Target, share:Share) -> bool:
+def stages(target:Target, share:Share, weights:Sequence[Weight]) -> bool:
   """Whether experts' weights come by way of shared memory (Staging). A multiprocessor then holds REGISTERS_80 threads, though they may spill"""
-  return target.copy is not None and share.whole and share.chunks <= STAGED_CHUNKS
+  return target.copy is not None and all(weight.integer for weight in weights) and share.whole and share.chunks <= STAGED_CHUNKS
 
 def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weight], x:Columns, T:int, K:int, finish:Finish,
                     shared:Shared|None=None) -> list[UOp]:
@@ -503,7 +503,7 @@ def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weig
     return block.load([lambda row, unit, gate, matrix=weight.matrix(planes, f"weight{i}"): matrix(expert * rows + row + zero, unit, gate)
                        for i, weight in enumerate(weights)])
   own, load_pairs, stores = load(buffers), loader(behind["x"], block, x, lambda token: choice(entry(token)) // (T * K // x.tokens)), []
-  if stages(target, share):
+  if stages(target, share, weights):
     staging = Staging(block, own, load_pairs, loop)
     own, load_pairs = load(staging.planes(buffers)), staging.load_pairs
   for quad in block.quads(len(weights), block.products(own, load_pairs, loop)):
@@ -534,7 +534,7 @@ def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], 
     return expert_products(target, buffers, weights, x, T, K, finish)
   ins = {"x": x.words, "groups": groups, "scale": scale, **weights[0].args("weight0"), **weights[1].args("weight1")}
   name, outs = f"few_expert_gate_up_{K}_{weights[0].label}_{T}", {"y": columns_like(x.words, 1, T * K, rows)}
-  resident = REGISTERS_80 if stages(target, expert_share(weights[0].shape[2])) else 0
+  resident = REGISTERS_80 if stages(target, expert_share(weights[0].shape[2]), weights) else 0
   return Columns(launch(name, outs, ins, body, sum(weight.nbytes for weight in weights), resident)[0], 1 / HALF_SCALE)
 
 def few_expert_down(target:Target, x:Columns, weight:Weight, groups:Tensor, K:int, shared:Shared|None=None) -> Tensor:
@@ -550,7 +550,7 @@ def few_expert_down(target:Target, x:Columns, weight:Weight, groups:Tensor, K:in
   name = "_".join([f"few_expert_down_{K}", weight.label, *([] if shared is None else ["shared", shared.weight.label]), str(T)])
   nbytes = weight.nbytes + (0 if shared is None else shared.weight.nbytes)
   outs = {"y": empty(x.words, x.tokens + (0 if shared is None else T), rows)}
-  return launch(name, outs, ins, body, nbytes, REGISTERS_80 if stages(target, expert_share(weight.shape[2], shared)) else 0)[0]
+  return launch(name, outs, ins, body, nbytes, REGISTERS_80 if stages(target, expert_share(weight.shape[2], shared), [weight]) else 0)[0]
 
 def few_sum(target:Target, residual:Tensor, each:Tensor, K:int) -> Tensor:
   """residual + Σ_k each[token · K + k], and + each[T · K + token] where there are such rows. residual: float32 (T, D); each: float32
