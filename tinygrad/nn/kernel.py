@@ -246,16 +246,16 @@ _programs:dict[Any, UOp] = {}   # a model's blocks launch the same few kernels a
 
 def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:Callable[[dict[str, UOp]], list[UOp]], mem:int|None=None,
            resident:int=0) -> list[Tensor]:
-  """Runs a kernel: body(flat buffers by name) -> its stores. Launches of the same name and fingerprint of body share one kernel.
+  """Runs a kernel: body(flat buffers by name) -> its stores. Launches of the same name and fingerprint of body share one kernel of a target.
   mem: bytes moved, where the renderer cannot count them. resident: see blocks_at_once. Returns the outs, written."""
   names, tensors = [*outs, *ins], [tensor.flatten() for tensor in (*outs.values(), *ins.values())]
+  target = target_of(tensors[0].device)
   def put_together(*buffers:UOp) -> UOp:
-    key = name, mem, resident, buffers, tuple(names), fingerprint(body)
+    key = name, mem, resident, target, buffers, tuple(names), fingerprint(body)
     if key not in _programs:
       info = KernelInfo(name=name, opts_to_apply=(), estimates=None if mem is None else Estimates(0, mem, mem))
       stores = body(dict(zip(names, (buffer.flatten() for buffer in buffers))))
-      said = blocks_at_once(target_of(tensors[0].device), stores, resident)
-      _programs[key] = UOp.group(*stores).sink(*said, arg=info).rtag(1)  # tagged: scheduled already
+      _programs[key] = UOp.group(*stores).sink(*blocks_at_once(target, stores, resident), arg=info).rtag(1)  # tagged: scheduled already
     return _programs[key]
   written = tensors[0].custom_kernel(*tensors[1:], fxn=put_together)
   return [buffer.reshape(out.shape) for buffer, out in zip(written, outs.values())]
