@@ -143,13 +143,17 @@ def test_nothing_of_others_before_the_wait(model: str, rows: int, features: Feat
       assert name in reads_early or all(CONSTANT.fullmatch(n) or n in STEADY for n in early), f"{name}: {early} before the wait"
       assert not re.search(r"\*\(+data\d+_[^;]*\)+ = ", before), f"{name}: stores before the wait"
 
+def said_of_blocks(launches: list[Launched], prefix: str) -> list[list[str]]:
+  return [re.findall(r"// blocks at once: (\d+)\n", launch.source) for launch in launches if launch.name.startswith(prefix)]
+
 def test_blocks_at_once():
   """What launches of GLM say of their blocks: 384, of which a multiprocessor holds three; one for each; many; of several tokens' experts, as many as
-  have 80 registers a thread"""
-  said = {launch.name: re.findall(r"// blocks at once: (\d+)\n", launch.source) for launch in [*sources("glm"), *sources("glm", 8)]}
+  have 80 registers a thread. A wide model's down, too"""
+  launches = list({launch.name: launch for launch in [*sources("glm"), *sources("glm", 8)]}.values())
   for name, each in (("expert_gate_up", ["3"]), ("mla_split_kv_mma_1", ["1"]), ("norm_linear_q6_k_154880", []), ("few_expert_gate_up", ["3"]),
                      ("few_expert_down", ["4"]), ("expert_down_4_early", ["4"])):
-    assert [count for kernel, count in said.items() if kernel.startswith(name)] == [each], name
+    assert said_of_blocks(launches, name) == [each], name
+  assert said_of_blocks(sources("kimi"), "expert_down_8") == [["3"]]
 
 def test_a_weight_does_go_first():
   """What the overlap is for"""

@@ -200,14 +200,14 @@ class BlockProduct:
     return [[[[unit(matrix, chunk, tile * TILE_ROWS + half * 8) for half in range(2)] for tile in range(self.row_tiles)] for matrix in matrices]
             for chunk in range(self.share.chunks)]
 
-  def pairs(self, load_pairs:LoadPairs) -> list[UOp]:
-    """The lane's numbers of all its tokens, as products takes them"""
-    return [pair for unit, inside in map(self.unit, range(self.share.chunks)) for i in range(QUADS // 2) for tile in range(self.token_tiles)
-            for pair in load_pairs(tile * TILE_TOKENS + self.lane_group, unit // 4 * 4 + i, inside)]
+  def pairs(self, load_pairs:LoadPairs, chunk:int) -> dict[tuple[int, int], list[UOp]]:
+    """The lane's numbers of the tokens in its warp's chunk: {(two products, tile of tokens): words}"""
+    unit, inside = self.unit(chunk)
+    return {(i, tile): load_pairs(tile * TILE_TOKENS + self.lane_group, unit // 4 * 4 + i, inside)
+            for i, tile in product(range(QUADS // 2), range(self.token_tiles))}
 
   def products(self, weights:Weights, load_pairs:LoadPairs, loop:UOp|None=None, low_pairs:LoadPairs|None=None) -> PlaceOf:
     """loop: what all this is inside of. low_pairs: the tokens' rounding errors; the weights' are multiplied then too."""
-    tokens = [tile * TILE_TOKENS + self.lane_group for tile in range(self.token_tiles)]
     n_sums = len(weights[0]) * self.row_tiles * self.token_tiles * 4
     sums = UOp.placeholder((n_sums + 1,), dtypes.float, slot=self.slot + 1, addrspace=AddrSpace.REG)
     def place(matrix:int, row_tile:int, token_tile:int, i:int) -> UOp:
@@ -220,18 +220,16 @@ class BlockProduct:
       event = self.mma.accumulate(a_words, pairs, [place(*at, i) for i in range(4)])
       return sums.after(sums[n_sums].store(event))
     for chunk, of_chunk in enumerate(weights):
-      unit, inside = self.unit(chunk)
       def words_of(unit:Unit) -> list[UOp]: return half_words(self.target, unit) if low_pairs is None else weight_words(unit)
       words = [[[words_of(unit) for unit in rows] for rows in tiles] for tiles in of_chunk]
       errors = [[[error_words(unit) for unit in rows] for rows in tiles] for tiles in of_chunk] if low_pairs is not None else words
-      for i, (token_tile, token) in product(range(QUADS // 2), enumerate(tokens)):
-        pairs = load_pairs(token, unit // 4 * 4 + i, inside)
-        low = low_pairs(token, unit // 4 * 4 + i, inside) if low_pairs is not None else []
+      lows = {} if low_pairs is None else self.pairs(low_pairs, chunk)
+      for (i, token_tile), pairs in self.pairs(load_pairs, chunk).items():
         for part, (matrix, row_tile) in product(range(2), product(range(len(words)), range(self.row_tiles))):
           own, first, at = slice(part * 2, part * 2 + 2), (i * 2 + part) * 2, (matrix, row_tile, token_tile)
           sums = accumulate(words[matrix][row_tile], first, pairs[own], *at)
           if low_pairs is not None:
-            sums = accumulate(words[matrix][row_tile], first, low[own], *at)
+            sums = accumulate(words[matrix][row_tile], first, lows[i, token_tile][own], *at)
             sums = accumulate(errors[matrix][row_tile], first, pairs[own], *at)
     return place
 
@@ -291,8 +289,9 @@ class Staging:
       zeros = zeros.after(zeros[0].store(copy(block.target, shared[to], words[0])))
       self.copies |= {place: to + word for word, place in words.items()}
     self.load_from, self.begun = load_pairs, opaque_zero("0", zeros[0].load().cast(dtypes.int))
+    tokens = [word for chunk in range(block.share.chunks) for words in block.pairs(self.load_pairs, chunk).values() for word in words]
     others = [load for load in loads if load.src[0] not in self.copies]
-    self.shared = shared.after(zeros[0].store(copied(block.target, *block.pairs(self.load_pairs), *others, loaded=True)))
+    self.shared = shared.after(zeros[0].store(copied(block.target, *tokens, *others, loaded=True)))
   def load_pairs(self, token:UOp, piece:UOp, inside:UOp|None) -> list[UOp]:
     """The lane's words of tokens, behind the copies' begin"""
     return self.load_from(token, piece + self.begun, inside)
@@ -470,8 +469,9 @@ class Shared(NamedTuple):
 def expert_share(width:int, shared:Shared|None=None) -> Share:
   return share_of(width, max(warps_of(width), 0 if shared is None else warps_of(shared.weight.shape[1])))
 
-def stages(target:Target, share:Share, weights:Sequence[Weight]) -> bool:
+def stages(target:Target, weights:Sequence[Weight], shared:Shared|None=None) -> bool:
   """Whether experts' weights come by way of shared memory (Staging). A multiprocessor then holds REGISTERS_80 threads, though they may spill"""
+  share = expert_share(weights[0].shape[2], shared)
   return target.copy is not None and all(weight.integer for weight in weights) and share.whole and share.chunks <= STAGED_CHUNKS
 
 def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weight], x:Columns, T:int, K:int, finish:Finish,
@@ -503,7 +503,7 @@ def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weig
     return block.load([lambda row, unit, gate, matrix=weight.matrix(planes, f"weight{i}"): matrix(expert * rows + row + zero, unit, gate)
                        for i, weight in enumerate(weights)])
   own, load_pairs, stores = load(buffers), loader(behind["x"], block, x, lambda token: choice(entry(token)) // (T * K // x.tokens)), []
-  if stages(target, share, weights):
+  if stages(target, weights, shared):
     staging = Staging(block, own, load_pairs, loop)
     own, load_pairs = load(staging.planes(buffers)), staging.load_pairs
   for quad in block.quads(len(weights), block.products(own, load_pairs, loop)):
@@ -534,7 +534,7 @@ def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], 
     return expert_products(target, buffers, weights, x, T, K, finish)
   ins = {"x": x.words, "groups": groups, "scale": scale, **weights[0].args("weight0"), **weights[1].args("weight1")}
   name, outs = f"few_expert_gate_up_{K}_{weights[0].label}_{T}", {"y": columns_like(x.words, 1, T * K, rows)}
-  resident = REGISTERS_80 if stages(target, expert_share(weights[0].shape[2]), weights) else 0
+  resident = REGISTERS_80 if stages(target, weights) else 0
   return Columns(launch(name, outs, ins, body, sum(weight.nbytes for weight in weights), resident)[0], 1 / HALF_SCALE)
 
 def few_expert_down(target:Target, x:Columns, weight:Weight, groups:Tensor, K:int, shared:Shared|None=None) -> Tensor:
@@ -550,7 +550,7 @@ def few_expert_down(target:Target, x:Columns, weight:Weight, groups:Tensor, K:in
   name = "_".join([f"few_expert_down_{K}", weight.label, *([] if shared is None else ["shared", shared.weight.label]), str(T)])
   nbytes = weight.nbytes + (0 if shared is None else shared.weight.nbytes)
   outs = {"y": empty(x.words, x.tokens + (0 if shared is None else T), rows)}
-  return launch(name, outs, ins, body, nbytes, REGISTERS_80 if stages(target, expert_share(weight.shape[2], shared), [weight]) else 0)[0]
+  return launch(name, outs, ins, body, nbytes, REGISTERS_80 if stages(target, [weight], shared) else 0)[0]
 
 def few_sum(target:Target, residual:Tensor, each:Tensor, K:int) -> Tensor:
   """residual + Σ_k each[token · K + k], and + each[T · K + token] where there are such rows. residual: float32 (T, D); each: float32

@@ -141,7 +141,7 @@ HOPPER = replace(TARGETS["CUDA"], most_shared_bytes=232448, at_once="// blocks a
 
 # the least compute capability -> the row, the newest first: m16n8k16 and copies beside other work came with Ampere, m16n8k8 with Turing, dp4a with
 # the second Pascal
-BEFORE_AMPERE = replace(TARGETS["CUDA"], copy=None, copy_or_zeros=None, grouped=None, copied=None, copied_but=None, matrices=None,
+BEFORE_AMPERE = replace(TARGETS["CUDA"], copy=None, copy_or_zeros=None, issued=None, grouped=None, copied=None, copied_but=None, matrices=None,
                         transposed=None, most_shared_bytes=0)
 OF_CAPABILITY = {
   120: replace(HOPPER, most_shared_bytes=101376, at_once=None),   # some of these are small, and all of the next
@@ -277,8 +277,8 @@ def grouped(target:Target, after:UOp, inside:UOp|None=None) -> UOp:
 def copied(target:Target, *after:UOp, loaded:bool=False) -> UOp:
   """A zero, known when all copies that the thread began before `after` are there. Other threads see them behind a barrier. loaded: the loads among
   `after` are asked for before that, where the compiler would put each in front of its use"""
-  assert target.copied is not None
-  return UOp(Ops.CUSTOM, dtypes.uint32, src=after, arg=" ".join(["0;", *([target.issued] if loaded and target.issued else []), target.copied]))
+  assert target.copied is not None and target.issued is not None
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=after, arg=f"0; {f'{target.issued} ' if loaded else ''}{target.copied}")
 
 def copied_but(target:Target, cases:list[tuple[UOp, int]], otherwise:int) -> UOp:
   """… but those of as many groups, the latest, as the first case says that is true. Of 0 groups: all, and those in no group"""
