@@ -9,8 +9,8 @@ from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope, rope_table
 from tinygrad.nn import few_tokens
-from tinygrad.nn.few_tokens import (Columns, Shared, columns, few_expert_down, few_expert_gate_up, few_gate_up, few_heads, few_matmul, few_router,
-                                    few_sum, share_of, warps_of)
+from tinygrad.nn.few_tokens import (Columns, Floats, Shared, columns, few_expert_down, few_expert_gate_up, few_gate_up, few_heads, few_matmul,
+                                    few_router, few_sum, launch_warps, share_of, tokens_of, warps_of)
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.routing import GROUP, SPARE, group_choices, most_groups
 
@@ -110,6 +110,27 @@ def test_several_matrices():
   even, odd, (cos, sin) = heads[..., 16::2], heads[..., 17::2], (angles[..., i] for i in range(2))
   want = np.concatenate([heads[..., :16], np.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(10, 2, 32)], -1)
   assert worst(got.numpy(), want.reshape(10, 96)) < HALF and worst(beside.numpy(), x @ second_want.T) < HALF
+
+# a warp a token and several turns, two warps a token, and a part of a warp's numbers that are not there
+@pytest.mark.parametrize("n,width,rows", [(3, 256, 20), (8, 736, 16), (8, 2048, 33), (5, 2048, 16), (1, 384, 16)])
+def test_blocks_make_columns(n: int, width: int, rows: int):
+  """Of RMSNorm(x), as columns() does"""
+  (weight, want), (other, other_want) = load(T.Q4_0, rows, width), load(T.Q8_0, 21, width)
+  x, norm, residual = floats(n, width) * np.exp(3 * floats(n, 1)), RMSNorm(Tensor(floats(width)).realize(), 1e-5), floats(n, rows)
+  exact = norm(Tensor(x)).numpy().astype(np.float64)
+  got, beside = few_matmul(target(), Floats(Tensor(x), width, norm), [weight, other], Tensor(residual))
+  assert worst(got.numpy(), exact @ want.T + residual) < 2 * HALF and worst(beside.numpy(), exact @ other_want.T) < 2 * HALF
+
+def test_who_makes_columns():
+  """Blocks where a launch's are few, and then more warps share a row"""
+  def made(n: int, width: int, *rows: int) -> bool:
+    weights = [QuantizedLinear.load(T.F16, (1, width), np.zeros((1, 2 * width), np.uint8)) for _ in rows]
+    for weight, count in zip(weights, rows): weight.shape = (count, width)
+    norm = RMSNorm(Tensor.ones(width).contiguous().realize(), 1e-5)
+    return isinstance(tokens_of(target(), Tensor.zeros(n, width).contiguous().realize(), norm, weights), Floats)
+  assert made(8, 2048, 768, 576) and made(5, 768, 5120) and not made(9, 2048, 768, 576) and not made(8, 2048, 3072, 576) and not made(8, 7168, 64)
+  warps = [launch_warps(*of) for of in ((2048, 8, 768, 576), (5120, 3, 2048), (768, 8, 5120), (2048, 9, 768), (2048, 8, 154880))]
+  assert warps == [16, 14, 6, 8, 8] and launch_warps(2048, 8, 64, precise=True) == 8
 
 def test_heads():
   """A vector a head, longer than halves hold; the next product undoes the factor"""

@@ -17,8 +17,9 @@ from tinygrad.apps.rope import Rope
 from tinygrad.engine.realize import compile_linear
 from tinygrad.nn import (cutoff, draw, embedding, few_tokens, lora_query, mla_attention, moe, norm_linear, nucleus, routing, split_kv,
                          split_plan)
+from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.routing import Gating, Routing
-from tinygrad.nn.step import Step
+from tinygrad.nn.step import PAGE, Step
 from tinygrad.runtime.graph.cuda import kept_edges
 from tinygrad.uop.ops import Ops, UOp
 
@@ -182,15 +183,15 @@ def test_planted_faults(rows: int, before: str, read: str, other: str):
   before_early = [done >> number - 1 & 1 for number, (launch, done) in enumerate(zip(launches, done_at_start(launches))) if launch.name == early]
   assert not any(before_early), "the kernel just before is not done"
 
-def sources_of_a_few(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[str], str]]:
-  """{kernel: (its buffers' names, its source)} of a mixture's step and of heads with RoPE, on Hopper"""
+def sources_of_a_few(tokens: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[str], str]]:
+  """{kernel: (its buffers' names, its source)} of a mixture's step, of heads with RoPE and of their latent queries, on Hopper"""
   names: dict[str, list[str]] = {}
   def recording(right: Callable) -> Callable:
     def wrapped(name: str, outs: dict, ins: dict, *rest: Any) -> list[Tensor]:
       names[name] = [*outs, *ins]
       return right(name, outs, ins, *rest)
     return wrapped
-  for module in (few_tokens, routing): monkeypatch.setattr(module, "launch", recording(module.launch))
+  for module in (few_tokens, mla_attention, routing): monkeypatch.setattr(module, "launch", recording(module.launch))
   def empty(cls: type[QuantizedWeight], *shape: int) -> QuantizedWeight:
     *rows, units = *shape[:-1], shape[-1] // 32
     planes = {"q0": Tensor.empty(*rows, units, 8, dtype=dtypes.uint32), "d": Tensor.empty(*rows, units, dtype=dtypes.half)}
@@ -198,24 +199,30 @@ def sources_of_a_few(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[st
   def matrix(*shape: int) -> QuantizedWeight: return empty(QuantizedLinear, *shape)
   def experts(*shape: int) -> QuantizedWeight: return empty(QuantizedExpertWeights, 4, *shape)
   with no_device("CUDA"), collected_calls() as calls:
-    x, norm, start = Tensor.empty(9, 128), RMSNorm(Tensor.empty(128), 1e-5), Tensor.empty(9, dtype=dtypes.int32)
-    step = Step.decode(start, Tensor.empty(9, 2, dtype=dtypes.int32))
-    x, _ = norm_linear.norm_linear(step, x, norm, [matrix(128, 128), matrix(32, 128)], Rope(Tensor.empty(64, 32, 2), 128, 64))
-    x = norm_linear.attention_output(step, x.reshape(9, 1, 128), matrix(1, 128, 128), matrix(128, 128), x)
+    x, norm, start = Tensor.empty(tokens, 128), RMSNorm(Tensor.empty(128), 1e-5), Tensor.empty(tokens, dtype=dtypes.int32)
+    step, rope = Step.decode(start, Tensor.empty(tokens, 2, dtype=dtypes.int32)), Rope(Tensor.empty(64, 32, 2), 128, 64)
+    x, kv = norm_linear.norm_linear(step, x, norm, [matrix(128, 128), matrix(128 + 64, 128)], rope)
+    cache = Tensor.empty(2 * PAGE, 128 + 64, dtype=dtypes.half)
+    mla_attention.latent_query(target_of(x.device), step, x, kv, matrix(1, 128, 64), norm, cache, rope)[0].realize()
+    x = norm_linear.attention_output(step, x.reshape(tokens, 1, 128), matrix(1, 128, 128), matrix(128, 128), x)
     shared, chosen = (moe.FeedForward(of(32, 128), of(32, 128), of(128, 32)) for of in (matrix, experts))
     moe.mixture(step, x, norm, matrix(4, 128), Routing(2, Gating.SIGMOID, True, 1.8), chosen, shared, x).realize()
     programs = [call.src[0] for call in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   return {p.arg.name: (names[p.arg.name], next(u.arg for u in p.src if u.op is Ops.SOURCE)) for p in programs if p.arg.name in names}
 
-def test_nothing_of_others_before_the_wait_of_a_few_tokens(monkeypatch: pytest.MonkeyPatch):
-  kernels = sources_of_a_few(monkeypatch)
-  assert len(kernels) == 12
+@pytest.mark.parametrize("tokens,count", [(9, 13), (5, 12)])
+def test_nothing_of_others_before_the_wait_of_a_few_tokens(tokens: int, count: int, monkeypatch: pytest.MonkeyPatch):
+  """In each of a launch's parts, the one that writes the cache's rows as well"""
+  kernels = sources_of_a_few(tokens, monkeypatch)
+  assert len(kernels) == count
   for name, (buffers, source) in kernels.items():
     parts = branches(body(source))
-    assert len(parts) == (2 if name.startswith(("few_matmul_rope", "few_gate_up")) else 1), name
-    for part in parts:
+    in_parts = "rope" in name or name.startswith("few_gate_up") or "latent_query" in name
+    assert len(parts) == (2 if in_parts else 1), name
+    for number, part in enumerate(parts):
       before, _ = part.split(WAIT)   # one wait
       early = {buffers[int(i)] for i in re.findall(r"\bdata(\d+)_", before)}
       assert all(CONSTANT.fullmatch(buffer) or buffer in STEADY for buffer in early), f"{name}: {early} before the wait"
-      weights = any("." in buffer for buffer in buffers) and "expert" not in name
+      writes_rows = "latent_query" in name and number == 0
+      weights = any("." in buffer for buffer in buffers) and "expert" not in name and not writes_rows
       assert not weights or any("." in buffer for buffer in early), f"{name}: no weights before the wait"

@@ -18,11 +18,11 @@ from typing import Any, Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.halves import FOUR, FOURS, QUADS, SCALE_UP, half_pair, halves, rounding_error, same_halves
-from tinygrad.nn.intrinsics import Target, and_or, byte_perm, copied, copy, fma_halves, opaque_zero, word
-from tinygrad.nn.kernel import (REGISTERS_80, SLOTS, UNIT, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum, branch, empty, gated, launch,
-                                local, optional, rotated, safe_index, silu, sum_in_order, total)
+from tinygrad.nn.intrinsics import Target, and_or, byte_perm, copied, copy, fma_halves, group_sum, opaque_zero, word
+from tinygrad.nn.kernel import (MULTIPROCESSORS, REGISTERS_80, SLOTS, UNIT, BlockSum, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum,
+                                branch, empty, gated, launch, local, optional, rotated, safe_index, silu, sum_in_order, total)
 from tinygrad.nn.matmul import HALF_SCALE
-from tinygrad.nn.matvec import global_loads
+from tinygrad.nn.matvec import ExtraStores, global_loads
 from tinygrad.nn.routing import GROUP, expert_index, most_groups
 from tinygrad.uop.ops import Ops
 
@@ -30,9 +30,11 @@ from tinygrad.uop.ops import Ops
 LEAST_TOKENS, MOST_TOKENS = 3, 64
 TILE_ROWS, TILE_TOKENS = 16, GROUP   # of a product
 CHUNK = 4 * UNIT                 # numbers of a row that a product's lanes have between them
-MOST_WARPS = 8                   # of a block
+MOST_WARPS = 8                   # of a block; twice as many where a launch takes as long as a warp's way
 PITCH = TILE_ROWS + 4            # of a token's sums in shared memory: a warp's lanes hit different banks
 SHARED_BYTES = 40960             # of the sums in shared memory
+MADE_WIDTH = 2048                # at most, of vectors that each block makes columns of
+MADE = 8 * SLOTS                 # the first slot of the columns that blocks make
 
 def takes(target:Target) -> bool:
   """Whether the tensor cores take words of two halves, and a lane can multiply them: the fragments are then PTX's"""
@@ -48,6 +50,7 @@ class Columns:
   factor: float = 1.0
   @property
   def tokens(self) -> int: return self.words.shape[2]
+  def inputs(self) -> dict[str, Tensor]: return {"x": self.words}
 
 def pieces_of(width:int) -> int: return -(-width // CHUNK) * 4
 def columns_like(like:Tensor, heads:int, tokens:int, width:int) -> Tensor:
@@ -61,6 +64,24 @@ def quad_place(quad:UOp, token:UOp, tokens:int) -> UOp:
   """Where the two words of a vector's numbers 4·quad … lie"""
   piece = quad // (4 * QUADS) * 4 + quad % QUADS // 2
   return (piece * tokens + token) * 16 + quad // QUADS % 4 * 4 + quad % 2 * 2
+
+@dataclass(frozen=True)
+class Floats:
+  """Tokens of which each block of a launch makes columns for itself, in shared memory; with a norm, of RMSNorm(x)"""
+  x: Tensor              # float32 (T, heads · pitch)
+  width: int             # of a vector
+  norm: Norm|None = None
+  pitch: int = 0         # numbers from a head's vector to the next one's
+  factor = 1.0
+  @property
+  def tokens(self) -> int: return self.x.shape[0]
+  def inputs(self) -> dict[str, Tensor]: return {"x": self.x, **optional(norm=None if self.norm is None else self.norm.weight)}
+
+def tokens_of(target:Target, x:Tensor, norm:Norm|None, weights:Sequence[Weight]) -> Columns|Floats:
+  """Tokens for a launch on these matrices, which has them alone. Each block makes its columns where that costs less than a launch"""
+  T, D = x.shape
+  short = is_short(D, T, *(weight.shape[0] for weight in weights)) and D <= MADE_WIDTH
+  return Floats(x, D, norm) if norm is not None and short else columns(target, x, norm)[0]
 
 def columns(target:Target, x:Tensor, norm:Norm|None=None, low:bool=False) -> list[Columns]:
   """Tokens in the order of Columns, with a norm RMSNorm(x), and with `low` their rounding errors. x: float32 (T, D) or (T, H, D). In the kernel:
@@ -144,13 +165,21 @@ class Share:
 
 def loads_of(weights:Weights) -> list[UOp]: return global_loads([units for of_chunk in weights for tiles in of_chunk for units in tiles])
 def chunks_of(width:int) -> int: return -(-width // CHUNK)
-def warps_of(width:int) -> int:
+def warps_of(width:int, most:int=MOST_WARPS) -> int:
   """Of a block: no more than have the fewest chunks"""
-  return -(-chunks_of(width) // -(-chunks_of(width) // MOST_WARPS))
+  return -(-chunks_of(width) // -(-chunks_of(width) // most))
+def is_short(width:int, tokens:int, *rows:int) -> bool:
+  """Whether the blocks of a launch on matrices of so many rows are one for each multiprocessor, with as many warps as they may have: the launch takes
+  as long as a block's way"""
+  blocks = sum(-(-count // TILE_ROWS) for count in rows)
+  return tokens <= TILE_TOKENS and blocks * warps_of(width, 2 * MOST_WARPS) <= MULTIPROCESSORS * 2 * MOST_WARPS
+def launch_warps(width:int, tokens:int, *rows:int, precise:bool=False) -> int:
+  """Of the blocks of a launch on matrices of so many rows. Precise products are instructions: more warps would only share a multiprocessor's"""
+  return warps_of(width, 2 * MOST_WARPS if is_short(width, tokens, *rows) and not precise else MOST_WARPS)
 def share_of(width:int, warps:int, blocks:int=1) -> Share: return Share(width // UNIT, warps, -(-chunks_of(width) // (blocks * warps)), blocks)
-def precise_blocks(width:int) -> int:
+def precise_blocks(width:int, warps:int) -> int:
   """Blocks that share rows of a precise product, so that each warp has a chunk: it takes six times as long as another's"""
-  return -(-chunks_of(width) // warps_of(width))
+  return -(-chunks_of(width) // warps)
 
 class StagedPlane(NamedTuple):
   """A plane of weights, some words of which are in shared memory: plane[index] is where a word is"""
@@ -206,7 +235,7 @@ class BlockProduct:
     return {(i, tile): load_pairs(tile * TILE_TOKENS + self.lane_group, unit // 4 * 4 + i, inside)
             for i, tile in product(range(QUADS // 2), range(self.token_tiles))}
 
-  def products(self, weights:Weights, load_pairs:LoadPairs, loop:UOp|None=None, low_pairs:LoadPairs|None=None) -> PlaceOf:
+  def products(self, weights:Weights, loop:UOp|None, load_pairs:LoadPairs, low_pairs:LoadPairs|None=None) -> PlaceOf:
     """loop: what all this is inside of. low_pairs: the tokens' rounding errors; the weights' are multiplied then too."""
     n_sums = len(weights[0]) * self.row_tiles * self.token_tiles * 4
     sums = UOp.placeholder((n_sums + 1,), dtypes.float, slot=self.slot + 1, addrspace=AddrSpace.REG)
@@ -311,6 +340,51 @@ def loader(buffer:UOp, block:BlockProduct, x:Columns, token_of:Callable[[UOp], U
     return [buffer[gated(place + i, inside)].load() for i in range(4)]
   return load
 
+class MadeColumns:
+  """Columns of Floats in shared memory, by a block: a warp, or several, a token"""
+  def __init__(self, block:BlockProduct, x:Floats, token_of:Callable[[UOp], UOp], head:UOp|int, zero:UOp|int):
+    """zero: of what all this is inside of"""
+    self.block, self.x, self.token_of, self.first = block, x, token_of, head * x.pitch
+    self.warps = max(block.share.warps // TILE_TOKENS, 1)   # of a token
+    team, quads = self.warps * block.target.lanes, x.width // 4
+    self.number, self.member, self.at_once = block.thread // team, block.thread % team, block.n_threads // team
+    places = [self.member + start + zero for start in range(0, quads, team)]
+    self.quads = [(quad, None if (turn + 1) * team <= quads else quad < quads) for turn, quad in enumerate(places)]
+
+  def load(self, buffer:UOp, first:UOp|int) -> list[list[UOp]]:
+    """The thread's numbers of a vector that begins there"""
+    return [[buffer[gated(first + quad * 4 + i, inside)].load() for i in range(4)] for quad, inside in self.quads]
+
+  def loader(self, x:UOp, norm:list[list[UOp]]) -> LoadPairs:
+    """x: the buffer, behind the wait. norm: the thread's numbers of the norm's weight"""
+    tokens, stores = self.block.tokens, []
+    pitch = tokens | 1   # with an odd number of tokens a warp's lanes hit different banks
+    made = local(pieces_of(self.x.width) * pitch * 16, dtypes.uint32, MADE + self.block.slot)
+    for turn, first in enumerate(range(0, tokens, self.at_once)):
+      token = self.number + first
+      there = None if first + self.at_once <= tokens else token < tokens
+      numbers = self.load(x, self.token_of(safe_index(token, there)) * self.x.x.shape[1] + self.first)
+      if self.x.norm is not None:
+        squares = self.total(sum_in_order(number * number for of_quad in numbers for number in of_quad), turn)
+        factor = (squares * (1.0 / self.x.width) + self.x.norm.eps).rsqrt()
+        numbers = [[number * factor * weight for number, weight in zip(*of_quad)] for of_quad in zip(numbers, norm)]
+      for (quad, inside), of_quad in zip(self.quads, numbers):
+        place = quad_place(quad, token, pitch)
+        stores += [made[gated(place + i, there, inside)].store(pair) for i, pair in enumerate(quad_pairs(of_quad))]
+    made = made.after(UOp(Ops.BARRIER, src=tuple(stores)))
+    def load(token:UOp, piece:UOp, inside:UOp|None) -> list[UOp]:
+      place = (piece * pitch + token.minimum(tokens - 1)) * 16 + self.block.in_group * 4
+      return [made[gated(place + i, inside)].load() for i in range(4)]
+    return load
+
+  def total(self, value:UOp, turn:int) -> UOp:
+    """The sum over a token's threads"""
+    block = self.block
+    if self.warps == 1: return group_sum(block.target, value, block.target.lanes)
+    warps = BlockSum(block.target, value, block.thread, block.n_threads, MADE + block.slot + 1 + turn)
+    shared = warps.shared.after(UOp(Ops.BARRIER, src=(warps.store,)))
+    return sum_in_order(shared[self.number * self.warps + warp].load() for warp in range(self.warps))
+
 # ---- a launch ----
 
 MANY_TILES, TWO_TILES_TOKENS = 1024, 16   # from so many tiles of rows on, up to so many tokens, a block makes two: they share reads of the tokens
@@ -332,33 +406,49 @@ class Part:
   finish: Finish
   precise: bool = False
 
-def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], parts:Sequence[Part], head:UOp|int=0) -> list[UOp]:
-  """The stores of a launch over gidx0, each part in blocks of its own. buffers: x and, where a part is precise, low. In the kernel:
+def few_products(target:Target, width:int, x:Columns|Floats, buffers:dict[str, UOp], parts:Sequence[Part], head:UOp|int=0,
+                 beside:ExtraStores|None=None) -> list[UOp]:
+  """The stores of a launch over gidx0, each part in blocks of its own. buffers: x and, where a part is precise, low; of Floats also norm, if there is
+  one. In the kernel:
 
   weights = the lane's units of the block's rows                 # loads are issued; none waits for the tokens
   wait until the kernels before are done
+  of Floats: their columns, in shared memory; barrier            # MadeColumns
   the products, and the sums over the warps                      # BlockProduct
   finish: the epilogue stores
   """
   T, stores, start = x.tokens, [], 0
   groups = -(-T // TOKENS_AT_ONCE)
   tiles = [row_tiles_of(part.rows, T) for part in parts]
-  blocks = [precise_blocks(width) if part.precise else 1 for part in parts]   # that share rows
+  warps = launch_warps(width, T, *(part.rows for part in parts), precise=any(part.precise for part in parts))
+  blocks = [precise_blocks(width, warps) if part.precise else 1 for part in parts]   # that share rows
   counts = [-(-part.rows // (TILE_ROWS * tiles_of_part)) * of_rows for part, tiles_of_part, of_rows in zip(parts, tiles, blocks)]
-  index = UOp.special(sum(counts) * groups, "gidx0")
-  number, first_token = index % sum(counts), index // sum(counts) * TOKENS_AT_ONCE   # neighbouring blocks have the same tokens
+  first = 0 if beside is None else beside.blocks
+  index = UOp.special(first + sum(counts) * groups, "gidx0")
+  if beside is not None:
+    threads = warps * target.lanes
+    stores.append(beside.in_own_blocks(target, len(parts), index, UOp.special(threads, "lidx0"), threads))
+  own = (index - first).maximum(0) if first else index
+  number, first_token = own % sum(counts), own // sum(counts) * TOKENS_AT_ONCE   # neighbouring blocks have the same tokens
   def token_of(token:UOp) -> UOp: return (first_token + token).minimum(T - 1)
   for i, (part, row_tiles, of_rows, count) in enumerate(zip(parts, tiles, blocks, counts)):
-    loop, zero = branch(i, (number >= start) & (number < start + count)) if len(parts) > 1 else (None, 0)
+    there = (number >= start) & (number < start + count) & (index >= first)
+    loop, zero = branch(i, there) if len(parts) > 1 or first else (None, 0)
     tile, among = (number - start + zero) // of_rows, (number - start + zero) % of_rows
-    share = share_of(width, warps_of(width), of_rows)
+    share = share_of(width, warps, of_rows)
     share = replace(share, first=among * (share.warps * share.chunks))
     block = BlockProduct(target, share, min(T, TOKENS_AT_ONCE), tile * (TILE_ROWS * row_tiles), part.rows, row_tiles, i * SLOTS,
                          SHARED_BYTES // len(parts))
     weights = block.load(part.matrices)
-    behind = behind_wait(target, buffers, *loads_of(weights))
-    low = loader(behind["low"], block, x, token_of, head) if part.precise else None
-    places = block.products(weights, loader(behind["x"], block, x, token_of, head), loop, low)
+    if isinstance(x, Floats):
+      made = MadeColumns(block, x, token_of, head, zero)
+      norm = [] if x.norm is None else made.load(buffers["norm"], 0)
+      behind = behind_wait(target, buffers, *loads_of(weights), *(weight for of_quad in norm for weight in of_quad))
+      loaders = [made.loader(behind["x"], norm)]
+    else:
+      behind = behind_wait(target, buffers, *loads_of(weights))
+      loaders = [loader(behind[name], block, x, token_of, head) for name in ("x", "low")[:1 + part.precise]]
+    places = block.products(weights, loop, *loaders)
     finished = []
     for quad in block.quads(len(part.matrices), places):
       token = first_token + quad.token
@@ -370,7 +460,7 @@ def few_products(target:Target, width:int, x:Columns, buffers:dict[str, UOp], pa
 
 # ---- one matrix or several, or one a head ----
 
-def few_matmul(target:Target, x:Columns, weights:Sequence[Weight], residual:Tensor|None=None, rope:Rope|None=None,
+def few_matmul(target:Target, x:Columns|Floats, weights:Sequence[Weight], residual:Tensor|None=None, rope:Rope|None=None,
                start:Tensor|None=None) -> list[Tensor]:
   """W·x for each token's x and each matrix W, (out, in) -> float32 (T, out) each. rope rotates the heads of the first product, residual (T, out) is
   added to it; start: int32 (T,), the tokens' positions. In the kernel, of a matrix:
@@ -396,10 +486,11 @@ def few_matmul(target:Target, x:Columns, weights:Sequence[Weight], residual:Tens
         return block.store(buffers[f"y{i}"], place, quad, values)
       return Part(weight.shape[0], [weight.matrix(buffers, f"w{i}")], finish)
     return few_products(target, width, x, buffers, [part(i, weight) for i, weight in enumerate(weights)])
-  outs = {f"y{i}": empty(x.words, T, weight.shape[0]) for i, weight in enumerate(weights)}
-  ins = {"x": x.words, **optional(residual=residual, rope=rope.table if rope else None, start=start if rope else None)}
+  tokens = x.inputs()
+  outs = {f"y{i}": empty(tokens["x"], T, weight.shape[0]) for i, weight in enumerate(weights)}
+  ins = {**tokens, **optional(residual=residual, rope=rope.table if rope else None, start=start if rope else None)}
   for i, weight in enumerate(weights): ins |= weight.args(f"w{i}")
-  there = {"residual": residual, "rope": rope}
+  there = {"norm": tokens.get("norm"), "residual": residual, "rope": rope}
   name = "_".join(["few_matmul", *(what for what, it in there.items() if it is not None), *(weight.label for weight in weights), str(T)])
   return launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))
 
@@ -434,12 +525,18 @@ def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|
     parts = [Part(F, [gate.matrix(buffers, "gate"), up.matrix(buffers, "up")], swiglu)]
     if router is not None: parts.append(router_part(router, buffers))
     return few_products(target, width, x, buffers, parts)
-  outs = {"y": columns_like(x.words, 1, T, F), **({} if router is None else {"logits": empty(x.words, precise_blocks(width), T, router.shape[0])})}
+  outs = {"y": columns_like(x.words, 1, T, F)}
+  if router is not None: outs["logits"] = logits_like(x.words, T, router)
   ins = {"x": x.words, **optional(low=None if router is None else low.words), **gate.args("gate"), **up.args("up"),
          **({} if router is None else router.args("router"))}
   name = "_".join(["few_gate_up", gate.label, *([] if router is None else ["router", router.label]), str(T)])
   hidden, *logits = launch(name, outs, ins, body, sum(weight.nbytes for weight in (gate, up, router) if weight is not None))
   return Columns(hidden, 1 / HALF_SCALE), logits
+
+def logits_like(like:Tensor, tokens:int, router:Weight) -> Tensor:
+  """What a router's blocks write"""
+  E, width = router.shape
+  return empty(like, precise_blocks(width, launch_warps(width, tokens, E, precise=True)), tokens, E)
 
 def router_part(router:Weight, buffers:dict[str, UOp]) -> Part:
   """logits = router·(x + low)"""
@@ -450,10 +547,10 @@ def router_part(router:Weight, buffers:dict[str, UOp]) -> Part:
 def few_router(target:Target, x:Columns, low:Columns, router:Weight) -> Tensor:
   """router·(x + low) for each token's x, as good as float32. router: (E, D)
   -> float32 (precise_blocks, T, E), to be added up"""
-  E, width = router.shape
+  width = router.shape[1]
   def body(buffers:dict[str, UOp]) -> list[UOp]: return few_products(target, width, x, buffers, [router_part(router, buffers)])
   ins = {"x": x.words, "low": low.words, **router.args("router")}
-  return launch(f"few_router_{router.label}_{x.tokens}", {"logits": empty(x.words, precise_blocks(width), x.tokens, E)}, ins, body, router.nbytes)[0]
+  return launch(f"few_router_{router.label}_{x.tokens}", {"logits": logits_like(x.words, x.tokens, router)}, ins, body, router.nbytes)[0]
 
 # ---- experts ----
 
@@ -506,7 +603,7 @@ def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weig
   if stages(target, weights, shared):
     staging = Staging(block, own, load_pairs, loop)
     own, load_pairs = load(staging.planes(buffers)), staging.load_pairs
-  for quad in block.quads(len(weights), block.products(own, load_pairs, loop)):
+  for quad in block.quads(len(weights), block.products(own, loop, load_pairs)):
     chosen = entry(quad.token)
     stores += finish(block, quad._replace(token=choice(chosen), inside=quad.inside & (chosen >= 0)), behind)
   ends = [UOp.group(*stores).end(loop)]
@@ -514,8 +611,8 @@ def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weig
   loop, zero = branch(1, number < of_shared)
   block = BlockProduct(target, share_of(shared.weight.shape[1], share.warps), TILE_TOKENS, first_row + zero, rows, tiles, SLOTS, shared_bytes)
   first, stores = number.minimum(of_shared - 1) * TILE_TOKENS, []
-  places = block.products(block.load([shared.weight.matrix(buffers, "shared")]),
-                          loader(behind["x_shared"], block, shared.x, lambda token: (first + token).minimum(T - 1)), loop)
+  places = block.products(block.load([shared.weight.matrix(buffers, "shared")]), loop,
+                          loader(behind["x_shared"], block, shared.x, lambda token: (first + token).minimum(T - 1)))
   for quad in block.quads(1, places):
     token = first + quad.token
     stores += finish(block, quad._replace(token=T * K + token, inside=quad.inside & (token < T)), behind)

@@ -521,8 +521,17 @@ class Threads(NamedTuple):
 
 # ---- a launch ----
 
-# extra_stores(block, thread, threads, wait_zero) -> stores: a small job beside. block: of all groups of tokens
-ExtraStores = Callable[[UOp, UOp, int, UOp], list[UOp]]
+class ExtraStores(NamedTuple):
+  """A small job beside: of all blocks, behind their products, or of `blocks` of its own along gidx0, the first ones"""
+  of: Callable[[UOp, UOp, int, UOp], list[UOp]]   # (block, thread, threads, wait_zero) -> stores. block: of all groups of tokens, or of its own
+  blocks: int = 0
+  there: Callable[[UOp], UOp] = lambda block: UOp.const(True)   # whether such a block has something to do
+
+  def in_own_blocks(self, target:Target, number:int, block:UOp, thread:UOp, threads:int) -> UOp:
+    """The stores, in a branch of that number"""
+    loop, zero = branch(number, (block < self.blocks) & self.there(block))
+    return UOp.group(*self.of(block + zero, thread, threads, pdl_wait(target, zero))).end(loop)
+
 class Choice(Protocol):
   """What a part's rows are chosen by. early: it is made of what was written two launches back, before the wait (see pdl_wait)"""
   early: bool
@@ -536,7 +545,7 @@ def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_sto
   """The stores of a launch over gidx0, each part in blocks of its own, those of all groups of tokens side by side: they share what they read.
   items: how many times a token runs all this, by gidx1, which is the caller's, in operand and parts. Where the caller's gidx1 numbers tokens too,
   the layout, and with it the order of sums, is still that of one token alone.
-  extra_stores, choice and trigger_last (see pdl_wait) are for a launch of one part."""
+  choice, trigger_last (see pdl_wait), and extra_stores that have no blocks of their own, are for a launch of one part."""
   making, first = operand.made.threads if operand.made is not None else 0, parts[0]
   stores_int8 = any(isinstance(part.finish, CodesOut) for part in parts)
   staged = operand.codes is None and operand.rounded is None and (items == 1 and choice is None or not stores_int8)
@@ -553,11 +562,12 @@ def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_sto
   elif large and operand.tokens == 1 and operand.made is None and choice is None:   # of several tokens a block has work enough beside its loads
     turns = [turns_of(items * first.jobs * layouts[0].span // target.lanes, first)]
   blocks = [-(-part.jobs // (layout.teams * turn)) * group_count(operand.tokens, columns) for part, layout, turn in zip(parts, layouts, turns)]
-  block, thread = UOp.special(sum(blocks), "gidx0"), UOp.special(threads, "lidx0")
-  if len(parts) == 1:
+  start = 0 if extra_stores is None else extra_stores.blocks
+  block, thread = UOp.special(start + sum(blocks), "gidx0"), UOp.special(threads, "lidx0")
+  if len(parts) == 1 and start == 0:
     return Part(target, operand, first, layouts[0], columns, Threads(block, thread, threads, 0), turns[0], trigger_last).stores(extra_stores, choice)
-  assert extra_stores is None and choice is None and not trigger_last
-  stores, start = [], 0
+  assert choice is None and not trigger_last and (extra_stores is None or start)
+  stores = [] if extra_stores is None else [extra_stores.in_own_blocks(target, len(parts), block, thread, threads)]
   for number, (part, layout, count, turn) in enumerate(zip(parts, layouts, blocks, turns)):
     loop, zero = branch(number, (block >= start) & (block < start + count))
     own = Threads(block - start + zero, thread, threads, number * SLOTS)
@@ -632,7 +642,7 @@ class Part:
       weights = self.load(wait_zero, gated=False)
     vectors.after(barrier)
     stores = self.finish(weights, vectors, squares, barrier, wait_zero, gated=choice is None)
-    return stores + (extra_stores(self.block_of_all, self.thread, self.threads, wait_zero) if extra_stores else [])
+    return stores + (extra_stores.of(self.block_of_all, self.thread, self.threads, wait_zero) if extra_stores else [])
 
   def finish(self, weights:Weights, vectors:SharedVectors, squares:SquareSums|None, barrier:UOp, wait_zero:UOp, gated:bool=True) -> list[UOp]:
     """The stores of the products with what is staged behind the barrier. gated: as for load"""

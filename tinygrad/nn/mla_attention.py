@@ -12,10 +12,10 @@ from typing import NamedTuple
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens, lora_query, mla_prefill, mla_prefill_heads, split_kv, split_plan
 from tinygrad.nn.intrinsics import Target, target_of
-from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Norm, Rope, Weight, branch, empty, launch, load4
+from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Norm, Rope, Weight, empty, launch, load4
 from tinygrad.nn.latent_cache import CacheRow, Pages, RowFormat, cache_row, expanded, visible_rows, write_rows
 from tinygrad.nn.matmul import matmul
-from tinygrad.nn.matvec import Operand, linear_part, matvec, thread_layout
+from tinygrad.nn.matvec import ExtraStores, Operand, linear_part, matvec, thread_layout
 from tinygrad.nn.norm_linear import (as_half, attention_output, decode_target, few_target, heads_as_codes, heads_store_codes, linear_of_codes,
                                      mul_mat, norm_linear, prefill_target, single_segment)
 from tinygrad.nn.primitive import primitive
@@ -171,29 +171,35 @@ def latent_splits(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:T
   sums, stats = split_kv.split_kv(target, q_latent, q.reshape(step.tokens, k_b.shape[0], -1), cache, step, scale)
   return sums, stats, cache
 
+VECTOR_TOKENS = 4   # up to so many tokens, and of more than a tile of tensor cores', latent queries are matrices times vectors
+
 def latent_query(target:Target, step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   """What split_kv reads: the latent queries k_b·q_nope, as it takes them, and the cache with the tokens' rows written"""
   (H, L, nope), T, pages = k_b.shape, step.tokens, Pages.of(cache, step.tables, k_b.shape[1])
   tiles = split_kv.uses_tensor_cores(target, pages.format)
-  heads = split_kv.padded(H) if tiles else H
+  heads, few = split_kv.padded(H) if tiles else H, VECTOR_TOKENS < T <= few_tokens.TILE_TOKENS and few_target(step, k_b, nope) is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     head = UOp.special(H, "gidx1")
     def vector(token:UOp) -> Load4: return load4(buffers["q"], (token * H + head) * rope.head)
     def out_index(token:UOp, row:UOp) -> UOp:
       return token * (heads * L) + (split_kv.query_place(head, row, L) if tiles else head * L + row)
     def store_rows(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:
-      row, number, blocks, stores = CacheRow(target, pages, norm.eps, threads, slot=SLOTS), block * H + head, (block.vmax + 1) * H, []
+      row, number = CacheRow(target, pages, norm.eps, threads, slot=SLOTS), block * H + head
       if T == 1: return cache_row(row, buffers, UOp.const(0), thread, wait_zero, number.eq(0))   # one block writes it, the others load nothing for it
-      for turn, first in enumerate(range(0, T, blocks)):   # a block writes a token's row, if there are so many tokens
-        loop, zero = branch(turn, first + number < T)
-        stores.append(UOp.group(*cache_row(row, buffers, first + number + zero, thread, wait_zero)).end(loop))
-      return stores
-    part = linear_part(L, single_segment(k_b.matrix(buffers, "w"), head * L), buffers["q_latent"], k_b.integer, out_index)
-    return matvec(target, Operand([nope // UNIT], vector, tokens=T), [part], store_rows, items=H)
+      return cache_row(row, buffers, number, thread, wait_zero)
+    rows, matrix = ExtraStores(store_rows, -(-T // H) if T > 1 else 0, lambda block: block * H + head < T), k_b.matrix(buffers, "w")
+    if not few:
+      part = linear_part(L, single_segment(matrix, head * L), buffers["q_latent"], k_b.integer, out_index)
+      return matvec(target, Operand([nope // UNIT], vector, tokens=T), [part], rows, items=H)
+    def finish(block:few_tokens.BlockProduct, quad:few_tokens.Quad, behind:dict[str, UOp]) -> list[UOp]:
+      places = [out_index(quad.token, quad.row + i).valid(block.writes(quad, i)) for i in range(4)]
+      return [buffers["q_latent"][place].store(value.cast(buffers["q_latent"].dtype)) for place, value in zip(places, quad.sums[0])]
+    part = few_tokens.Part(L, [lambda row, unit, gate: matrix(head * L + row, unit, gate)], finish)
+    return few_tokens.few_products(target, nope, few_tokens.Floats(q, nope, pitch=rope.head), buffers, [part], head, rows)
   q_latent = empty(q, T, heads, L, dtype=dtypes.half if tiles else dtypes.float)
-  ins = {"q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, "tables": step.tables, **k_b.args("w")}
+  ins = {"x" if few else "q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, "tables": step.tables, **k_b.args("w")}
   mem = None if T == 1 else k_b.nbytes + q.nbytes() + q_latent.nbytes()   # a loop's turns are out of the renderer's reach
-  q_latent, cache = launch(f"latent_query_{T}_{k_b.label}", {"q_latent": q_latent, "cache": cache}, ins, body, mem)
+  q_latent, cache = launch(f"{'few_' * few}latent_query_{T}_{k_b.label}", {"q_latent": q_latent, "cache": cache}, ins, body, mem)
   return q_latent, cache
 
 @latent_attention.form("prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:

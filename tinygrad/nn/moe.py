@@ -22,7 +22,7 @@ from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import REGISTERS_80, UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, optional, silu
 from tinygrad.nn.matmul import expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
-from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand,
+from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, CodedUnit, Codes, CodesOut, DeferredMatrix, ExtraStores, MatvecPart, Operand,
                                     RowSegments, Rounded, coded_job, coded_rows_take_turns, codes_in, empty_codes, empty_rounded, is_simple, is_wide,
                                     lane_steps, linear_part, load_codes, matvec, named, rounded_in, rows_of_job, stores_codes, thread_layout)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
@@ -196,7 +196,8 @@ def expert_gate_up_launch(x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Te
       return [buffers["sel"][(token * K + k).valid(block.eq(0) & (thread < K))].store(chosen.expert(k))]
     # where a job is more work, the last blocks would run alone for longer
     part = MatvecPart(K * F, rows_of_job, finish, gate.integer and up.integer, many=MANY_WARPS if is_simple(gate) else WARPS)
-    return matvec(target, operand_of(buffers, x, norm, token), [part], None if trigger_last else store_choice, chosen, trigger_last=trigger_last)
+    extra = None if trigger_last else ExtraStores(store_choice)
+    return matvec(target, operand_of(buffers, x, norm, token), [part], extra, chosen, trigger_last=trigger_last)
   outs = {**named(out, "y"), **({} if trigger_last else {"sel": empty(x, T, K, dtype=dtypes.int32)})}
   ins = {"x": x, "norm": norm.weight, "logits": logits, **optional(bias=routing.bias), **gate.args("gate"), **up.args("up")}
   return launch(f"expert_gate_up_{K}_{routing.label}_{gate.label}", outs, ins, body, resident=RESIDENT if is_simple(gate) else 0)

@@ -177,7 +177,7 @@ def norm_linear_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[We
 def norm_linear_few(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   target = target_of(weights[0].device)
   assert target is not None
-  return few_tokens.few_matmul(target, few_tokens.columns(target, x, norm)[0], weights, residual, rope, step.start)
+  return few_tokens.few_matmul(target, few_tokens.tokens_of(target, x, norm, weights), weights, residual, rope, step.start)
 
 # ---- RMSNorms, side by side ----
 

@@ -64,8 +64,8 @@ def next_drafted(step:Step, count:int, logits:Tensor, draw:Draw, state:DraftStat
   """The end of a step with `count` drafts of each sequence: as next_tokens, and the next step's drafts are found"""
   chosen, *counts = rows_drawn(step, count, logits, draw, state)
   token, start, ids, accepted, said = accept(chosen, count, state)
-  found = find_drafts(ids, start, state.drafts.shape[1])
-  if state.forced is not None: found = some_drafts(found, start, logits.shape[1])
+  most = state.drafts.shape[1]
+  found = find_drafts(ids, start, most) if state.forced is None else some_drafts(most, start, logits.shape[1])
   return token, start, ids, *note(state, token, start, said, found), *counted_on(draw, counts, accepted)
 
 # the same where a block guesses, in three parts: the tokens are drawn; they are accepted, when the block has run behind all of them; behind its head

@@ -51,11 +51,11 @@ def by_lot(number:UOp, row:UOp, place:int, share:float) -> UOp:
   x = number.cast(dtypes.uint32) * 0x9e3779b1 + row.cast(dtypes.uint32) * 0xc2b2ae3d + (place * 0x85ebca77 & 0xffffffff)
   return (x >> 8) < max(round(share * (1 << 24)), 1)
 
-def some_drafts(found:Tensor, start:Tensor, vocab:int) -> Tensor:
-  """int32 (S, N): the drafts, and where there are none tokens as different as a text's, as those of one token choose the same experts. start: int32
-  (S,), positions"""
-  places = start.reshape(-1, 1) * found.shape[1] + Tensor.arange(found.shape[1], dtype=dtypes.int32).to(found.device)
-  return (found < 0).where(((places.cast(dtypes.uint32) * 0x9e3779b1) % vocab).cast(dtypes.int32), found).contiguous()
+def some_drafts(count:int, start:Tensor, vocab:int) -> Tensor:
+  """int32 (S, count): drafts by force, whatever the text is: tokens as different as a text's, as those of one token choose the same experts. start:
+  int32 (S,), positions"""
+  places = start.reshape(-1, 1) * count + Tensor.arange(count, dtype=dtypes.int32).to(start.device)
+  return ((places.cast(dtypes.uint32) * 0x9e3779b1) % vocab).cast(dtypes.int32).contiguous()
 
 def accept(chosen:Tensor, count:int, state:DraftState) -> tuple[Tensor, ...]:
   """chosen: int32 (S · (1 + count),), the tokens of a step with `count` drafts -> the state's token, start and ids with those that count; int32 (S,),
