@@ -5,11 +5,12 @@ A product of the tensor core takes 16 rows of weights, eight tokens and 16 inner
 as both operands have the same: so a lane takes whole units of weights from memory, 16 bytes at a time as a vector's kernels do, and its elements of a
 product are four neighbouring weights of its unit. The four lanes that share a row have neighbouring units; eight products take these four units, a
 chunk of 128 numbers. The tokens are written in that order by whatever kernel makes them (Columns): a lane reads its elements of two products at
-once.
+once. Where a launch is so small that another in front of it would cost more, its blocks make them for themselves (Floats).
 
 The warps of a block share out the chunks of the same 16 rows. Weights become halves in registers, two in a word.
 
-Arithmetic: halves times halves, sums in float32, in a fixed order: same input, same bytes. A token's sums do not depend on the other tokens.
+Arithmetic: halves times halves, sums in float32, in a fixed order: same input, same bytes. A token's sums depend on how many tokens there are (of up to
+eight more warps may share a row), not on the other tokens.
 """
 from __future__ import annotations
 from dataclasses import dataclass, replace
