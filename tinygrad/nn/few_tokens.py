@@ -9,8 +9,8 @@ once. Where a launch is so small that another in front of it would cost more, it
 
 The warps of a block share out the chunks of the same 16 rows. Weights become halves in registers, two in a word.
 
-Arithmetic: halves times halves, sums in float32, in a fixed order: same input, same bytes. A token's sums depend on how many tokens there are (of up to
-eight more warps may share a row), not on the other tokens.
+Arithmetic: halves times halves, sums in float32, in a fixed order: same input, same bytes. A token's sums depend on how many tokens there are (more
+warps may share a row of up to eight's products), not on the other tokens.
 """
 from __future__ import annotations
 from dataclasses import dataclass, replace
