@@ -174,13 +174,13 @@ def is_short(width:int, tokens:int, *rows:int) -> bool:
   as long as a block's way"""
   blocks = sum(-(-count // TILE_ROWS) for count in rows)
   return tokens <= TILE_TOKENS and blocks * warps_of(width, 2 * MOST_WARPS) <= MULTIPROCESSORS * 2 * MOST_WARPS
-def launch_warps(width:int, tokens:int, *rows:int, precise:bool=False) -> int:
-  """Of the blocks of a launch on matrices of so many rows. Precise products are instructions: more warps would only share a multiprocessor's"""
-  return warps_of(width, 2 * MOST_WARPS if is_short(width, tokens, *rows) and not precise else MOST_WARPS)
+def launch_warps(width:int, tokens:int, *rows:int) -> int:
+  """Of the blocks of a launch on matrices of so many rows"""
+  return warps_of(width, 2 * MOST_WARPS if is_short(width, tokens, *rows) else MOST_WARPS)
 def share_of(width:int, warps:int, blocks:int=1) -> Share: return Share(width // UNIT, warps, -(-chunks_of(width) // (blocks * warps)), blocks)
-def precise_blocks(width:int, warps:int) -> int:
+def precise_blocks(width:int) -> int:
   """Blocks that share rows of a precise product, so that each warp has a chunk: it takes six times as long as another's"""
-  return -(-chunks_of(width) // warps)
+  return -(-chunks_of(width) // warps_of(width))
 
 class StagedPlane(NamedTuple):
   """A plane of weights, some words of which are in shared memory: plane[index] is where a word is"""
@@ -421,8 +421,9 @@ def few_products(target:Target, width:int, x:Columns|Floats, buffers:dict[str, U
   T, stores, start = x.tokens, [], 0
   groups = -(-T // TOKENS_AT_ONCE)
   tiles = [row_tiles_of(part.rows, T) for part in parts]
-  warps = launch_warps(width, T, *(part.rows for part in parts), precise=any(part.precise for part in parts))
-  blocks = [precise_blocks(width, warps) if part.precise else 1 for part in parts]   # that share rows
+  # precise products are instructions: more warps would only share a multiprocessor's
+  warps = warps_of(width) if any(part.precise for part in parts) else launch_warps(width, T, *(part.rows for part in parts))
+  blocks = [precise_blocks(width) if part.precise else 1 for part in parts]   # that share rows
   counts = [-(-part.rows // (TILE_ROWS * tiles_of_part)) * of_rows for part, tiles_of_part, of_rows in zip(parts, tiles, blocks)]
   first = 0 if beside is None else beside.blocks
   index = UOp.special(first + sum(counts) * groups, "gidx0")
@@ -526,18 +527,12 @@ def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|
     parts = [Part(F, [gate.matrix(buffers, "gate"), up.matrix(buffers, "up")], swiglu)]
     if router is not None: parts.append(router_part(router, buffers))
     return few_products(target, width, x, buffers, parts)
-  outs = {"y": columns_like(x.words, 1, T, F)}
-  if router is not None: outs["logits"] = logits_like(x.words, T, router)
+  outs = {"y": columns_like(x.words, 1, T, F), **({} if router is None else {"logits": empty(x.words, precise_blocks(width), T, router.shape[0])})}
   ins = {"x": x.words, **optional(low=None if router is None else low.words), **gate.args("gate"), **up.args("up"),
          **({} if router is None else router.args("router"))}
   name = "_".join(["few_gate_up", gate.label, *([] if router is None else ["router", router.label]), str(T)])
   hidden, *logits = launch(name, outs, ins, body, sum(weight.nbytes for weight in (gate, up, router) if weight is not None))
   return Columns(hidden, 1 / HALF_SCALE), logits
-
-def logits_like(like:Tensor, tokens:int, router:Weight) -> Tensor:
-  """What a router's blocks write"""
-  E, width = router.shape
-  return empty(like, precise_blocks(width, launch_warps(width, tokens, E, precise=True)), tokens, E)
 
 def router_part(router:Weight, buffers:dict[str, UOp]) -> Part:
   """logits = router·(x + low)"""
@@ -548,10 +543,10 @@ def router_part(router:Weight, buffers:dict[str, UOp]) -> Part:
 def few_router(target:Target, x:Columns, low:Columns, router:Weight) -> Tensor:
   """router·(x + low) for each token's x, as good as float32. router: (E, D)
   -> float32 (precise_blocks, T, E), to be added up"""
-  width = router.shape[1]
+  E, width = router.shape
   def body(buffers:dict[str, UOp]) -> list[UOp]: return few_products(target, width, x, buffers, [router_part(router, buffers)])
   ins = {"x": x.words, "low": low.words, **router.args("router")}
-  return launch(f"few_router_{router.label}_{x.tokens}", {"logits": logits_like(x.words, x.tokens, router)}, ins, body, router.nbytes)[0]
+  return launch(f"few_router_{router.label}_{x.tokens}", {"logits": empty(x.words, precise_blocks(width), x.tokens, E)}, ins, body, router.nbytes)[0]
 
 # ---- experts ----
 
