@@ -129,8 +129,8 @@ def test_who_makes_columns():
     norm = RMSNorm(Tensor.ones(width).contiguous().realize(), 1e-5)
     return isinstance(tokens_of(target(), Tensor.zeros(n, width).contiguous().realize(), norm, weights), Floats)
   assert made(8, 2048, 768, 576) and made(5, 768, 5120) and not made(9, 2048, 768, 576) and not made(8, 2048, 3072, 576) and not made(8, 7168, 64)
-  warps = [launch_warps(*of) for of in ((2048, 8, 768, 576), (5120, 3, 2048), (768, 8, 5120), (2048, 9, 768), (2048, 8, 154880))]
-  assert warps == [16, 14, 6, 8, 8]
+  warps = [launch_warps(*of) for of in ((2048, 8, 768, 576), (5120, 3, 2048), (768, 8, 5120), (2048, 9, 768), (2048, 8, 154880), (10944, 8, 2048))]
+  assert warps == [16, 14, 6, 8, 8, 8]
 
 def test_heads():
   """A vector a head, longer than halves hold; the next product undoes the factor"""

@@ -34,6 +34,7 @@ CHUNK = 4 * UNIT                 # numbers of a row that a product's lanes have 
 MOST_WARPS = 8                   # of a block; twice as many where a launch takes as long as a warp's way
 PITCH = TILE_ROWS + 4            # of a token's sums in shared memory: a warp's lanes hit different banks
 SHARED_BYTES = 40960             # of the sums in shared memory
+HELD_CHUNKS = 5                  # of each of twice as many warps
 MADE_WIDTH = 2048                # at most, of vectors that each block makes columns of
 MADE = 8 * SLOTS                 # the first slot of the columns that blocks make
 
@@ -171,9 +172,9 @@ def warps_of(width:int, most:int=MOST_WARPS) -> int:
   return -(-chunks_of(width) // -(-chunks_of(width) // most))
 def is_short(width:int, tokens:int, *rows:int) -> bool:
   """Whether the blocks of a launch on matrices of so many rows are one for each multiprocessor, with as many warps as they may have: the launch takes
-  as long as a block's way"""
-  blocks = sum(-(-count // TILE_ROWS) for count in rows)
-  return tokens <= TILE_TOKENS and blocks * warps_of(width, 2 * MOST_WARPS) <= MULTIPROCESSORS * 2 * MOST_WARPS
+  as long as a block's way. So many threads have registers for the weights of a few chunks each"""
+  blocks, warps = sum(-(-count // TILE_ROWS) for count in rows), warps_of(width, 2 * MOST_WARPS)
+  return tokens <= TILE_TOKENS and blocks * warps <= MULTIPROCESSORS * 2 * MOST_WARPS and share_of(width, warps).chunks <= HELD_CHUNKS
 def launch_warps(width:int, tokens:int, *rows:int) -> int:
   """Of the blocks of a launch on matrices of so many rows"""
   return warps_of(width, 2 * MOST_WARPS if is_short(width, tokens, *rows) else MOST_WARPS)
