@@ -96,8 +96,8 @@ def output(kind: T) -> Callable:
   def of(tokens: int) -> tuple:
     return step_of(tokens), floats(tokens, 3, 64), load(T.Q8_0, 3, 32, 64), load(kind, 50, 96), residual(tokens, 50, 3e4)
   return of
-def attention_of_a_block(tokens: int) -> tuple:
-  step, q, kv, k_b, norm_of_kv, cache, rope, _ = attention(3, 128, 32, 40)(tokens)
+def attention_of_a_block(tokens: int, coded: bool = False) -> tuple:
+  step, q, kv, k_b, norm_of_kv, cache, rope, _ = attention(3, 128, 32, 40, coded)(tokens)
   scale = 1e-4   # what the queries' int8 costs is latent_attention's case
   weights = mla_attention.LatentWeights(norm_of_kv, k_b, load(T.Q8_0, 3, 32, 128), load(T.Q4_0, 50, 96), scale)
   return step, residual(tokens, 50, 8e3), q, kv, weights, cache, rope
@@ -252,6 +252,7 @@ CASES = [
   Case(norm_linear.norm_linear, "few: residual", with_residual, few(16)),
   Case(norm_linear.attention_output, "few: heads", output(T.Q4_0), few(33)),
   Case(mla_attention.attention, "few: of a block", attention_of_a_block, few(3, 6, 33)),
+  Case(mla_attention.attention, "few: 8 bits", lambda tokens: attention_of_a_block(tokens, True), few(6)),
   Case(moe.feed_forward, "few: dense", dense, few(16, 64)),
   Case(moe.mixture, "few: no shared expert", mixed(False), few(16)),
   Case(moe.mixture, "few: shared", mixed(True), few(5, 9, 33)),

@@ -177,7 +177,8 @@ def latent_query(target:Target, step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm
   """What split_kv reads: the latent queries k_b·q_nope, as it takes them, and the cache with the tokens' rows written"""
   (H, L, nope), T, pages = k_b.shape, step.tokens, Pages.of(cache, step.tables, k_b.shape[1])
   tiles = split_kv.uses_tensor_cores(target, pages.format)
-  heads, few = split_kv.padded(H) if tiles else H, VECTOR_TOKENS < T <= few_tokens.TILE_TOKENS and few_target(step, k_b, nope) is not None
+  heads = split_kv.padded(H) if tiles else H
+  few = VECTOR_TOKENS < T <= few_tokens.TILE_TOKENS and few_target(step, k_b, nope) is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     head = UOp.special(H, "gidx1")
     def vector(token:UOp) -> Load4: return load4(buffers["q"], (token * H + head) * rope.head)
