@@ -52,8 +52,8 @@ def by_lot(number:UOp, row:UOp, place:int, share:float) -> UOp:
   return (x >> 8) < max(round(share * (1 << 24)), 1)
 
 def some_drafts(count:int, start:Tensor, vocab:int) -> Tensor:
-  """int32 (S, count): drafts by force, in place of find_drafts': tokens as different as a text's, whatever the text is, as rows of one token choose the
-  same experts. start: int32 (S,), positions"""
+  """int32 (S, count): drafts by force, in place of find_drafts': tokens as different as a text's, whatever the text is, as rows of one token choose
+  the same experts. start: int32 (S,), positions"""
   places = start.reshape(-1, 1) * count + Tensor.arange(count, dtype=dtypes.int32).to(start.device)
   return ((places.cast(dtypes.uint32) * 0x9e3779b1) % vocab).cast(dtypes.int32).contiguous()
 
