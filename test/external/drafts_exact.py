@@ -62,7 +62,7 @@ def main() -> int:
     if args.mock is None: return compare(args, BUILT_IN)
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     path, = write_model(pathlib.Path(folder) / "m.gguf", "small-glm", "Q4_0", seed=2, mtp=True, **LEAST)
-    stack.enter_context({"CUDA": on_cuda, "METAL": on_metal}[args.mock]())
+    stack.enter_context(on_cuda() if args.mock == "CUDA" else on_metal(check=False))   # races are the tests' to find, at a sixth of the speed
     return compare(args, path)
 
 def compare(args:argparse.Namespace, path:pathlib.Path) -> int:

@@ -115,18 +115,23 @@ def both(form: str, primitive: Primitive, *args) -> tuple:
   got = primitive(*args)
   with plain_ops(): return got, primitive(*args)
 
-def test_norm_linear():
-  a, b = load(QuantizedLinear, T.Q4_0, 3 * 24, 96)[0], load(QuantizedLinear, T.Q8_0, 21, 96)[0]
-  x, n, step, rope = tensor(normal(1, 96)), norm(96), decoding(5), Rope(rope_table(8, 10000.0, 8), 24, 16)
+# heads whose rotated numbers are not whole vectors, and those where they are
+HEADS = pytest.mark.parametrize("head,nope", [(24, 16), (48, 32)])
+
+@HEADS
+def test_norm_linear(head: int, nope: int):
+  a, b = load(QuantizedLinear, T.Q4_0, 3 * head, 96)[0], load(QuantizedLinear, T.Q8_0, 21, 96)[0]
+  x, n, step, rope = tensor(normal(1, 96)), norm(96), decoding(5), Rope(rope_table(head - nope, 10000.0, 8), head, nope)
   for got, want in zip(*both("cpu_decode", norm_linear, step, x, n, [a, b], rope)): same(got, want)
   for got, want in zip(*both("cpu_decode", norm_linear, step, x, None, [b], None, tensor(normal(1, 21)))): same(got, want)
 
+@HEADS
 @pytest.mark.parametrize("tokens", [2, 12, 19])
-def test_norm_linear_of_many(tokens: int):
-  a, b = load(QuantizedLinear, T.Q4_K, 3 * 24, 256)[0], load(QuantizedLinear, T.Q8_0, 21, 256)[0]
-  x, n, rope, step = tensor(normal(tokens, 256)), norm(256), Rope(rope_table(8, 10000.0, 32), 24, 16), prefilling(5, tokens)
+def test_norm_linear_of_many(tokens: int, head: int, nope: int):
+  a, b = load(QuantizedLinear, T.Q4_K, 3 * head, 256)[0], load(QuantizedLinear, T.Q8_0, 21, 256)[0]
+  x, n, rope, step = tensor(normal(tokens, 256)), norm(256), Rope(rope_table(head - nope, 10000.0, 32), head, nope), prefilling(5, tokens)
   for got, want in zip(*both("cpu_prefill", norm_linear, step, x, n, [a, b], rope)): same(got, want)
-  for got, want in zip(*both("cpu_prefill", norm_linear, step, x, None, [a], None, tensor(normal(tokens, 72)))): same(got, want)
+  for got, want in zip(*both("cpu_prefill", norm_linear, step, x, None, [a], None, tensor(normal(tokens, 3 * head)))): same(got, want)
 
 SCATTERED = np.int32([[4, 1, 5]])
 
@@ -186,10 +191,11 @@ def as_alone(got: Tensor, each: list[Tensor]) -> None:
   np.testing.assert_array_equal(got.numpy(), np.concatenate([one.numpy() for one in each]))
 
 @FEW
-def test_norm_linear_of_few(tokens: int):
-  kind, (step, *_), rope = (T.Q4_0, T.Q6_K, T.F32)[tokens % 3], sequences(tokens), Rope(rope_table(8, 10000.0, 192), 24, 16)
-  a, b = load(QuantizedLinear, kind, 3 * 24, 256)[0], load(QuantizedLinear, T.Q8_0, 21, 256)[0]
-  x, n, residual = tensor(normal(tokens, 256)), norm(256), tensor(normal(tokens, 72))
+@HEADS
+def test_norm_linear_of_few(tokens: int, head: int, nope: int):
+  kind, (step, *_), rope = (T.Q4_0, T.Q6_K, T.F32)[tokens % 3], sequences(tokens), Rope(rope_table(head - nope, 10000.0, 192), head, nope)
+  a, b = load(QuantizedLinear, kind, 3 * head, 256)[0], load(QuantizedLinear, T.Q8_0, 21, 256)[0]
+  x, n, residual = tensor(normal(tokens, 256)), norm(256), tensor(normal(tokens, 3 * head))
   for i, (got, want) in enumerate(zip(*both("cpu_few", norm_linear, step, x, n, [a, b], rope))):
     same(got, want)
     as_alone(got, [norm_linear(alone(step, t), row(x, t), n, [a, b], rope)[i] for t in range(tokens)])

@@ -114,7 +114,17 @@ FN v16f exp16(v16f x) {
   return (p * r * r + r + 1.0f) * (v16f)((__builtin_convertvector(n, v16i) + 127) << 23);
 }
 FN float exp1(float x) { return exp16((v16f)(x))[0]; }
+FN float most16(v16f v) {
+  v8f a = __builtin_elementwise_max(v.lo, v.hi); v4f b = __builtin_elementwise_max(a.lo, a.hi);
+  float c = b.x > b.y ? b.x : b.y, d = b.z > b.w ? b.z : b.w;
+  return c > d ? c : d;
+}
+/* of 16 rows the first `rows` */
 FN void put(float* y, v16f v, int rows) { if (rows >= 16) *(v16f*)y = v; else for (int r = 0; r < rows; r++) y[r] = v[r]; }
+FN v16f plus(v16f v, const float* x, int rows) {
+  if (rows >= 16) v += *(const v16f*)x; else for (int r = 0; r < rows; r++) v[r] += x[r];
+  return v;
+}
 FN float rms(const float* x, int n, float eps) {
   v16f s = 0; float rest = 0; int i = 0;
   for (; i + 16 <= n; i += 16) { v16f v = *(const v16f*)(x + i); s += v * v; }
@@ -130,8 +140,7 @@ typedef int v16d __attribute__((vector_size(64)));
 FN void fixed(const float* x, float* P) {
   v16f a = *(const v16f*)x, b = *(const v16f*)(x + 16), \
 m = __builtin_elementwise_max(__builtin_elementwise_max(a, -a), __builtin_elementwise_max(b, -b));
-  float most = 0;
-  for (int i = 0; i < 16; i++) most = m[i] > most ? m[i] : most;
+  const float most = most16(m);
   P[24] = most / 8355000; /* 127 in each byte is 8355711: room for rounding */
   float inverse = most > 1e-30f ? 8355000 / most : 0;
   for (int h = 0; h < 2; h++) {
@@ -145,9 +154,8 @@ m = __builtin_elementwise_max(__builtin_elementwise_max(a, -a), __builtin_elemen
   }
 }
 #endif
-/* x as products want it: X; S: the sums of 16; P: 32 in fixed point, or scaled by the place of a byte in its word. It is one of `columns` that
-   lie beside each other unit by unit, 32 numbers of each, or 2 sums */
-FN void stage(const float* x, const float* norm, float factor, int n, long columns, float* X, float* P, float* S) {
+/* x as products want it: X; S: the sums of 16; P: 32 in fixed point, or scaled by the place of a byte in its word */
+FN void stage(const float* x, const float* norm, float factor, int n, float* X, float* P, float* S) {
   for (int i = 0; i < n; i += 16) {
     v16f v = *(const v16f*)(x + i);
     if (norm) v = v * factor * *(const v16f*)(norm + i);
@@ -161,12 +169,14 @@ FN void stage(const float* x, const float* norm, float factor, int n, long colum
 #ifdef CODES
     fixed(X, P);
 #endif
-    X += columns * 32; P += columns * 32; S += columns * 2;
+    X += 32; P += 32; S += 2;
   }
 }
+static const long ALONE[1] = {0}; /* where the column begins, if there is one */
 #define ALL _Pragma("clang loop unroll(full)")
 #define ROLLED _Pragma("clang loop unroll(disable)") /* clang would keep on its stack what all of the loop reads */
 #define EACH ALL for (int c = 0; c < columns; c++)
+#define FENCE __asm__ volatile("" ::: "memory"); /* the compiler loads nothing earlier: there are no registers for it */
 """
 
 LOOK = """/* what a table of 16 bytes has for the codes of `bits` bits in a word's bytes */
@@ -189,14 +199,17 @@ FN v16u look(v16u codes, const int bits, unsigned t0, unsigned t1, unsigned t2, 
 """
 
 COLUMNS = 4  # that a group of 16 rows is multiplied by at a time
+LINE = 64    # bytes of the cache
+AHEAD = 4096 # bytes of the stream between what is multiplied and what is fetched, a few lines at a time: all at once, they would wait for each other
 
 def stage_buffers(width:int) -> str: return f"float X[{width}], P[{width}], S[{width // 16}];\n"
 
 def unit_dot(unit:Unit, part:int, index:int) -> list[str]:
-  """Statements that add to each column's y[c] the products of the weights of a scale, the one numbered `part` of unit `index` of a block"""
+  """Statements that add to y[c], of the column whose numbers begin at at[c], the products of the weights of a scale, the one numbered `part` of
+  unit `index` of a block"""
   scale, minimum = unit.scales[part]
   count, products, fixed = UNIT // len(unit.scales), [], []
-  weights, numbers = range(part * count, (part + 1) * count), f"({index} * columns + c) * {UNIT}"
+  weights, numbers = range(part * count, (part + 1) * count), f"at[c] + {index * UNIT}"
   if unit.floats is not None:
     products = [f"{{ const v16f w = {unit.floats[k].text}; EACH t[c][{k % 4}] += w * X[{numbers} + {k}]; }}" for k in weights]
   else:
@@ -205,31 +218,36 @@ def unit_dot(unit:Unit, part:int, index:int) -> list[str]:
       products.append(f"{{ {word} EACH {{ {' '.join(f't[c][{i}] += FLOAT({code}) * P[{numbers} + {k + i}];' for i, code in enumerate(codes))} }} }}")
       planes = (f"CODES(n[c][{i}], q, (const byte*)(P + {numbers}) + {i * UNIT + k});" for i in range(3))
       fixed.append(f"{{ {word} EACH {{ {' '.join(planes)} }} }}")
-  sums = [f"S[({index} * columns + c) * 2 + {half}]" for half in range(2)]
+  sums = [f"S[at[c] / 16 + {index * 2 + half}]" for half in range(2)]
   zero = f" - {float(unit.zero)}f * s" if unit.floats is None and unit.zero else ""
   names = f"const v16f scale = {scale.text}{'' if minimum is None else f', least = {minimum.text}'};"
   def add(total:str) -> list[str]:
-    return [names, "EACH {", f"const v16f t0 = {total};", f"const float s = {sums[part] if len(unit.scales) == 2 else ' + '.join(sums)};",
-            f"y[c] += scale * (t0{zero}){'' if minimum is None else ' + least * s'};", "}"]
+    return [names, "EACH {", f"const float s = {sums[part] if len(unit.scales) == 2 else ' + '.join(sums)};",
+            f"y[c] += scale * ({total}{zero}){'' if minimum is None else ' + least * s'};", "}"]
   lines = [f"v16f t[{COLUMNS}][4]; EACH for (int i = 0; i < 4; i++) t[c][i] = 0;", *products, *add("(t[c][0] + t[c][1]) + (t[c][2] + t[c][3])")]
   if not fixed: return lines
-  total = f"((INTEGER(n[c][2]) * 65536.0f + INTEGER(n[c][1]) * 256.0f) + INTEGER(n[c][0])) * P[{numbers} + 24]"
+  total = f"(INTEGER(n[c][2]) * 65536.0f + INTEGER((n[c][1] << 8) + n[c][0])) * P[{numbers} + 24]"
   clear = f"v16d n[{COLUMNS}][3]; EACH for (int i = 0; i < 3; i++) n[c][i] = (v16d){{0}};"
   return ["#ifdef CODES", clear, *fixed, *add(total), "#else", *lines, "#endif"]
 
+def fetch(layout:Layout, unit:int) -> str:
+  """C: begins to fetch a unit's share of the block that lies AHEAD bytes behind the one at B"""
+  first, last = (layout.nbytes * (unit + part) // layout.units for part in range(2))
+  return " ".join(f"__builtin_prefetch(B + {AHEAD + at});" for at in range(-(-first // LINE) * LINE, last, LINE))
+
 def dot(name:str, weight:PackedWeight) -> str:
-  """The C function that adds to y[c], for each of `columns` staged columns, the products of a group of 16 rows, whose stream is at B"""
+  """The C function that adds to y[c], for each of `columns` staged columns, which begins at number at[c], the products of a group of 16 rows, whose
+  stream is at B"""
   layout, width, lines = weight.layout, weight.shape[-1], []
   for index in range(layout.units):
     unit = block_unit(weight, index)
-    for part in range(len(unit.scales)): lines += ["{", *unit_dot(unit, part, index), "}"]
+    lines.append(fetch(layout, index))
+    for part in range(len(unit.scales)): lines += ["{", *unit_dot(unit, part, index), "} FENCE"]
   units, body = layout.units, "\n    ".join(lines)
-  return f"""FN void {name}(const int columns, const byte* B, const float* X, const float* P, const float* S, v16f* y) {{
+  return f"""FN void {name}(const int columns, const byte* B, const float* X, const float* P, const float* S, const long* at, v16f* y) {{
   for (int b = 0; b < {width // (units * UNIT)}; b++) {{
-    /* the next group, into the second cache: several columns take longer than the processor looks ahead */
-    if (columns > 1) for (int i = 0; i < {layout.nbytes}; i += 64) __builtin_prefetch(B + {group_bytes(weight)} + i, 0, 2);
     {body}
-    B += {layout.nbytes}; X += columns * {units * UNIT}; P += columns * {units * UNIT}; S += columns * {units * 2};
+    B += {layout.nbytes}; X += {units * UNIT}; P += {units * UNIT}; S += {units * 2};
   }}
 }}
 """
@@ -272,11 +290,11 @@ def mul_mat_decode(vectors:Tensor, weight:PackedWeight, ids:Tensor|None=None) ->
   body = f"""{stage_buffers(width)}
   while (job < last) {{
     long item = job / {groups}, g = job % {groups};
-    stage(x + item / {items // prod(vectors.shape[:-1])} * {width}L, 0, 0, {width}, 1, X, P, S);
+    stage(x + item / {items // prod(vectors.shape[:-1])} * {width}L, 0, 0, {width}, X, P, S);
     const byte* W = (const byte*)w + (long){f"clamp(ids[item], {matrices})" if ids is not None else "item"} * {groups * size};
     for (; g < {groups} && job < last; g++, job++) {{
       v16f s = 0;
-      dot(1, W + g * {size}, X, P, S, &s);
+      dot(1, W + g * {size}, X, P, S, ALONE, &s);
       put(y + item * {rows}L + g * 16, s, {rows} - (int)g * 16);
     }}
   }}"""
@@ -284,7 +302,15 @@ def mul_mat_decode(vectors:Tensor, weight:PackedWeight, ids:Tensor|None=None) ->
   name = f"mul_mat{'' if ids is None else '_id'}_{weight.label}_{items}"
   return launch(name, outs, ins, dot("dot", weight), body, items * groups, weight.nbytes if ids is None else weight.nbytes // matrices * items)[0]
 
-ROTATE = """FN v16f rotate(v16f v, int row, int head, int nope, const float* turn) {
+ROTATE = """/* 16 rows from `row` on, of heads that are rotated from number `nope` on */
+FN v16f rotate(v16f v, int row, int head, int nope, const float* turn) {
+  const int first = row % head - nope;
+  if (first <= -16) return v;
+  if (first >= 0 && first + 16 <= head - nope) {
+    const v16f t = *(const v16f*)(turn + first), c = __builtin_shufflevector(t, t, 0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12, 14, 14),
+      s = __builtin_shufflevector(t, -t, 17, 1, 19, 3, 21, 5, 23, 7, 25, 9, 27, 11, 29, 13, 31, 15);
+    return v * c + __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14) * s;
+  }
   for (int r = 0; r < 16; r += 2) {
     int at = (row + r) % head - nope;
     if (at < 0) continue;
@@ -305,15 +331,15 @@ def norm_linear_decode(vector:Tensor, norm:Norm|None, weights:Sequence[PackedWei
     ins[f"w{i}"] = weight.planes["stream"]
     finish, rows = "", weight.shape[0]
     if rope and i == 0: finish += f"s = rotate(s, g * 16, {rope.head}, {rope.nope}, rope + start[0] * {rope.table.shape[1] * 2}L);"
-    if residual is not None and i == 0: finish += f"for (int r = 0; r < 16 && g * 16 + r < {rows}; r++) s[r] += residual[g * 16 + r];"
+    if residual is not None and i == 0: finish += f"s = plus(s, residual + g * 16, {rows} - g * 16);"
     body += f"""for (; job < last && job < {first + row_groups(weight)}; job++) {{
     int g = job - {first}; v16f s = 0;
-    dot{i}(1, (const byte*)w{i} + g * {group_bytes(weight)}L, X, P, S, &s);
+    dot{i}(1, (const byte*)w{i} + g * {group_bytes(weight)}L, X, P, S, ALONE, &s);
     {finish} put(y{i} + g * 16, s, {rows} - g * 16);
   }}
   """
     first += row_groups(weight)
-  stage = f"stage(x, {f'norm, rms(x, {width}, {norm.eps!r}f)' if norm else '0, 0'}, {width}, 1, X, P, S);\n  "
+  stage = f"stage(x, {f'norm, rms(x, {width}, {norm.eps!r}f)' if norm else '0, 0'}, {width}, X, P, S);\n  "
   parts = {"norm": norm, "linear": weights, "rope": rope, "residual": residual}
   name = "_".join([part for part, there in parts.items() if there is not None] + [weight.label for weight in weights])
   outs = {f"y{i}": empty(vector, 1, weight.shape[0]) for i, weight in enumerate(weights)}
@@ -376,10 +402,10 @@ def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, ca
   body = f"""if (job == 0) {store_row(norm, cache, rope, "0", "start[0]")}
   {stage_buffers(nope)}for (; job < last;) {{
     long h = job / {groups}, g = job % {groups};
-    stage(q + h * {rope.head}, 0, 0, {nope}, 1, X, P, S);
+    stage(q + h * {rope.head}, 0, 0, {nope}, X, P, S);
     for (; g < {groups} && job < last; g++, job++) {{
       v16f s = 0;
-      dot(1, (const byte*)w + job * {size}L, X, P, S, &s);
+      dot(1, (const byte*)w + job * {size}L, X, P, S, ALONE, &s);
       put(q_latent + h * {L} + g * 16, s, {L} - (int)g * 16);
     }}
   }}"""
@@ -388,13 +414,7 @@ def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, ca
   q_latent, written = launch(f"latent_query_{k_b.label}", outs, ins, dot("dot", k_b), body, H * groups, k_b.nbytes)
   return q_latent, written
 
-ACROSS = """/* of the numbers of a vector, the largest */
-FN float most16(v16f v) {
-  v8f a = __builtin_elementwise_max(v.lo, v.hi); v4f b = __builtin_elementwise_max(a.lo, a.hi);
-  float c = b.x > b.y ? b.x : b.y, d = b.z > b.w ? b.z : b.w;
-  return c > d ? c : d;
-}
-/* the sums of 16 vectors, part[j] of those numbered j, j + 4, j + 8, j + 12: first each to four numbers, side by side */
+ACROSS = """/* the sums of 16 vectors, part[j] of those numbered j, j + 4, j + 8, j + 12: first each to four numbers, side by side */
 FN v16f sums4(const v16f* t) {
   v16f a = __builtin_shufflevector(t[0], t[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) + \
 __builtin_shufflevector(t[0], t[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
@@ -547,11 +567,11 @@ def gate_up_chosen(vector:Tensor, norm:Norm, gate:PackedWeight, up:PackedWeight,
   sel names, int32 (1, K), times scale, float32 (1, K) -> (1, K, F)"""
   (*stack, F, D), groups, chosen = gate.shape, row_groups(gate), 1 if sel is None else sel.shape[1]
   expert = f"clamp(sel[k], {stack[0]})" if stack else "0"
-  body = f"""{stage_buffers(D)}stage(x, norm, rms(x, {D}, {norm.eps!r}f), {D}, 1, X, P, S);
+  body = f"""{stage_buffers(D)}stage(x, norm, rms(x, {D}, {norm.eps!r}f), {D}, X, P, S);
   for (; job < last; job++) {{
     long k = job / {groups}, g = job % {groups}, at = (long){expert} * {groups} + g; v16f a = 0, b = 0;
-    dot_gate(1, (const byte*)gate + at * {group_bytes(gate)}, X, P, S, &a);
-    dot_up(1, (const byte*)up + at * {group_bytes(up)}, X, P, S, &b);
+    dot_gate(1, (const byte*)gate + at * {group_bytes(gate)}, X, P, S, ALONE, &a);
+    dot_up(1, (const byte*)up + at * {group_bytes(up)}, X, P, S, ALONE, &b);
     put(y + k * {F} + g * 16, a / (1 + exp16(-a)) * b{' * scale[k]' if stack else ''}, {F} - (int)g * 16);
   }}"""
   ins = {"x": vector, "norm": norm.weight, **optional(sel=sel, scale=scale), "gate": gate.planes["stream"], "up": up.planes["stream"]}
@@ -571,15 +591,18 @@ def expert_gate_up_decode(vector:Tensor, norm:Norm, gate:PackedWeight, up:Packed
   return gate_up_chosen(vector, norm, gate, up, sel, scale), sel
 
 def expert_down_decode(hidden:Tensor, down:PackedWeight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, PackedWeight]|None=None) -> Tensor:
-  """As expert_down of nn/moe.py, of one token. A row's sum runs through all chosen experts; the shared expert's is a launch of its own."""
+  """As expert_down of nn/moe.py, of one token. A row's sum is those of its experts, in the order of the choices; the shared expert's is a launch of
+  its own."""
   (E, D, F), chosen, groups = down.shape, sel.shape[1], row_groups(down)
-  body = f"""{stage_buffers(chosen * F)}stage(x, 0, 0, {chosen * F}, 1, X, P, S);
+  body = f"""{stage_buffers(chosen * F)}stage(x, 0, 0, {chosen * F}, X, P, S);
   for (; job < last; job++) {{
     v16f s = 0;
-    for (int k = 0; k < {chosen}; k++)
-      dot(1, (const byte*)w + ((long)clamp(sel[k], {E}) * {groups} + job) * {group_bytes(down)}, X + k * {F}, P + k * {F}, S + k * {F // 16}, &s);
-    for (int r = 0; r < 16 && job * 16 + r < {D}; r++) s[r] += residual[job * 16 + r];
-    put(y + job * 16, s, {D} - (int)job * 16);
+    for (long k = 0; k < {chosen}; k++) {{
+      v16f of_expert = 0;
+      dot(1, (const byte*)w + ((long)clamp(sel[k], {E}) * {groups} + job) * {group_bytes(down)}, X, P, S, (const long[]){{k * {F}}}, &of_expert);
+      s += of_expert;
+    }}
+    put(y + job * 16, plus(s, residual + job * 16, {D} - (int)job * 16), {D} - (int)job * 16);
   }}"""
   ins = {"x": hidden, "sel": sel, "residual": residual, "w": down.planes["stream"]}
   name = f"expert_down_{chosen}_{down.label}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple, Sequence
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import prod
-from tinygrad.nn.cpu import (ROTATE, TYPES, PackedWeight, block_unit, choose_experts, group_bytes, launch, load_codes, optional, row_of,
+from tinygrad.nn.cpu import (ROTATE, TYPES, PackedWeight, block_unit, choose_experts, fetch, group_bytes, launch, load_codes, optional, row_of,
                              write_rows)
 from tinygrad.nn.cpu_layout import ROWS
 from tinygrad.nn.kernel import UNIT, Norm, Rope, Unit, empty
@@ -82,6 +82,7 @@ def unpack(name:str, weight:PackedWeight) -> str:
   layout, lines = weight.layout, []
   for index in range(layout.units):
     unit = block_unit(weight, index)
+    lines.append(fetch(layout, index))
     for part in range(len(unit.scales)): lines += store_weights(unit, part, index * UNIT)
   elements, body = layout.units * UNIT, "\n    ".join(lines)
   return f"""APART void {name}(const byte* B, int n, float* D) {{
@@ -188,7 +189,7 @@ def linear(tiles:Tensor, weight:PackedWeight, T:int, rope:Rope|None=None, start:
   *stack, rows, _ = weight.shape
   matrices, code = prod(stack), ""
   if rope is not None: code += f"s[h] = rotate(s[h], row, {rope.head}, {rope.nope}, rope + (start[0] + n) * {rope.table.shape[1] * 2}L);"
-  if residual is not None: code += f"for (int r = 0; r < 16 && row + r < {rows}; r++) s[h][r] += residual[n * {rows}L + row + r];"
+  if residual is not None: code += f"s[h] = plus(s[h], residual + n * {rows}L + row, {rows} - (int)row);"
   code += f"put(y + (n * {matrices} + m) * {rows}L + row, s[h], {rows} - (int)row);"
   ins = optional(rope=rope.table if rope else None, start=start, residual=residual)
   name = "_".join(["linear", *([] if rope is None else ["rope"]), *([] if residual is None else ["residual"]), weight.label, str(T)])
