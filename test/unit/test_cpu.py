@@ -2,7 +2,7 @@
 from __future__ import annotations
 from dataclasses import replace
 import numpy as np, pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T, dequantize
 from helpers import HALVES, decoding, names_of, prefilling, random_weight, tied
 from oracle import route
 from tinygrad import Device, Tensor, dtypes
@@ -71,14 +71,37 @@ def test_mul_mat(kind: T, tokens: int, rows: int):
   x = normal(tokens, w.shape[1])
   same(w(tensor(x)), x @ want.T)
 
+WIDE = ("__AVX512VNNI__", "__AVX512BW__", "__AVX512F__")
+LACKS = pytest.mark.parametrize("lacks", [WIDE, (*WIDE, "__AVX2__")], ids=["AVX2", "neither"])
+
+def without(names: tuple[str, ...], monkeypatch) -> None:
+  """Kernels are compiled as for a CPU that lacks these"""
+  monkeypatch.setattr(cpu, "PRELUDE", "".join(f"#undef {name}\n" for name in names) + cpu.PRELUDE)
+
+@LACKS
 @pytest.mark.parametrize("tokens", [1, 13])
-def test_mul_mat_without_wide_instructions(tokens: int, monkeypatch):
+def test_mul_mat_without_wide_instructions(tokens: int, lacks: tuple[str, ...], monkeypatch):
   """What CPUs without products of bytes, or with shorter vectors, compile"""
-  monkeypatch.setattr(cpu, "PRELUDE", "#undef __AVX512VNNI__\n#undef __AVX512BW__\n#undef __AVX512F__\n" + cpu.PRELUDE)
+  without(lacks, monkeypatch)
   for kind in (T.Q4_0, T.Q6_K, T.F16, T.IQ4_NL, T.IQ2_XS):
     w, want = load(QuantizedLinear, kind, 23, width(kind))
     x = normal(tokens, w.shape[1])
     same(w(tensor(x)), x @ want.T)
+
+@pytest.mark.parametrize("kind,codes", [(T.Q4_0, slice(2, 18)), (T.Q5_0, slice(2, 22)), (T.Q6_K, slice(0, 192)), (T.Q2_K, slice(16, 80))])
+@pytest.mark.parametrize("lacks", [(), WIDE], ids=["", "AVX2"])
+def test_largest_codes_and_numbers(kind: T, codes: slice, lacks: tuple[str, ...], monkeypatch):
+  """Sums of the largest codes and of numbers whose every byte is at its bound are not cut"""
+  without(lacks, monkeypatch)
+  per, nbytes = GGML_QUANT_SIZES[kind]
+  data = random_weight(kind, (16, 2 * per))[0].reshape(-1, nbytes).copy()
+  data[:, codes] = 255
+  want = dequantize(data, kind).reshape(16, 2 * per).astype(np.float64)
+  w = QuantizedLinear.load(kind, (16, 2 * per), data.reshape(-1))
+  for high in (127, -127):
+    x = np.full((1, 2 * per), high * 65536 - 128 * 256 - 128, np.float32)
+    x[:, ::32] = 8355000
+    same(w(tensor(x)), x.astype(np.float64) @ want.T)
 
 def test_fixed_point_of_the_largest():
   """A unit's largest number rounds to what its bytes hold, whatever it is"""

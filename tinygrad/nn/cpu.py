@@ -1,7 +1,7 @@
 """The primitives as C for the CPU: the text that all kernels share, how one is launched, and the forms of decoding.
 
 Text. Vector extensions and no intrinsics, so that AVX2, AVX-512 and ARM compile the same source; two instructions, a product of bytes and a table
-of 16, are asm where the CPU has them. Weights lie as nn/cpu_layout.py says, 16 rows interleaved. A format becomes C by the code that builds the GPUs'
+of 16, are asm or a builtin where the CPU has them. Weights lie as nn/cpu_layout.py says, 16 rows interleaved. A format becomes C by the code that builds the GPUs'
 kernels from it (apps/quantized.py), given `CExpr` in a UOp's place. Values from a table become integer codes.
 
 Arithmetic. Activations are staged: RMSNorm applied, and for codes scaled by the power of two that undoes a byte's place in its word, or in fixed
@@ -99,6 +99,7 @@ typedef signed char v16c __attribute__((ext_vector_type(16), aligned(1))); typed
 #define FLOAT(e) __builtin_convertvector(__builtin_convertvector(e, v16i), v16f)
 #define AT(type, o) (*(const type*)(B + (o)))
 #define FN static inline __attribute__((always_inline))
+#define ALL _Pragma("clang loop unroll(full)")
 #ifdef __AVX512F__  /* clang would halve the vectors by itself */
 #define WIDE __attribute__((min_vector_width(512)))
 #else
@@ -136,6 +137,29 @@ typedef int v16d __attribute__((vector_size(64)));
 /* t += the four codes of a word times the four numbers of x at p, for every lane */
 #define CODES(t, q, p) __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(t) : "v"((v16d)(q)), "m"(*(const int*)(p)))
 #define INTEGER(t) __builtin_convertvector(t, v16f)
+#define FIXED
+#elif defined(__AVX2__)
+typedef char v32c __attribute__((vector_size(32))); typedef short v16p __attribute__((vector_size(32)));
+typedef int v8i __attribute__((vector_size(32)));
+/* a sum is ready before anything behind it is loaded: there are no registers for more */
+#define HOLD(s) __asm__ volatile("" : "+x"(s) : : "memory");
+/* of each two bytes of q and x the products' sum, in 16 bits */
+#define PAIRS(q, x) __builtin_ia32_pmaddubsw256((v32c)(q), (v32c)(x))
+/* the codes in `words` words of 8 rows times the numbers whose planes are at p; the sums of `step` words fit into 16 bits */
+FN v8f pairs(const v8i* q, const int words, const int step, const byte* p) {
+  v8i n[3] = {0};
+  ALL for (int i = 0; i < 3; i++) ALL for (int first = 0; first < words; first += step) {
+    v16p sums = {0};
+    ALL for (int k = first; k < first + step && k < words; k++) sums += PAIRS(q[k], (v8i){0} + *(const int*)(p + i * 32 + k * 4));
+    n[i] += __builtin_ia32_pmaddwd256(sums, (v16p){0} + 1);
+  }
+  return __builtin_convertvector(n[2], v8f) * 65536.0f + __builtin_convertvector((n[1] << 8) + n[0], v8f);
+}
+#define FIXED
+#endif
+#ifdef FIXED
+#define CODE(q, i) FLOAT((q) >> (i) * 8 & 255u)
+#define PLACED X
 /* 32 numbers as signed bytes in three planes of a fixed-point number of 24 bits, and its unit: as exact as floats are beside the largest */
 FN void fixed(const float* x, float* P) {
   v16f a = *(const v16f*)x, b = *(const v16f*)(x + 16), \
@@ -153,6 +177,9 @@ m = __builtin_elementwise_max(__builtin_elementwise_max(a, -a), __builtin_elemen
     *(v16c*)(to + 64) = __builtin_convertvector(high, v16c);
   }
 }
+#else
+#define CODE(q, i) FLOAT((i) < 3 ? (q) & 255u << (i) * 8 : (q) >> 24)
+#define PLACED P
 #endif
 /* x as products want it: X; S: the sums of 16; P: 32 in fixed point, or scaled by the place of a byte in its word */
 FN void stage(const float* x, const float* norm, float factor, int n, float* X, float* P, float* S) {
@@ -160,23 +187,26 @@ FN void stage(const float* x, const float* norm, float factor, int n, float* X, 
     v16f v = *(const v16f*)(x + i);
     if (norm) v = v * factor * *(const v16f*)(norm + i);
     *(v16f*)(X + i % 32) = v; S[i % 32 / 16] = sum16(v);
-#ifndef CODES
+#ifndef FIXED
     const float a = 1.0f / 256, b = 1.0f / 65536;
     const v16f place = {1, a, b, 1, 1, a, b, 1, 1, a, b, 1, 1, a, b, 1};
     *(v16f*)(P + i % 32) = v * place;
 #endif
     if (i % 32 == 0) continue;
-#ifdef CODES
+#ifdef FIXED
     fixed(X, P);
 #endif
     X += 32; P += 32; S += 2;
   }
 }
 static const long ALONE[1] = {0}; /* where the column begins, if there is one */
-#define ALL _Pragma("clang loop unroll(full)")
 #define ROLLED _Pragma("clang loop unroll(disable)") /* clang would keep on its stack what all of the loop reads */
 #define EACH ALL for (int c = 0; c < columns; c++)
+#ifdef FIXED
 #define FENCE __asm__ volatile("" ::: "memory"); /* the compiler loads nothing earlier: there are no registers for it */
+#else
+#define FENCE
+#endif
 """
 
 LOOK = """/* what a table of 16 bytes has for the codes of `bits` bits in a word's bytes */
@@ -199,10 +229,20 @@ FN v16u look(v16u codes, const int bits, unsigned t0, unsigned t1, unsigned t2, 
 """
 
 COLUMNS = 4  # that a group of 16 rows is multiplied by at a time
+LARGEST_PAIR = 32767 # that a sum of PAIRS may be
 LINE = 64    # bytes of the cache
 AHEAD = 4096 # bytes of the stream between what is multiplied and what is fetched, a few lines at a time: all at once, they would wait for each other
 
 def stage_buffers(width:int) -> str: return f"float X[{width}], P[{width}], S[{width // 16}];\n"
+
+def pair_sums(unit:Unit, part:int, planes:str) -> list[str]:
+  """AVX2's statements that set each column's t[c] to its products of codes and fixed-point numbers, 8 rows at a time, for registers hold no more.
+  None where the codes of two bytes do not fit. planes: C, where a column's begin"""
+  words, step = UNIT // 4 // len(unit.scales), LARGEST_PAIR // (256 * ((1 << unit.bits) - 1))
+  def half(name:str) -> str:
+    codes = ", ".join(f"(v8i){word.text}.{name}" for word in unit.words[part * words:(part + 1) * words])
+    return f"{{ const v8i q[] = {{{codes}}}; EACH {{ v8f s = pairs(q, {words}, {step}, {planes} + {part * words * 4}); HOLD(s) t[c].{name} = s; }} }}"
+  return [half("lo"), half("hi")] if step else []
 
 def unit_dot(unit:Unit, part:int, index:int) -> list[str]:
   """Statements that add to y[c], of the column whose numbers begin at at[c], the products of the weights of a scale, the one numbered `part` of
@@ -214,8 +254,8 @@ def unit_dot(unit:Unit, part:int, index:int) -> list[str]:
     products = [f"{{ const v16f w = {unit.floats[k].text}; EACH t[c][{k % 4}] += w * X[{numbers} + {k}]; }}" for k in weights]
   else:
     for k in weights[::4]:
-      word, codes = f"const v16u q = {unit.words[k // 4].text};", ("q & 255u", "q & 65280u", "q & 16711680u", "q >> 24")
-      products.append(f"{{ {word} EACH {{ {' '.join(f't[c][{i}] += FLOAT({code}) * P[{numbers} + {k + i}];' for i, code in enumerate(codes))} }} }}")
+      word = f"const v16u q = {unit.words[k // 4].text};"
+      products.append(f"{{ {word} EACH {{ {' '.join(f't[c][{i}] += CODE(q, {i}) * PLACED[{numbers} + {k + i}];' for i in range(4))} }} }}")
       planes = (f"CODES(n[c][{i}], q, (const byte*)(P + {numbers}) + {i * UNIT + k});" for i in range(3))
       fixed.append(f"{{ {word} EACH {{ {' '.join(planes)} }} }}")
   sums = [f"S[at[c] / 16 + {index * 2 + half}]" for half in range(2)]
@@ -228,7 +268,9 @@ def unit_dot(unit:Unit, part:int, index:int) -> list[str]:
   if not fixed: return lines
   total = f"(INTEGER(n[c][2]) * 65536.0f + INTEGER((n[c][1] << 8) + n[c][0])) * P[{numbers} + 24]"
   clear = f"v16d n[{COLUMNS}][3]; EACH for (int i = 0; i < 3; i++) n[c][i] = (v16d){{0}};"
-  return ["#ifdef CODES", clear, *fixed, *add(total), "#else", *lines, "#endif"]
+  pairs = pair_sums(unit, part, f"(const byte*)(P + {numbers})")
+  pairs = ["#elif defined(PAIRS)", f"v16f t[{COLUMNS}];", *pairs, *add(f"t[c] * P[{numbers} + 24]")] if pairs else []
+  return ["#if defined(CODES)", clear, *fixed, *add(total), *pairs, "#else", *lines, "#endif"]
 
 def fetch(layout:Layout, unit:int) -> str:
   """C: begins to fetch a unit's share of the block that lies AHEAD bytes behind the one at B"""
