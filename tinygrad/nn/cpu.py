@@ -1,8 +1,8 @@
 """The primitives as C for the CPU: the text that all kernels share, how one is launched, and the forms of decoding.
 
 Text. Vector extensions and no intrinsics, so that AVX2, AVX-512 and ARM compile the same source; two instructions, a product of bytes and a table
-of 16, are asm or a builtin where the CPU has them. Weights lie as nn/cpu_layout.py says, 16 rows interleaved. A format becomes C by the code that builds the GPUs'
-kernels from it (apps/quantized.py), given `CExpr` in a UOp's place. Values from a table become integer codes.
+of 16, are asm or a builtin where the CPU has them. Weights lie as nn/cpu_layout.py says, 16 rows interleaved. A format becomes C by the code that
+builds the GPUs' kernels from it (apps/quantized.py), given `CExpr` in a UOp's place. Values from a table become integer codes.
 
 Arithmetic. Activations are staged: RMSNorm applied, and for codes scaled by the power of two that undoes a byte's place in its word, or in fixed
 point of 24 bits, as exact as floats are beside a unit's largest. A code is masked where it stands and never shifted. Zeros and minimums are folded
