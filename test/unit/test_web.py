@@ -73,6 +73,10 @@ def page(browser: Browser, url: str) -> Iterator[Page]:
     expect(page.locator("#model")).to_have_text("glm-4.7-flash")
     yield page
 
+def reload(page: Page) -> None:
+  page.evaluate("async () => { const {all} = await import('/store.js'); await all(); }")   # a read waits for what is being kept
+  page.reload()
+
 def ask(page: Page, text: str, wait: bool = True) -> None:
   page.get_by_label("Message", exact=True).fill(text)
   page.keyboard.press("Enter")
@@ -278,11 +282,28 @@ def test_edit_regenerate_branches(page: Page, script: Script):
   button(page.locator(".message.user").first, "Version before").click()
   expect(page.locator(".message")).to_have_count(2)
   expect(answer(page)).to_contain_text("A1")   # the version that was shown there
-  page.reload()
+  reload(page)
   expect(answer(page)).to_contain_text("A1")
   page.locator(".message.user").first.hover()
   button(page.locator(".message.user").first, "Next version").click()
   expect(answer(page)).to_contain_text("C1")
+
+LEAVE_AT_ONCE = """name => { (async () => {
+  const {save} = await import("/store.js");
+  save({id: "large", nodes: {}, chosen: {}, title: "large", text: "x".repeat(1e6)});   // what is kept next has to wait for it
+  document.querySelector(`[aria-label="${name}"]`).click();
+  for (let i = 0; i < 10; i++) await null;
+  location.reload();
+})(); }"""
+
+def test_what_was_chosen_is_kept_by_a_page_that_is_left_at_once(page: Page, script: Script):
+  script.answers = [["A1"], ["A2"]]
+  ask(page, "first")
+  button(answer(page), "Another answer").click()
+  expect(answer(page)).to_contain_text("A2")
+  for name, shown in [("Version before", "1/2"), ("Next version", "2/2")] * 3:
+    with page.expect_navigation(): page.evaluate(LEAVE_AT_ONCE, name)
+    expect(answer(page).locator(".branches")).to_have_text(shown, timeout=3000)
 
 def test_an_edit_while_an_answer_comes_stops_it(page: Page, script: Script):
   script.answers = [["Long", WAIT], ["Short"]]
@@ -313,7 +334,7 @@ def test_conversations_are_kept(page: Page, script: Script):
   expect(answer(page)).to_contain_text("One.")
   expect(page.locator("#chats .dot")).to_have_count(1)
   page.wait_for_timeout(1200)   # it is kept each second
-  page.reload()
+  reload(page)
   expect(answer(page)).to_contain_text("One.")
   listed(page).get_by_text("About two").click()
   expect(answer(page)).to_contain_text("Two, half")
@@ -395,7 +416,7 @@ def test_settings(page: Page, script: Script):
   page.keyboard.press("Escape")
   expect(page.locator("#settings")).to_be_hidden()
   ask(page, "Hello?")
-  page.reload()
+  reload(page)
   button(page, "New chat").click()
   ask(page, "Again?")
   for request in script.requests:
@@ -421,7 +442,7 @@ def test_asks_for_the_key(browser: Browser, url: str, script: Script):
     page.keyboard.press("Enter")
     expect(answer(page)).to_contain_text("An answer.")   # what was asked is asked again
     expect(page.locator("#server")).to_be_hidden()
-    page.reload()
+    reload(page)
     expect(page.locator("#model")).to_have_text("glm-4.7-flash")
     expect(page.get_by_role("dialog")).to_have_count(0)
 
@@ -509,7 +530,7 @@ def test_theme_switch(page: Page):
   button(page, "Theme: as the system").click()
   button(page, "Theme: light").click()
   assert page.evaluate(ground) != system
-  page.reload()
+  reload(page)
   expect(button(page, "Theme: dark")).to_be_visible()
   assert page.evaluate(ground) != system
   button(page, "Theme: dark").click()

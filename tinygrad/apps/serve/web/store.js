@@ -7,12 +7,15 @@ const opened = new Promise((resolve, reject) => {
   request.onerror = () => reject(request.error);
 });
 
+// What is asked of the conversations. A change is handed over at once: one that waited for the answer to its request would be lost with a page that
+// is left meanwhile.
 async function ask(mode, question) {
-  const database = await opened;
+  const transaction = (await opened).transaction("chats", mode);
   return new Promise((resolve, reject) => {
-    const request = question(database.transaction("chats", mode).objectStore("chats"));
-    request.onsuccess = () => resolve(request.result);
-    request.onerror = () => reject(request.error);
+    const request = question(transaction.objectStore("chats"));
+    transaction.oncomplete = () => resolve(request.result);
+    transaction.onabort = () => reject(transaction.error ?? request.error);
+    transaction.commit();
   });
 }
 
