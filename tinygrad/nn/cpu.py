@@ -4,9 +4,9 @@ Text. Vector extensions and no intrinsics, so that AVX2, AVX-512 and ARM compile
 of 16, are asm or a builtin where the CPU has them. Weights lie as nn/cpu_layout.py says, 16 rows interleaved. A format becomes C by the code that
 builds the GPUs' kernels from it (apps/quantized.py), given `CExpr` in a UOp's place. Values from a table become integer codes.
 
-Arithmetic. Activations are staged: RMSNorm applied, and for codes scaled by the power of two that undoes a byte's place in its word, or in fixed
-point of 24 bits, as exact as floats are beside a unit's largest. A code is masked where it stands and never shifted. Zeros and minimums are folded
-in through the activations' sums over 16. Sums are float32, in one order whatever the number of threads.
+Arithmetic. Activations are staged: RMSNorm applied, and for codes in fixed point of 24 bits, as exact as floats are beside a unit's largest, or
+scaled by the power of two that undoes a byte's place in its word: so a code is masked where it stands, not shifted. Zeros and minimums are folded in
+through the activations' sums over 16. Sums are float32, in one order whatever the number of threads.
 
 Threads. Each takes a share of the groups of 16 rows and stages the activations for itself: nothing is shared, and nothing is waited for.
 """
