@@ -1,6 +1,7 @@
 """The CPU's kernels against the plain ops and the gguf package, in float64; and the weights' layout there."""
 from __future__ import annotations
 from dataclasses import replace
+from pathlib import Path
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T, dequantize
 from helpers import HALVES, decoding, names_of, prefilling, random_weight, tied
@@ -72,36 +73,42 @@ def test_mul_mat(kind: T, tokens: int, rows: int):
   same(w(tensor(x)), x @ want.T)
 
 WIDE = ("__AVX512VNNI__", "__AVX512BW__", "__AVX512F__")
-LACKS = pytest.mark.parametrize("lacks", [WIDE, (*WIDE, "__AVX2__")], ids=["AVX2", "neither"])
+LACKING = {"": (), "AVX2": WIDE, "AVX-VNNI": WIDE, "neither": (*WIDE, "__AVX2__")}
+FLAGS = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split()) if Path("/proc/cpuinfo").exists() else set()
 
-def without(names: tuple[str, ...], monkeypatch) -> None:
-  """Kernels are compiled as for a CPU that lacks these"""
-  monkeypatch.setattr(cpu, "PRELUDE", "".join(f"#undef {name}\n" for name in names) + cpu.PRELUDE)
+@pytest.fixture(params=LACKING)
+def instructions(request, monkeypatch) -> str:
+  """Kernels are compiled as for a CPU that has no more than these"""
+  wanted, prelude = request.param, cpu.PRELUDE
+  if wanted == "AVX-VNNI":   # its instruction is one of AVX-512 too, in other bytes
+    if not FLAGS & {"avx_vnni", "avx512_vnni"}: pytest.skip("this CPU has no vpdpbusd")
+    prelude = "#define __AVXVNNI__\n" + (prelude if "avx_vnni" in FLAGS else prelude.replace("%{vex%} ", ""))
+  monkeypatch.setattr(cpu, "PRELUDE", "".join(f"#undef {name}\n" for name in LACKING[wanted]) + prelude)
+  return wanted
 
-@LACKS
 @pytest.mark.parametrize("tokens", [1, 13])
-def test_mul_mat_without_wide_instructions(tokens: int, lacks: tuple[str, ...], monkeypatch):
+def test_mul_mat_by_other_instructions(tokens: int, instructions: str):
   """What CPUs without products of bytes, or with shorter vectors, compile"""
-  without(lacks, monkeypatch)
-  for kind in (T.Q4_0, T.Q6_K, T.F16, T.IQ4_NL, T.IQ2_XS):
+  for kind in (T.Q4_0, T.Q6_K, T.Q8_0, T.F16, T.IQ4_NL, T.IQ2_XS):
     w, want = load(QuantizedLinear, kind, 23, width(kind))
     x = normal(tokens, w.shape[1])
     same(w(tensor(x)), x @ want.T)
 
-@pytest.mark.parametrize("kind,codes", [(T.Q4_0, slice(2, 18)), (T.Q5_0, slice(2, 22)), (T.Q6_K, slice(0, 192)), (T.Q2_K, slice(16, 80))])
-@pytest.mark.parametrize("lacks", [(), WIDE], ids=["", "AVX2"])
-def test_largest_codes_and_numbers(kind: T, codes: slice, lacks: tuple[str, ...], monkeypatch):
-  """Sums of the largest codes and of numbers whose every byte is at its bound are not cut"""
-  without(lacks, monkeypatch)
+@pytest.mark.parametrize("kind,codes", [(T.Q4_0, slice(2, 18)), (T.Q5_0, slice(2, 22)), (T.Q6_K, slice(0, 192)), (T.Q2_K, slice(16, 80)),
+                                        (T.Q8_0, slice(2, 34))])
+def test_largest_codes_and_numbers(kind: T, codes: slice, instructions: str):
+  """Sums of the largest codes and of numbers whose every byte is at its bound are not cut, by planes of 8 bits or of 7"""
   per, nbytes = GGML_QUANT_SIZES[kind]
   data = random_weight(kind, (16, 2 * per))[0].reshape(-1, nbytes).copy()
-  data[:, codes] = 255
+  data[:, codes] = 127 if kind == T.Q8_0 else 255
   want = dequantize(data, kind).reshape(16, 2 * per).astype(np.float64)
   w = QuantizedLinear.load(kind, (16, 2 * per), data.reshape(-1))
-  for high in (127, -127):
-    x = np.full((1, 2 * per), high * 65536 - 128 * 256 - 128, np.float32)
-    x[:, ::32] = 8355000
-    same(w(tensor(x)), x.astype(np.float64) @ want.T)
+  for bits, largest in ((8, 8355000), (7, 1040000)):
+    least = 1 << bits - 1
+    for high in (least - 1, 1 - least):
+      x = np.full((3, 2 * per), (high << 2 * bits) - (least << bits) - least, np.float32)
+      x[:, ::32] = largest
+      for tokens in (x[:1], x): same(w(tensor(tokens)), tokens.astype(np.float64) @ want.T)
 
 def test_fixed_point_of_the_largest():
   """A unit's largest number rounds to what its bytes hold, whatever it is"""

@@ -1,12 +1,12 @@
 """The primitives as C for the CPU: the text that all kernels share, how one is launched, and the forms of decoding.
 
-Text. Vector extensions and no intrinsics, so that AVX2, AVX-512 and ARM compile the same source; two instructions, a product of bytes and a table
-of 16, are asm or a builtin where the CPU has them. Weights lie as nn/cpu_layout.py says, 16 rows interleaved. A format becomes C by the code that
-builds the GPUs' kernels from it (apps/quantized.py), given `CExpr` in a UOp's place. Values from a table become integer codes.
+Text. Vector extensions and few intrinsics, so that AVX2, AVX-512 and ARM compile the same source; products of bytes are asm, and a table of 16 an
+instruction, where the CPU has them. Weights lie as nn/cpu_layout.py says, 16 rows interleaved. A format becomes C by the code that builds the GPUs'
+kernels from it (apps/quantized.py), given `CExpr` in a UOp's place. Values from a table become integer codes.
 
-Arithmetic. Activations are staged: RMSNorm applied, and for codes in fixed point of 24 bits, as exact as floats are beside a unit's largest, or
-scaled by the power of two that undoes a byte's place in its word: so a code is masked where it stands, not shifted. Zeros and minimums are folded in
-through the activations' sums over 16. Sums are float32, in one order whatever the number of threads.
+Arithmetic. Activations are staged: RMSNorm applied, and for codes in fixed point, of 24 bits (as exact as floats are beside a unit's largest) or 21
+with AVX2 alone. On other CPUs they are scaled by the power of two that undoes a byte's place in its word: a code is masked where it stands, not
+shifted. Zeros and minimums are folded in through the activations' sums over 16. Sums are float32, in one order whatever the number of threads.
 
 Threads. Each takes a share of the groups of 16 rows and stages the activations for itself: nothing is shared, and nothing is waited for.
 """
@@ -90,7 +90,8 @@ def block_unit(weight:PackedWeight, unit:int) -> Unit:
 
 # ---- the text that kernels share ----
 
-PRELUDE = """typedef float v16f __attribute__((ext_vector_type(16), aligned(4))); typedef float v8f __attribute__((ext_vector_type(8), aligned(4)));
+PRELUDE = """#pragma clang diagnostic ignored "-Wpsabi" /* vectors are passed to what is inlined alone */
+typedef float v16f __attribute__((ext_vector_type(16), aligned(4))); typedef float v8f __attribute__((ext_vector_type(8), aligned(4)));
 typedef float v4f __attribute__((ext_vector_type(4), aligned(4))); typedef int v16i __attribute__((ext_vector_type(16), aligned(4)));
 typedef unsigned v16u __attribute__((ext_vector_type(16), aligned(4))); typedef __fp16 v16h __attribute__((ext_vector_type(16), aligned(2)));
 typedef unsigned short v16s __attribute__((ext_vector_type(16), aligned(2)));
@@ -136,41 +137,69 @@ FN float rms(const float* x, int n, float eps) {
 typedef int v16d __attribute__((vector_size(64)));
 /* t += the four codes of a word times the four numbers of x at p, for every lane */
 #define CODES(t, q, p) __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(t) : "v"((v16d)(q)), "m"(*(const int*)(p)))
-#define INTEGER(t) __builtin_convertvector(t, v16f)
-#define FIXED
+#define BITS 8 /* of a plane's numbers */
+FN v16f joined(const v16d* n) { return __builtin_convertvector(n[2], v16f) * 65536.0f + __builtin_convertvector((n[1] << BITS) + n[0], v16f); }
 #elif defined(__AVX2__)
-typedef char v32c __attribute__((vector_size(32))); typedef short v16p __attribute__((vector_size(32)));
-typedef int v8i __attribute__((vector_size(32)));
-/* a sum is ready before anything behind it is loaded: there are no registers for more */
-#define HOLD(s) __asm__ volatile("" : "+x"(s) : : "memory");
-/* of each two bytes of q and x the products' sum, in 16 bits */
-#define PAIRS(q, x) __builtin_ia32_pmaddubsw256((v32c)(q), (v32c)(x))
-/* the codes in `words` words of 8 rows times the numbers whose planes are at p; the sums of `step` words fit into 16 bits */
-FN v8f pairs(const v8i* q, const int words, const int step, const byte* p) {
-  v8i n[3] = {0};
-  ALL for (int i = 0; i < 3; i++) ALL for (int first = 0; first < words; first += step) {
-    v16p sums = {0};
-    ALL for (int k = first; k < first + step && k < words; k++) sums += PAIRS(q[k], (v8i){0} + *(const int*)(p + i * 32 + k * 4));
-    n[i] += __builtin_ia32_pmaddwd256(sums, (v16p){0} + 1);
+typedef int v8i __attribute__((vector_size(32))); typedef short v16p __attribute__((vector_size(32)));
+typedef char v32c __attribute__((vector_size(32))); typedef unsigned v8u __attribute__((ext_vector_type(8), aligned(4)));
+/* 16 rows' products of codes with each plane of the numbers: all of them and, as far as 16 bits hold them, those of each two bytes */
+typedef struct { v8i all[3][2]; v16p pairs[3][2]; } Sums;
+/* the codes of word k of `words` times the four numbers whose planes are at p; 16 bits hold the sums of `step` words. What is volatile stays in the
+   order it is written in: loaded earlier, codes and numbers would find no registers */
+#ifdef __AVXVNNI__
+#define BITS 8
+FN void add(Sums* s, v16u q, const byte* p, const int k, const int words, const int step) {
+  v8i x;
+  ALL for (int i = 0; i < 3; i++) {
+    if (k == 0) s->all[i][0] = s->all[i][1] = (v8i){0};
+    __asm__ volatile("vpbroadcastd %3, %2; %{vex%} vpdpbusd %2, %4, %0; %{vex%} vpdpbusd %2, %5, %1"
+                     : "+x"(s->all[i][0]), "+x"(s->all[i][1]), "=&x"(x) : "m"(*(const int*)(p + i * 32)), "x"((v8i)q.lo), "x"((v8i)q.hi));
   }
-  return __builtin_convertvector(n[2], v8f) * 65536.0f + __builtin_convertvector((n[1] << 8) + n[0], v8f);
 }
-#define FIXED
+#else
+#define BITS 7 /* so that the sum of two products with codes of 8 bits fits into 16 */
+FN void add(Sums* s, v16u q, const byte* p, const int k, const int words, const int step) {
+  v8i x, y;
+  ALL for (int i = 0; i < 3; i++) {
+    v16p* pairs = s->pairs[i];
+    if (k % step == 0) __asm__ volatile("vpbroadcastd %2, %1; vpmaddubsw %1, %3, %0; vpmaddubsw %1, %4, %1"
+                                        : "=&x"(pairs[0]), "=&x"(pairs[1]) : "m"(*(const int*)(p + i * 32)), "x"((v8i)q.lo), "x"((v8i)q.hi));
+    else __asm__ volatile("vpbroadcastd %4, %2; vpmaddubsw %2, %5, %3; vpmaddubsw %2, %6, %2; vpaddw %3, %0, %0; vpaddw %2, %1, %1"
+                          : "+x"(pairs[0]), "+x"(pairs[1]), "=&x"(x), "=&x"(y) : "m"(*(const int*)(p + i * 32)), "x"((v8i)q.lo), "x"((v8i)q.hi));
+    if ((k + 1) % step == 0 || k + 1 == words) ALL for (int h = 0; h < 2; h++) {
+      v8i sum = __builtin_ia32_pmaddwd256(pairs[h], (v16p){0} + 1);
+      s->all[i][h] = k < step ? sum : s->all[i][h] + sum;
+    }
+  }
+}
 #endif
-#ifdef FIXED
-#define CODE(q, i) FLOAT((q) >> (i) * 8 & 255u)
-#define PLACED X
-/* 32 numbers as signed bytes in three planes of a fixed-point number of 24 bits, and its unit: as exact as floats are beside the largest */
-FN void fixed(const float* x, float* P) {
+FN v16f joined(const Sums* s) {
+  v16f all; v8f high[2], low[2];
+  ALL for (int h = 0; h < 2; h++) {
+    high[h] = __builtin_convertvector(s->all[2][h], v8f);
+    low[h] = __builtin_convertvector((s->all[1][h] << BITS) + s->all[0][h], v8f);
+  }
+  all.lo = high[0] * (float)(1 << 2 * BITS) + low[0];
+  all.hi = high[1] * (float)(1 << 2 * BITS) + low[1];
+  return all;
+}
+#endif
+#ifdef BITS
+/* 32 numbers as signed bytes in three planes of a fixed-point number, and its unit: of 24 bits as exact as floats are beside the largest. The sums of
+16 are those of what it holds: beside them a code's zero falls out exactly. */
+FN void fixed(const float* x, float* P, float* S) {
   v16f a = *(const v16f*)x, b = *(const v16f*)(x + 16), \
 m = __builtin_elementwise_max(__builtin_elementwise_max(a, -a), __builtin_elementwise_max(b, -b));
   const float most = most16(m);
-  P[24] = most / 8355000; /* 127 in each byte is 8355711: room for rounding */
-  float inverse = most > 1e-30f ? 8355000 / most : 0;
+  const float largest = BITS == 8 ? 8355000 : 1040000; /* 127 in each byte is 8355711, 63 is 1040319: room for rounding */
+  P[24] = most / largest;
+  const float inverse = most > 1e-30f ? largest / most : 0;
+  const int unused = 32 - BITS;
   for (int h = 0; h < 2; h++) {
     v16f v = (h ? b : a) * inverse;
-    v16i n = __builtin_convertvector(v + (v16f)(((v16u)v & 0x80000000u) | 0x3f000000u), v16i), low = n << 24 >> 24, rest = (n - low) >> 8;
-    v16i middle = rest << 24 >> 24, high = (rest - middle) >> 8;
+    v16i n = __builtin_convertvector(v + (v16f)(((v16u)v & 0x80000000u) | 0x3f000000u), v16i);
+    v16i low = n << unused >> unused, rest = (n - low) >> BITS, middle = rest << unused >> unused, high = (rest - middle) >> BITS;
+    S[h] = sum16(__builtin_convertvector(n, v16f)) * P[24];
     signed char* to = (signed char*)P + h * 16;
     *(v16c*)to = __builtin_convertvector(low, v16c);
     *(v16c*)(to + 32) = __builtin_convertvector(middle, v16c);
@@ -179,30 +208,30 @@ m = __builtin_elementwise_max(__builtin_elementwise_max(a, -a), __builtin_elemen
 }
 #else
 #define CODE(q, i) FLOAT((i) < 3 ? (q) & 255u << (i) * 8 : (q) >> 24)
-#define PLACED P
 #endif
 /* x as products want it: X; S: the sums of 16; P: 32 in fixed point, or scaled by the place of a byte in its word */
 FN void stage(const float* x, const float* norm, float factor, int n, float* X, float* P, float* S) {
   for (int i = 0; i < n; i += 16) {
     v16f v = *(const v16f*)(x + i);
     if (norm) v = v * factor * *(const v16f*)(norm + i);
-    *(v16f*)(X + i % 32) = v; S[i % 32 / 16] = sum16(v);
-#ifndef FIXED
+    *(v16f*)(X + i % 32) = v;
+#ifndef BITS
+    S[i % 32 / 16] = sum16(v);
     const float a = 1.0f / 256, b = 1.0f / 65536;
     const v16f place = {1, a, b, 1, 1, a, b, 1, 1, a, b, 1, 1, a, b, 1};
     *(v16f*)(P + i % 32) = v * place;
 #endif
     if (i % 32 == 0) continue;
-#ifdef FIXED
-    fixed(X, P);
+#ifdef BITS
+    fixed(X, P, S);
 #endif
     X += 32; P += 32; S += 2;
   }
 }
 static const long ALONE[1] = {0}; /* where the column begins, if there is one */
-#define ROLLED _Pragma("clang loop unroll(disable)") /* clang would keep on its stack what all of the loop reads */
+#define ROLLED _Pragma("clang loop unroll(disable)") /* clang would keep on its stack what all of the loop reads, or make more code than is cached */
 #define EACH ALL for (int c = 0; c < columns; c++)
-#ifdef FIXED
+#ifdef BITS
 #define FENCE __asm__ volatile("" ::: "memory"); /* the compiler loads nothing earlier: there are no registers for it */
 #else
 #define FENCE
@@ -214,6 +243,11 @@ FN v16u look(v16u codes, const int bits, unsigned t0, unsigned t1, unsigned t2, 
 #ifdef __AVX512BW__
   v16u found, table = {t0, t1, t2, t3, t0, t1, t2, t3, t0, t1, t2, t3, t0, t1, t2, t3};
   __asm__("vpshufb %2, %1, %0" : "=v"(found) : "v"(table), "v"(codes));
+  return found;
+#elif defined(__AVX2__)
+  const v8i table = {t0, t1, t2, t3, t0, t1, t2, t3}; v16u found;
+  found.lo = (v8u)__builtin_ia32_pshufb256((v32c)table, (v32c)(v8i)codes.lo);
+  found.hi = (v8u)__builtin_ia32_pshufb256((v32c)table, (v32c)(v8i)codes.hi);
   return found;
 #else /* a tree of selects, all four bytes at once; it begins with pairs of entries, by the codes' lowest bits */
   const unsigned table[4] = {t0, t1, t2, t3};
@@ -229,48 +263,44 @@ FN v16u look(v16u codes, const int bits, unsigned t0, unsigned t1, unsigned t2, 
 """
 
 COLUMNS = 4  # that a group of 16 rows is multiplied by at a time
-LARGEST_PAIR = 32767 # that a sum of PAIRS may be
+LARGEST_CODE = 32767 // 128 # whose products with numbers of 7 bits, two together, 16 bits hold; or the sum of codes of as many words
 LINE = 64    # bytes of the cache
 AHEAD = 4096 # bytes of the stream between what is multiplied and what is fetched, a few lines at a time: all at once, they would wait for each other
 
 def stage_buffers(width:int) -> str: return f"float X[{width}], P[{width}], S[{width // 16}];\n"
 
-def pair_sums(unit:Unit, part:int, planes:str) -> list[str]:
-  """AVX2's statements that set each column's t[c] to its products of codes and fixed-point numbers, 8 rows at a time, for registers hold no more.
-  None where the codes of two bytes do not fit. planes: C, where a column's begin"""
-  words, step = UNIT // 4 // len(unit.scales), LARGEST_PAIR // (256 * ((1 << unit.bits) - 1))
-  def half(name:str) -> str:
-    codes = ", ".join(f"(v8i){word.text}.{name}" for word in unit.words[part * words:(part + 1) * words])
-    return f"{{ const v8i q[] = {{{codes}}}; EACH {{ v8f s = pairs(q, {words}, {step}, {planes} + {part * words * 4}); HOLD(s) t[c].{name} = s; }} }}"
-  return [half("lo"), half("hi")] if step else []
-
 def unit_dot(unit:Unit, part:int, index:int) -> list[str]:
   """Statements that add to y[c], of the column whose numbers begin at at[c], the products of the weights of a scale, the one numbered `part` of
   unit `index` of a block"""
   scale, minimum = unit.scales[part]
-  count, products, fixed = UNIT // len(unit.scales), [], []
-  weights, numbers = range(part * count, (part + 1) * count), f"at[c] + {index * UNIT}"
-  if unit.floats is not None:
-    products = [f"{{ const v16f w = {unit.floats[k].text}; EACH t[c][{k % 4}] += w * X[{numbers} + {k}]; }}" for k in weights]
-  else:
-    for k in weights[::4]:
-      word = f"const v16u q = {unit.words[k // 4].text};"
-      products.append(f"{{ {word} EACH {{ {' '.join(f't[c][{i}] += CODE(q, {i}) * PLACED[{numbers} + {k + i}];' for i in range(4))} }} }}")
-      planes = (f"CODES(n[c][{i}], q, (const byte*)(P + {numbers}) + {i * UNIT + k});" for i in range(3))
-      fixed.append(f"{{ {word} EACH {{ {' '.join(planes)} }} }}")
-  sums = [f"S[at[c] / 16 + {index * 2 + half}]" for half in range(2)]
-  zero = f" - {float(unit.zero)}f * s" if unit.floats is None and unit.zero else ""
+  count = UNIT // len(unit.scales)
+  first, numbers = part * count, f"at[c] + {index * UNIT}"
+  halves = [f"S[at[c] / 16 + {index * 2 + half}]" for half in range(2)]
   names = f"const v16f scale = {scale.text}{'' if minimum is None else f', least = {minimum.text}'};"
-  def add(total:str) -> list[str]:
-    return [names, "EACH {", f"const float s = {sums[part] if len(unit.scales) == 2 else ' + '.join(sums)};",
-            f"y[c] += scale * ({total}{zero}){'' if minimum is None else ' + least * s'};", "}"]
-  lines = [f"v16f t[{COLUMNS}][4]; EACH for (int i = 0; i < 4; i++) t[c][i] = 0;", *products, *add("(t[c][0] + t[c][1]) + (t[c][2] + t[c][3])")]
-  if not fixed: return lines
-  total = f"(INTEGER(n[c][2]) * 65536.0f + INTEGER((n[c][1] << 8) + n[c][0])) * P[{numbers} + 24]"
-  clear = f"v16d n[{COLUMNS}][3]; EACH for (int i = 0; i < 3; i++) n[c][i] = (v16d){{0}};"
-  pairs = pair_sums(unit, part, f"(const byte*)(P + {numbers})")
-  pairs = ["#elif defined(PAIRS)", f"v16f t[{COLUMNS}];", *pairs, *add(f"t[c] * P[{numbers} + 24]")] if pairs else []
-  return ["#if defined(CODES)", clear, *fixed, *add(total), *pairs, "#else", *lines, "#endif"]
+  def ends(total:str, zero:int, loop:str="EACH", begin:str="") -> list[str]:
+    total += f" - {float(zero)}f * s" if zero else ""
+    return [names, f"{loop} {{ {begin}", f"const float s = {halves[part] if len(unit.scales) == 2 else ' + '.join(halves)};",
+            f"y[c] += scale * ({total}){'' if minimum is None else ' + least * s'};", "}"]
+  clear, of_floats = f"v16f t[{COLUMNS}][4]; EACH for (int i = 0; i < 4; i++) t[c][i] = 0;", "(t[c][0] + t[c][1]) + (t[c][2] + t[c][3])"
+  if unit.floats is not None:
+    products = (f"{{ const v16f w = {unit.floats[k].text}; EACH t[c][{k % 4}] += w * X[{numbers} + {k}]; }}" for k in range(first, first + count))
+    return [clear, *products, *ends(of_floats, 0)]
+  words, planes, integers = [unit.words[k // 4].text for k in range(first, first + count, 4)], f"(const byte*)(P + {numbers})", f"P[{numbers} + 24]"
+  of_word = f"{len(words)}, {LARGEST_CODE // ((1 << unit.bits) - 1)}"
+  wide, narrow, floats = [], [], []
+  for k, word in enumerate(words):
+    at = first + k * 4
+    codes = " ".join(f"CODES(n[c][{i}], q, {planes} + {i * UNIT + at});" for i in range(3))
+    wide.append(f"{{ const v16u q = {word}; EACH {{ {codes} }} }}")
+    narrow.append(f"q[{k}] = {word}; if (columns == 1) {{ const int c = 0; add(&sums, q[{k}], {planes} + {at}, {k}, {of_word}); }}")
+    lanes = " ".join(f"t[c][{i}] += CODE(q, {i}) * P[{numbers} + {at + i}];" for i in range(4))
+    floats.append(f"{{ const v16u q = {word}; EACH {{ {lanes} }} }}")
+  several = f"if (columns > 1) ALL for (int k = 0; k < {len(words)}; k++) add(&sums, q[k], {planes} + {first} + k * 4, k, {of_word});"
+  return ["#if defined(__AVX512VNNI__)", f"v16d n[{COLUMNS}][3]; EACH for (int i = 0; i < 3; i++) n[c][i] = (v16d){{0}};", *wide,
+          *ends(f"joined(n[c]) * {integers}", unit.zero),
+          "#elif defined(__AVX2__)", f"v16u q[{len(words)}]; Sums sums;", *narrow,
+          *ends(f"joined(&sums) * {integers}", unit.zero, "ROLLED for (int c = 0; c < columns; c++)", several),
+          "#else", clear, *floats, *ends(of_floats, unit.zero), "#endif"]
 
 def fetch(layout:Layout, unit:int) -> str:
   """C: begins to fetch a unit's share of the block that lies AHEAD bytes behind the one at B"""

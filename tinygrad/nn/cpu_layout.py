@@ -98,7 +98,8 @@ class Layout:
 
 # ---- packing ----
 
-PACK = """typedef unsigned v16u __attribute__((ext_vector_type(16), aligned(4))); typedef unsigned word __attribute__((aligned(1)));
+PACK = """#pragma clang diagnostic ignored "-Wpsabi"
+typedef unsigned v16u __attribute__((ext_vector_type(16), aligned(4))); typedef unsigned word __attribute__((aligned(1)));
 typedef unsigned short v16s __attribute__((ext_vector_type(16), aligned(2))); \
 typedef unsigned char v16b __attribute__((ext_vector_type(16), aligned(1)));
 typedef unsigned char byte; typedef unsigned long long u64;
