@@ -16,6 +16,7 @@ from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up
 from tinygrad.nn.norm_linear import norm_linear
 from tinygrad.nn.primitive import Primitive, plain_ops
 from tinygrad.nn.step import Step
+from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 pytestmark = pytest.mark.skipif(not cpu.is_cpu(Device.DEFAULT), reason="not on the CPU")
 KINDS = pytest.mark.parametrize("kind", HALVES, ids=lambda k: k.name)
@@ -109,6 +110,22 @@ def test_largest_codes_and_numbers(kind: T, codes: slice, instructions: str):
       x = np.full((3, 2 * per), (high << 2 * bits) - (least << bits) - least, np.float32)
       x[:, ::32] = largest
       for tokens in (x[:1], x): same(w(tensor(tokens)), tokens.astype(np.float64) @ want.T)
+
+def test_the_compiler_says_nothing(monkeypatch, capfd):
+  """For CPUs with shorter vectors, too: what clang says stands before an answer's first word"""
+  w, _ = load(QuantizedLinear, T.IQ4_NL, 16, 64)
+  sources, pack_source = [], cpu_layout.pack_source
+  monkeypatch.setattr(cpu_layout, "pack_source", lambda *args: sources.append(pack_source(*args)) or sources[0])
+  packer.__wrapped__(T.IQ4_NL, Device.DEFAULT)
+  columns = "float* x, float* X, float* P, float* S, const byte* B"
+  sources.append(f"""{cpu.PRELUDE}{cpu.LOOK}{cpu.ROTATE}{cpu.dot("dot", w)}WIDE void kernel({columns}) {{
+    v16f y[2] = {{0}};
+    stage(x, 0, rms(x, 64, 1), 64, X, P, S);
+    dot(2, B, X, P, S, (const long[]){{0, 64}}, y);
+    put(x, plus(rotate(y[0], 0, 64, 0, x), x, 9), 9);
+  }}""")
+  for arch in ("haswell", "alderlake", "sapphirerapids"): assert all(ClangCompiler(["x86_64", arch]).compile(source) for source in sources)
+  assert capfd.readouterr().err == ""
 
 def test_fixed_point_of_the_largest():
   """A unit's largest number rounds to what its bytes hold, whatever it is"""
