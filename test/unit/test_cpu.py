@@ -250,6 +250,13 @@ def test_norm_linear_of_few(tokens: int, head: int, nope: int):
     same(got, want)
     as_alone(got, [norm_linear(alone(step, t), row(x, t), None, [a], None, row(residual, t))[0] for t in range(tokens)])
 
+def test_few_as_alone_by_other_instructions(instructions: str):
+  """Where one column's words are multiplied as they come, those of several in a loop, sums are the same"""
+  x = tensor(normal(7, 512))
+  for kind in (T.Q4_0, T.Q5_K, T.Q6_K, T.Q8_0, T.IQ4_NL):
+    w = load(QuantizedLinear, kind, 40, 512)[0]
+    as_alone(norm_linear(decoding(*[5] * 7), x, None, [w])[0], [norm_linear(decoding(5), row(x, t), None, [w])[0] for t in range(7)])
+
 @FEW
 @pytest.mark.parametrize("kept", [dtypes.half, dtypes.float])
 def test_attention_of_few(tokens: int, kept):
