@@ -250,6 +250,13 @@ def test_norm_linear_of_few(tokens: int, head: int, nope: int):
     same(got, want)
     as_alone(got, [norm_linear(alone(step, t), row(x, t), None, [a], None, row(residual, t))[0] for t in range(tokens)])
 
+def test_prefill_by_other_instructions(instructions: str):
+  """Whatever number of columns a tile has"""
+  w = load(QuantizedLinear, T.Q4_0, 40, 256)[0]
+  for tokens in (2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 18):
+    (got,), (want,) = both("cpu_prefill", norm_linear, prefilling(0, tokens), tensor(normal(tokens, 256)), None, [w])
+    same(got, want)
+
 def test_few_as_alone_by_other_instructions(instructions: str):
   """Where one column's words are multiplied as they come, those of several in a loop, sums are the same"""
   x = tensor(normal(7, 512))
