@@ -3,6 +3,7 @@ import os, subprocess, sys
 from pathlib import Path
 import pytest
 from tinygrad import Device
+from tinygrad.apps import models
 from tinygrad.apps.models import UserError, _why_not, check_device
 from tinygrad.helpers import OSX, Context
 
@@ -40,6 +41,14 @@ def test_the_command_lines(script: list[str], dev: str, said: str):
   run = subprocess.run([sys.executable, *script], capture_output=True, text=True, cwd=ROOT, env=os.environ | {"DEV": dev})
   first, = run.stderr.splitlines()
   assert first.startswith(said) and run.returncode and run.stdout.count("\n") <= 1
+
+@pytest.mark.parametrize("flags,lacking", [({"flags", "sse4_2"}, True), ({"flags", "f16c"}, False), (set(), False)])
+def test_a_cpu_without_halves(flags: set[str], lacking: bool, monkeypatch):
+  """A virtual machine of a generic type, say: else the first kernel lacks a symbol"""
+  monkeypatch.setattr(models, "_cpu_flags", lambda: flags)
+  if lacking: assert "the device CPU needs an x86 CPU with F16C" in line("CPU")
+  else:
+    with Context(DEV="CPU"): check_device()
 
 def test_no_memory():
   with pytest.raises(MemoryError) as e: Device["CPU"].allocator.alloc(1 << 50)
