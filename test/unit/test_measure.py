@@ -29,6 +29,19 @@ def known_peak(monkeypatch: pytest.MonkeyPatch):
 
 def without_loads(err: str) -> str: return "".join(line for line in err.splitlines(True) if not line.startswith("this machine is loaded: "))
 
+@pytest.mark.parametrize("depth", [0, 70])
+def test_a_step_is_under_way_when_the_last_is_timed(depth: int, model: Model, known_peak, monkeypatch):
+  """As behind all others: with nothing to start the last would be too fast"""
+  left, generate = [], model.engine.generate
+  def counted(ids: list[int], count: int, *rest: Any):
+    left.append(count)
+    for token in generate(ids, count, *rest):
+      left[-1] -= 1
+      yield token
+  monkeypatch.setattr(model.engine, "generate", counted)
+  measure.benchmark(model, "small", 4, depth, 0.0)
+  assert left[-1] == 1
+
 # ---- flags ----
 
 def test_lists():

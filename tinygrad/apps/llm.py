@@ -334,7 +334,7 @@ def main(argv:list[str]|None=None) -> int|None:
   if args.serve is not None: return serve(args)
   work = work_of(args)
   if args.threads: NUM_CPU_THREADS.value = args.threads
-  room = work.sweep.room if work.sweep else int(args.depth or 0) + (args.benchmark or TOKENS) + 2
+  room = work.sweep.room if work.sweep else int(args.depth or 0) + (args.benchmark or TOKENS) + 3   # measure.py's BESIDE
   context = sys.maxsize if args.max_context == 0 else args.max_context or max(DEFAULT_CONTEXT, room)
   start = time.perf_counter()
   doing(f"opening {args.model}")

@@ -23,6 +23,7 @@ from tinygrad.apps.models import Model, UserError
 from tinygrad.nn.step import PAGE
 
 PERPLEXITY_WINDOW = 512
+BESIDE = 3   # tokens of a benchmark that are not timed: the first, one to warm up, one that is under way when the last is there
 PLOTS = (".png", ".svg")
 
 def numbers(flag:str, text:str, low:int) -> list[int]:
@@ -155,8 +156,8 @@ def benchmark(model:Model, name:str, count:int, depth:int, load_seconds:float) -
   """Prints the ceiling, then decodes `count` tokens after `depth` others, a line each. Returns the figures of the JSON line: times in ms and s, sizes
   in bytes, bandwidth in GB/s. Raises UserError where the cache is too small."""
   t, engine = model.transformer, model.engine
-  if depth + 2 + count > t.max_context:
-    raise UserError(f"--depth {depth} and --benchmark {count}: expected at most {t.max_context - 2} tokens together, found {depth + count}: "
+  if depth + count + BESIDE > t.max_context:
+    raise UserError(f"--depth {depth} and --benchmark {count}: expected at most {t.max_context - BESIDE} tokens together, found {depth + count}: "
                     f"the cache holds {t.max_context} (the model's own context is {t.config.context_length})")
   weights, cache, peak = t.weight_bytes_a_step(), t.cache_bytes(depth), measured_peak(t)
   print(f"device    {', '.join(t.devices)}")
@@ -165,20 +166,21 @@ def benchmark(model:Model, name:str, count:int, depth:int, load_seconds:float) -
   else: print("ceiling   unknown: no figure for this device's memory")
   ids = np.random.default_rng(0).integers(0, min(t.config.vocab_size, 256), depth + 1).tolist()
   start = time.perf_counter()
-  tokens = engine.generate(ids, count + 2)
+  tokens = engine.generate(ids, count + BESIDE)
   next(tokens)
   first = time.perf_counter() - start
   next(tokens)  # one more to warm up
   print(f"load      {load_seconds:.2f} s, first token after {first:.2f} s more")
   prefill = None
   if depth:
+    tokens.close()
     engine.forget()
     start = time.perf_counter()
     engine.prefill(ids)
     engine.wait()
     prefill = depth / (time.perf_counter() - start)
     print(f"prefill   {prefill:.1f} tok/s over {depth} tokens")
-    tokens = engine.generate(ids, count + 1)
+    tokens = engine.generate(ids, count + BESIDE - 1)
     next(tokens)
   print(f"kernels   {engine.kernels_a_token} a token")
   times:list[float] = []
@@ -188,6 +190,7 @@ def benchmark(model:Model, name:str, count:int, depth:int, load_seconds:float) -
       next(tokens)
       times.append(time.perf_counter() - start)
       print(f"{i + 1:5d}  {times[-1] * 1e3:9.3f} ms  {1 / times[-1]:9.1f} tok/s  {(weights + cache) / times[-1] / 1e9:8.1f} GB/s", flush=True)
+  tokens.close()
   (p10, p90), median = (float(np.percentile(times, p)) for p in (10, 90)), statistics.median(times)
   percent = 100 / median / most if most else None
   print(f"median    {median * 1e3:.3f} ms, {1 / median:.1f} tok/s (p10 {p10 * 1e3:.3f} ms, p90 {p90 * 1e3:.3f} ms)"
