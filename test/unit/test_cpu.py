@@ -73,7 +73,7 @@ def test_mul_mat(kind: T, tokens: int, rows: int):
   x = normal(tokens, w.shape[1])
   same(w(tensor(x)), x @ want.T)
 
-WIDE = ("__AVX512VNNI__", "__AVX512BW__", "__AVX512F__")
+WIDE = ("__AVX512VNNI__", "__AVX512BW__", "__AVX512F__", "__AVXVNNI__")
 LACKING = {"": (), "AVX2": WIDE, "AVX-VNNI": WIDE, "neither": (*WIDE, "__AVX2__")}
 FLAGS = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split()) if Path("/proc/cpuinfo").exists() else set()
 
