@@ -20,8 +20,8 @@ KERNEL = """void run(const byte* B, const float* x, float* X, float* P, float* S
 }}
 """
 
-def source(tree:str, kind:str, columns:int) -> str:
-  """C, of a clone's own text; run by that clone's modules in a process of their own"""
+def source(tree:str, kind:str, columns:int) -> tuple[int, str]:
+  """A group's bytes and the C source, by a clone's own modules in a process of their own"""
   code = f"""import sys; sys.path[:0] = [{tree!r}, {tree + '/test'!r}]
 from gguf import GGMLQuantizationType as T
 from helpers import random_weight
@@ -31,7 +31,7 @@ w = QuantizedLinear.load(T.{kind}, (16, {WIDTH}), random_weight(T.{kind}, (16, {
 print(cpu.group_bytes(w)); print(cpu.PRELUDE + cpu.LOOK + cpu.dot("dot", w))"""
   size, _, text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tree).stdout.partition("\n")
   at = ", ".join(str(c * WIDTH) for c in range(columns))
-  return f"// {size}\n" + text + "WIDE " + KERNEL.format(columns=columns, width=WIDTH, repeats=REPEATS, groups=GROUPS, group=size, at=at)
+  return int(size), text + "WIDE " + KERNEL.format(columns=columns, width=WIDTH, repeats=REPEATS, groups=GROUPS, group=size, at=at)
 
 def main() -> None:
   sys.path.insert(0, str(ROOT))
@@ -50,9 +50,8 @@ def main() -> None:
   with tempfile.TemporaryDirectory() as folder:
     for kind in args.types.split(","):
       for columns in map(int, args.columns.split(",")):
-        texts = [source(tree, kind, columns) for tree in trees]
-        size = int(texts[0].split("\n")[0][3:])
-        stream = np.ascontiguousarray(rng.integers(0, 64, GROUPS * size + 8192, np.uint8))   # finite halves everywhere
+        (size, *_), texts = zip(*(source(tree, kind, columns) for tree in trees))
+        stream = rng.integers(0, 64, GROUPS * size + 8192, np.uint8)   # finite halves everywhere
         x, y = rng.standard_normal(columns * WIDTH).astype(np.float32), np.zeros(columns * 16 + 16, np.float32)
         staged = [np.zeros(columns * WIDTH + 64, np.float32) for _ in range(3)]
         pointers = [ctypes.c_void_p(a.ctypes.data) for a in (stream, x, *staged, y)]

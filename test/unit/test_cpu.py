@@ -1,12 +1,12 @@
 """The CPU's kernels against the plain ops and the gguf package, in float64; and the weights' layout there."""
 from __future__ import annotations
 from dataclasses import replace
-from pathlib import Path
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T, dequantize
 from helpers import HALVES, decoding, names_of, prefilling, random_weight, tied
 from oracle import route
 from tinygrad import Device, Tensor, dtypes
+from tinygrad.apps.machine import cpuinfo
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, interleaved, packer, split_planes
 from tinygrad.apps.rope import Rope, rope_table
@@ -75,7 +75,7 @@ def test_mul_mat(kind: T, tokens: int, rows: int):
 
 WIDE = ("__AVX512VNNI__", "__AVX512BW__", "__AVX512F__", "__AVXVNNI__")
 LACKING = {"": (), "AVX2": WIDE, "AVX-VNNI": WIDE, "neither": (*WIDE, "__AVX2__")}
-FLAGS = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split()) if Path("/proc/cpuinfo").exists() else set()
+FLAGS = set(cpuinfo("flags").split())
 
 @pytest.fixture(params=LACKING)
 def instructions(request, monkeypatch) -> str:

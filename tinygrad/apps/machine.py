@@ -47,6 +47,12 @@ def peak_bandwidth(device:str|None=None) -> tuple[float, str]|None:
   kind = (device or Device.DEFAULT).split(":")[0]
   return {"CUDA": _cuda, "METAL": _metal, "CPU": _measured}.get(kind, lambda: None)()
 
+def cpuinfo(name:str) -> str:
+  """What Linux says of its first processor under this name; "" where it says nothing"""
+  try:
+    with open("/proc/cpuinfo", encoding="utf-8") as lines: return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
+  except OSError: return ""
+
 def device_name(devices:tuple[str, ...]=()) -> str:
   """The default device and its product name, as in CUDA (NVIDIA H200) or CPU (AMD EPYC, 2 threads). devices: of several, the others"""
   kind, what = Device.DEFAULT.split(":")[0], []
@@ -55,9 +61,7 @@ def device_name(devices:tuple[str, ...]=()) -> str:
     cuda.cuDeviceGetName(name := ctypes.create_string_buffer(256), len(name), Device[Device.DEFAULT].cu_device)
     what = [name.value.decode(errors="replace")]
   elif kind in ("CPU", "METAL") and platform.system() == "Darwin": what = [_chip()]
-  elif kind == "CPU":
-    try: what = [next(line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))]
-    except (OSError, StopIteration): what = [platform.machine()]  # no Linux, or a processor that gives no name
+  elif kind == "CPU": what = [cpuinfo("model name") or platform.machine()]  # no Linux, or a processor that gives no name
   if kind == "CPU": what.append(f"{(n := cpu_threads())} thread{'s' * (n > 1)}")
   return ", ".join([f"{Device.DEFAULT} ({', '.join(what)})" if what else Device.DEFAULT, *(d for d in devices if d != Device.DEFAULT)])
 

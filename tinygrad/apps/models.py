@@ -22,7 +22,7 @@ from tinygrad.apps.reasoning import ANSWER, Piece, Reasoning, beginning
 from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.engine.sequence import Request, Sequence
 from tinygrad.apps.engine.speculate import MAX_DRAFTS
-from tinygrad.apps.machine import free_memory, room_for_weights
+from tinygrad.apps.machine import cpuinfo, free_memory, room_for_weights
 from tinygrad.apps.screen import doing, safe_line
 from tinygrad.apps.shard import Placement, PlacementError, Sizes, by_layers, check_room, device_names, memory_of
 from tinygrad.apps.tensor_parallel import Devices, ShareSizes, TensorParallel
@@ -138,12 +138,6 @@ def check_device() -> None:
   except UserError as e: raise UserError(f"{e}; {names}") from None
   disk_cache.probe()
 
-def _cpu_flags() -> set[str]:
-  """What an x86 CPU can do, as Linux names it; elsewhere nothing"""
-  try:
-    with open("/proc/cpuinfo", encoding="utf-8") as lines: return set(next((line for line in lines if line.startswith("flags")), "").split())
-  except OSError: return set()
-
 def open_device(device:str) -> None:
   """Raises UserError, which says why, where it cannot be opened or lacks its compiler or instructions"""
   try: compiler = Device[device].compiler
@@ -151,7 +145,7 @@ def open_device(device:str) -> None:
     raise UserError(f"cannot open the device {device}: {_why_not(device, e)}") from None
   if isinstance(compiler, ClangCompiler) and shutil.which(cc := getenv("CC", "clang")) is None:
     raise UserError(f"the device {device} needs a C compiler: expected {cc!r} on the PATH, found none; `make setup` installs one or says how")
-  if isinstance(compiler, ClangCompiler) and (flags := _cpu_flags()) and "f16c" not in flags:
+  if isinstance(compiler, ClangCompiler) and (flags := cpuinfo("flags").split()) and "f16c" not in flags:
     raise UserError(f"the device {device} needs an x86 CPU with F16C (most since 2013): found one without; a virtual machine's type may hide it")
 
 # ---- several devices ----

@@ -52,8 +52,8 @@ APART void times(floats W0, floats W1, long step, floats X, int n, int columns, 
   else if (columns > 4) some(8, 2, W0, W1, step, X, n, sums);
   else some(4, 2, W0, W1, step, X, n, sums);
 #else  /* fewer or shorter registers: 6 columns of one group at a time, or 4 where that leaves fewer that are not there */
-  for (int c = 0, left; left = columns - c, left > 0 && c < 12;) {
-    const int six = left > 8 || (left > 4 && left < 7);
+  for (int c = 0; c < columns && c < 12;) {
+    const int left = columns - c, six = left > 8 || (left > 4 && left < 7);
     for (int g = 0; g < 2; g++) {
       if (six) some(6, 1, g ? W1 : W0, 0, step, X + c, n, sums + g * 12 + c);
       else some(4, 1, g ? W1 : W0, 0, step, X + c, n, sums + g * 12 + c);
