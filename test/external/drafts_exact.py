@@ -1,7 +1,7 @@
 """The built-in model's tokens with and without drafts, on the device that DEV says, or those of a small random model on a mock of a GPU: they are the
 same. Prompts of words and of noise, greedy and at temperature 1 with all filters and penalties, alone and in batches of up to eight.
 
-  python test/external/drafts_exact.py [--prompts 1000] [--ngram N | --mtp N] [--mock CUDA|METAL]
+  python test/external/drafts_exact.py [--prompts 1000] [--ngram N | --mtp N] [--batches 1,2,4,8] [--mock CUDA|METAL]
 
 Some prompts leave the model few tokens to choose from, so that drafts are found, and right. On a GPU a step of several rows rounds otherwise than
 one of a row: each difference is printed, with where it begins and how much better the oracle finds the token alone. It is a near tie where that is
@@ -56,6 +56,8 @@ def main() -> int:
   p.add_argument("--prompts", type=int, default=1000)
   p.add_argument("--ngram", type=int, metavar="N", help="drafts from the text")
   p.add_argument("--mtp", type=int, default=1, metavar="N", help="drafts by the model's block (default 1)")
+  p.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=(1, 1, 2, 4, 8), metavar="N,N…",
+                 help="prompts at once, one of these each time; those without drafts are alone (default 1,1,2,4,8)")
   p.add_argument("--mock", choices=("CUDA", "METAL"))
   args = p.parse_args()
   with ExitStack() as stack:
@@ -73,7 +75,7 @@ def compare(args:argparse.Namespace, path:pathlib.Path) -> int:
   pair, done, differ, near = Pair(runner, PAGES), 0, 0, 0
   start = said = time.monotonic()
   while done < args.prompts:
-    requests = [request(rng, pair.vocab) for _ in range(rng.choice((1, 1, 2, 4, 8)))]
+    requests = [request(rng, pair.vocab) for _ in range(rng.choice(args.batches))]
     done += len(requests)
     for s, alone in pair.both(requests, done):
       if s.produced == alone.produced: continue

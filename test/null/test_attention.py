@@ -22,7 +22,7 @@ from tinygrad.nn.latent_cache import LARGEST, LATENT_GROUP, ROTATED_GROUP, PageA
 from tinygrad.nn.mla_attention import attention_plan, latent_attention
 from tinygrad.nn.matvec import Operand
 from tinygrad.nn.primitive import plain_ops
-from tinygrad.nn.split_plan import Item, PlanShape, plan_ops
+from tinygrad.nn.split_plan import FEW_SPLITS, Item, PlanShape, plan_ops
 from tinygrad.nn.step import PAGE, Step
 from tinygrad.uop.ops import Ops
 
@@ -126,7 +126,7 @@ def combined_in_v_b(H: int, L: int, R: int, v: int, *lasts: int, positions: int 
   assert split_kv.blocks_combine(target, H, pages, 1)
   if T_ == 1:
     plan, where, last = None, {"start": Tensor(np.int32(lasts))}, lasts[0]
-    spans = [(0, last // (max(last // (splits * step) + 1, 1 + (last >= split_kv.FEW_SPLITS * step)) * step) + 1)]
+    spans = [(0, last // (max(last // (splits * step) + 1, 1 + (last >= FEW_SPLITS * step)) * step) + 1)]
   else:
     plan = split_kv.plan_shape(target, H, pages)
     rows = plan_ops(plan, Step.decode(Tensor(np.int32(lasts)), Tensor.empty(T_, positions // PAGE, dtype=dtypes.int32))).numpy()

@@ -127,6 +127,9 @@ class Rope(Protocol):
 
 def sum_in_order(values:Iterable[UOp]) -> UOp: return reduce(operator.add, values)
 def exp(x:UOp) -> UOp: return (x * LOG2_E).exp2()
+def as_it_is(value:UOp) -> UOp:
+  """A value whose factors tinygrad does not put in order together with those of a product: kernels that make the product another way round alike"""
+  return UOp(Ops.CUSTOM, value.dtype, src=(value,), arg="({0})")
 def silu(x:UOp) -> UOp: return x / (1 + exp(-x))
 def total(values:list[UOp], op:Callable[[UOp, UOp], UOp]) -> UOp:
   """op as a balanced binary tree, in a fixed order"""

@@ -48,7 +48,7 @@ FLOAT4_OF_UNIT = UNIT // 4
 STEPS = 6                          # units of a row that a lane takes before the row spans more warps
 ROW_WORDS = 32                     # … whose weights take at most so many registers
 WARPS, MANY_WARPS = 8, 16          # of a block; of a block of a launch of MANY_JOBS warps' work
-CODED_WARPS = 4                    # of a block that reads int8, if a team is no more (two, where blocks take turns): small ones make room sooner
+CODED_WARPS = 4                    # of a block that reads int8, if a team is no more: small ones make room sooner
 MANY_JOBS = 2048
 WAVES = 4096                       # warps of a launch whose blocks take turns
 WAVE_STEPS = 3                     # units of a row that a lane of them takes: it holds few registers, and more blocks run at once
@@ -92,14 +92,16 @@ class MatvecPart:
   finish(sums, token, job, is_writer, wait_zero) -> stores: the epilogue. sums are the rows' products with the token's vector. Only the lane with
   is_writer stores. Loads of other kernels' results add wait_zero to the index. Or a CodesOut.
   integer: whether every matrix has integer codes.
-  rounded: the buffers of a Rounded, where the first block stores the vectors. They are staged as int8, and have a norm.
+  rounded: words and scales of a Rounded, where the first block stores the vectors. They are staged as int8, and have a norm.
+  factors: where the norm's 1/rms of each vector is stored.
   steps: units of a row that a lane takes at most. many: warps of a block, where there are MANY_JOBS.
   nbytes: of the matrices, where a large launch has several parts. piece: of the floats, if they are spread (see spread_quads)."""
   jobs: int
   rows_of: Callable[[UOp], Sequence[RowSegments]]
   finish: Callable[[list[UOp], UOp, UOp, UOp, UOp], list[UOp]]|CodesOut
   integer: bool
-  rounded: tuple[UOp, UOp, UOp]|None = None
+  rounded: tuple[UOp, UOp]|None = None
+  factors: UOp|None = None
   steps: int = STEPS
   many: int = MANY_WARPS
   nbytes: int = 0
@@ -167,7 +169,6 @@ def named(x:Tensor|Codes|Rounded, name:str) -> dict[str, Tensor]:
   """What x is made of, as a launch's inputs or outputs"""
   return {name: x} if isinstance(x, Tensor) else {f"{name}_{field}": tensor for field, tensor in x._asdict().items()}
 def codes_in(buffers:dict[str, UOp], name:str) -> tuple[UOp, UOp]: return buffers[f"{name}_words"], buffers[f"{name}_scales"]
-def rounded_in(buffers:dict[str, UOp], name:str) -> tuple[UOp, UOp, UOp]: return *codes_in(buffers, name), buffers[f"{name}_factors"]
 
 class MadeVectors(Protocol):
   """Vectors that each block makes for itself. threads: of such a block; nbytes: of shared memory, a vector"""
@@ -193,17 +194,23 @@ def load_codes(buffers:dict[str, UOp], name:str, units:int, vector:UOp, unit:UOp
 class Operand:
   """The vectors of a launch, one a token, which other kernels have written. segments: units of each. vector(token) loads it. norm: the weight of
   an RMSNorm of it, and its epsilon. codes(token, segment, unit) loads a unit of a vector that is int8 already, in place of vector.
-  rounded: the buffers of a Rounded, in place of vector, and the number of the first token's. made: in place of vector."""
+  rounded: words and scales of a Rounded, in place of vector, and the number of the first token's. made: in place of vector.
+  factor(token, wait_zero): the norm's 1/rms, which another kernel has stored."""
   segments: Sequence[int]
   vector: Callable[[UOp], Load4]|None
   norm: tuple[Load4, float]|None = None
   tokens: int = 1
   codes: Callable[[UOp, int, UOp], CodedUnit]|None = None
-  rounded: tuple[UOp, UOp, UOp, UOp|int]|None = None
+  rounded: tuple[UOp, UOp, UOp|int]|None = None
   made: MadeVectors|None = None
+  factor: Callable[[UOp, UOp], UOp]|None = None
 
   @property
   def units(self) -> int: return sum(self.segments)
+  @property
+  def sums_squares(self) -> bool:
+    """Whether a block makes the norm's 1/rms"""
+    return self.norm is not None and self.factor is None
   def values(self, token:UOp, number:UOp, wait_zero:UOp) -> list[UOp]:
     """A float4"""
     assert self.vector is not None
@@ -355,7 +362,7 @@ class RoundedVectors(Int8Vectors):
     self.operand, self.group, self.wait_zero = operand, group, wait_zero
   def stage(self, column:int, number:UOp, values:list[UOp]) -> list[UOp]:
     assert self.operand.rounded is not None
-    words, scales, _, first = self.operand.rounded
+    words, scales, first = self.operand.rounded
     vector, j, unit = first + self.group.token(column), number % FLOAT4_OF_UNIT, number // FLOAT4_OF_UNIT
     word = words[vector * (self.units * FLOAT4_OF_UNIT) + number + self.wait_zero].load()
     scale = scales[(vector * self.units + unit) * 3 + j.minimum(2) + self.wait_zero].load()
@@ -436,7 +443,7 @@ def thread_layout(segments:Sequence[int], warp_lanes:int, jobs:int, coded:bool=F
   work = jobs * lanes * warps // warp_lanes
   if large: block_warps = large
   elif copies: block_warps = WARPS * warps
-  elif coded: block_warps = CODED_WARPS if (2 * warps if take_turns else warps) <= CODED_WARPS else WARPS
+  elif coded: block_warps = CODED_WARPS if warps <= CODED_WARPS else WARPS
   else: block_warps = max(many, min(EIGHT * warps, MANY_WARPS)) if work >= MANY_JOBS else WARPS
   teams = max(block_warps // warps, 1) * (warp_lanes // lanes)
   # too few jobs to fill the machine: smaller blocks, and a team over as many lanes as a row has units
@@ -657,8 +664,8 @@ class Part:
         place = (column * teams + team) * out.count
         stores += [codes[(place + i).valid(both(is_first, inside))].store(value) for i, value in enumerate(out.values(sums, job, wait_zero))]
       else: stores += out(sums, self.group.token(column), job, writes, wait_zero)
-      if self.part.rounded is not None and factor is not None:
-        beside.append(self.part.rounded[2][self.group.token(column).valid(writes & job.eq(0))].store(factor))
+      if self.part.factors is not None and factor is not None:
+        beside.append(self.part.factors[self.group.token(column).valid(writes & job.eq(0))].store(factor))
     if isinstance(out, CodesOut): stores = self.code_stores(out, codes.after(UOp(Ops.BARRIER, src=tuple(stores))))
     return stores + beside
 
@@ -689,7 +696,7 @@ class Part:
   def rounded_stores(self, staged:list[StagedWord]) -> list[UOp]:
     """What the first block has staged, but for 1/rms"""
     assert self.part.rounded is not None
-    (words, scales, _), stores, units = self.part.rounded, [], self.operand.units
+    (words, scales), stores, units = self.part.rounded, [], self.operand.units
     for column, number, word, scale, half_sum in staged:
       vector, j, unit = self.group.token(column), number % FLOAT4_OF_UNIT, number // FLOAT4_OF_UNIT
       is_first = self.block.eq(0)   # a vector that is twice among the columns is the same
@@ -752,7 +759,7 @@ class Part:
       own, of_column = self.stage_column(vectors, column, wait_zero, None if self.operand.made is None else made[column])
       stores += of_column
       squares.append(own)
-    if self.operand.norm is None: return vectors, None, stores
+    if not self.operand.sums_squares: return vectors, None, stores
     if self.part.rounded is not None and isinstance(vectors, Int8Vectors): stores += self.rounded_stores(vectors.staged)
     sums = SquareSums(self.target, [sum_in_order(own) for own in squares], self.thread, self.threads, self.slot + 2)
     return vectors, sums, [*stores, sums.store]
@@ -778,7 +785,7 @@ class Part:
     if made is not None: return [], [store for number, _ in self.staged_numbers() for store in vectors.stage(column, number, made(number))]
     squares, stores = [], []
     for number, inside in self.staged_numbers():
-      if operand.norm is not None:
+      if operand.sums_squares:
         own = [value * value for value in operand.values(token, number, wait_zero)]
         squares += own if inside is None else [inside.where(square, 0.0) for square in own]
       stores += vectors.stage(column, number, operand.weighted(token, number, wait_zero) if operand.rounded is None else [])
@@ -786,9 +793,7 @@ class Part:
 
   def factor(self, squares:SquareSums|None, column:UOp, barrier:UOp, wait_zero:UOp) -> UOp|None:
     """1/rms of a column's vector, a factor of the rows' products; None: there is no norm"""
-    if self.operand.rounded is not None:
-      _, _, factors, first = self.operand.rounded
-      return factors[first + self.group.token(column) + wait_zero].load()
+    if self.operand.factor is not None: return self.operand.factor(self.group.token(column), wait_zero)
     if squares is None: return None
     assert self.operand.norm is not None
     return (squares.of_column(column, barrier) * (1.0 / (self.operand.units * UNIT)) + self.operand.norm[1]).rsqrt()

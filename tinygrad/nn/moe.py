@@ -20,11 +20,11 @@ from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import Target, target_of
-from tinygrad.nn.kernel import REGISTERS_80, UNIT, Matrix, Norm, Unit, Weight, empty, launch, load4, optional, silu
+from tinygrad.nn.kernel import REGISTERS_80, UNIT, Matrix, Norm, Unit, Weight, as_it_is, empty, launch, load4, optional, silu
 from tinygrad.nn.matmul import expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
 from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, CodedUnit, Codes, CodesOut, DeferredMatrix, ExtraStores, MatvecPart, Operand,
                                     RowSegments, Rounded, coded_job, coded_rows_take_turns, codes_in, empty_codes, empty_rounded, is_simple, is_wide,
-                                    lane_steps, linear_part, load_codes, matvec, named, rounded_in, rows_of_job, stores_codes, thread_layout)
+                                    lane_steps, linear_part, load_codes, matvec, named, rows_of_job, stores_codes, thread_layout)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
 from tinygrad.nn.norm_linear import (decode_target, few_target, linear_of_codes, mul_mat, norm_linear, operand_of, prefill_target, single_segment,
                                          vector_target)
@@ -80,8 +80,8 @@ def gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
   return gate_up_launch(step, x, norm, gate, up, router, empty(x, x.shape[0], gate.shape[0]))
 
 def gate_up_launch(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None, out:Tensor|Codes,
-                   rounded:Rounded|None=None) -> list[Tensor]:
-  """gate_up into `out`, and RMSNorm(x) into `rounded` -> what these are made of, and the logits"""
+                   beside:Rounded|Tensor|None=None) -> list[Tensor]:
+  """gate_up into `out`, and beside it RMSNorm(x), or its 1/rms alone, (T,) -> what these are made of, and the logits"""
   target, weights, F = target_of(gate.device), present(gate, up, router), gate.shape[0]
   assert target is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
@@ -91,9 +91,9 @@ def gate_up_launch(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
       return [buffers["y"][(token * F + row).valid(is_writer)].store(swiglu(sums))]
     finish = CodesOut(*codes_in(buffers, "y"), F // UNIT, 1, lambda sums, _job, _zero: [swiglu(sums)], lambda token: token, lambda row: row) \
       if isinstance(out, Codes) else store
-    normed = None if rounded is None else rounded_in(buffers, "rounded")
-    parts = [MatvecPart(F, lambda row: [[(gate_rows, row)], [(up_rows, row)]], finish, gate.integer and up.integer, normed,
-                        nbytes=gate.nbytes + up.nbytes)]
+    rounded = codes_in(buffers, "rounded") if isinstance(beside, Rounded) else None
+    parts = [MatvecPart(F, lambda row: [[(gate_rows, row)], [(up_rows, row)]], finish, gate.integer and up.integer, rounded,
+                        buffers.get("rounded_factors"), nbytes=gate.nbytes + up.nbytes)]
     if router is not None:
       spread = is_wide(router)
       of = single_segment(router.matrix(buffers, "router", spread))
@@ -101,10 +101,12 @@ def gate_up_launch(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
       parts.append(replace(logits, steps=lane_steps(router), nbytes=router.nbytes, piece=router.piece if spread else 0))
     if step.few_tokens: parts.reverse()   # tinygrad walks the whole first branch for each access of the second, and the router's has more of them
     return matvec(target, operand_of(buffers, x, norm), parts)
-  outs = {**named(out, "y"), **({} if rounded is None else named(rounded, "rounded")),
+  made = {} if beside is None else named(beside, "rounded" if isinstance(beside, Rounded) else "rounded_factors")
+  outs = {**named(out, "y"), **made,
           **({"logits": empty(x, x.shape[0], router.shape[0])} if router is not None else {})}
   ins = {"x": x, "norm": norm.weight, **gate.args("gate"), **up.args("up"), **(router.args("router") if router is not None else {})}
-  name = "_".join(["gate_up", *(["rounded"] if rounded is not None else []), gate.label, *(["router", router.label] if router is not None else [])])
+  what = [] if beside is None else ["rounded"] if isinstance(beside, Rounded) else ["factors"]
+  name = "_".join(["gate_up", *what, gate.label, *(["router", router.label] if router is not None else [])])
   return launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))
 
 # ---- a dense feed-forward ----
@@ -170,14 +172,15 @@ def expert_gate_up_metal(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight,
 
 @expert_gate_up.form("decode", takes=lambda step, x, norm, gate, up, logits, routing: decode_target(step, gate, x.shape[1]))
 def expert_gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
-  hidden, sel = expert_gate_up_launch(x, norm, gate, up, logits, routing, empty(x, x.shape[0], routing.count, gate.shape[1]))
+  hidden, sel = expert_gate_up_launch(x, norm, (gate, up), logits, routing, empty(x, x.shape[0], routing.count, gate.shape[1]))
   return hidden, sel
 
-def expert_gate_up_launch(x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing, out:Tensor|Codes,
-                          trigger_last:bool=False) -> list[Tensor]:
-  """expert_gate_up into `out` -> what it is made of, and the choice. Job k · F + i is row i of the k-th chosen expert. gidx1 is the token: few have
-  an expert in common. Every block makes the choice for itself. trigger_last: so does the next kernel, from the logits, early (see pdl_wait), and the
-  choice is not stored."""
+def expert_gate_up_launch(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, routing:Routing, out:Tensor|Codes,
+                          factors:Tensor|None=None, trigger_last:bool=False) -> list[Tensor]:
+  """expert_gate_up by weights, gate and up, into `out` -> what it is made of, and the choice. Job k · F + i is row i of the k-th chosen expert. gidx1
+  is the token: few have an expert in common. Every block makes the choice for itself. factors: the tokens' 1/rms, (T,), if they are known.
+  trigger_last: so does the next kernel, from the logits, early (see pdl_wait), and the choice is not stored."""
+  gate, up = weights
   (E, F, _), K, T, target = gate.shape, routing.count, x.shape[0], target_of(gate.device)
   assert target is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
@@ -186,7 +189,7 @@ def expert_gate_up_launch(x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Te
     def rows_of_job(job:UOp) -> Sequence[RowSegments]:
       row = chosen.expert(job // F).cast(dtypes.weakint) * F + job % F
       return [[(gate_rows, row)], [(up_rows, row)]]
-    def swiglu(sums:list[UOp], job:UOp) -> UOp: return silu(sums[0]) * sums[1] * chosen.weight(job // F)
+    def swiglu(sums:list[UOp], job:UOp) -> UOp: return as_it_is(silu(sums[0]) * sums[1]) * as_it_is(chosen.weight(job // F))
     def store(sums:list[UOp], _:UOp, job:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
       return [buffers["y"][(token * K * F + job).valid(is_writer)].store(swiglu(sums, job))]
     finish = CodesOut(*codes_in(buffers, "y"), K * F // UNIT, 1, lambda sums, job, _zero: [swiglu(sums, job)], lambda _: token, lambda job: job) \
@@ -197,9 +200,11 @@ def expert_gate_up_launch(x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Te
     # where a job is more work, the last blocks would run alone for longer
     part = MatvecPart(K * F, rows_of_job, finish, gate.integer and up.integer, many=MANY_WARPS if is_simple(gate) else WARPS)
     extra = None if trigger_last else ExtraStores(store_choice)
-    return matvec(target, operand_of(buffers, x, norm, token), [part], extra, chosen, trigger_last=trigger_last)
+    operand = operand_of(buffers, x, norm, token)
+    if factors is not None: operand = replace(operand, factor=lambda _, wait_zero: buffers["factors"][token + wait_zero].load())
+    return matvec(target, operand, [part], extra, chosen, trigger_last=trigger_last)
   outs = {**named(out, "y"), **({} if trigger_last else {"sel": empty(x, T, K, dtype=dtypes.int32)})}
-  ins = {"x": x, "norm": norm.weight, "logits": logits, **optional(bias=routing.bias), **gate.args("gate"), **up.args("up")}
+  ins = {"x": x, "norm": norm.weight, "logits": logits, **optional(bias=routing.bias, factors=factors), **gate.args("gate"), **up.args("up")}
   return launch(f"expert_gate_up_{K}_{routing.label}_{gate.label}", outs, ins, body, resident=RESIDENT if is_simple(gate) else 0)
 
 def chosen_gate_up(x:Rounded, gate:Weight, up:Weight, sel:Tensor, weights:Tensor, trigger_last:bool) -> Codes:
@@ -217,9 +222,10 @@ def chosen_gate_up(x:Rounded, gate:Weight, up:Weight, sel:Tensor, weights:Tensor
         return lambda row, unit, gate: matrix(expert * F + row, unit, gate)
       return DeferredMatrix(of)
     def rows_of_job(job:UOp) -> Sequence[RowSegments]: return [[(rows(name, weight, job), job % F)] for name, weight in (("gate", gate), ("up", up))]
-    def values(sums:list[UOp], job:UOp, wait_zero:UOp) -> list[UOp]: return [silu(sums[0]) * sums[1] * load("weights", job, wait_zero)]
+    def values(sums:list[UOp], job:UOp, wait_zero:UOp) -> list[UOp]: return [as_it_is(silu(sums[0]) * sums[1]) * load("weights", job, wait_zero)]
     finish = CodesOut(*codes_in(buffers, "y"), K * F // UNIT, 1, values, lambda _: token, lambda job: job)
-    operand = Operand([D // UNIT], None, rounded=(*rounded_in(buffers, "x"), token))
+    def factor(_:UOp, wait_zero:UOp) -> UOp: return buffers["x_factors"][token + wait_zero].load()
+    operand = Operand([D // UNIT], None, rounded=(*codes_in(buffers, "x"), token), factor=factor)
     return matvec(target, operand, [MatvecPart(K * F, rows_of_job, finish, gate.integer and up.integer)], trigger_last=trigger_last)
   ins = {**named(x, "x"), **gate.args("gate"), **up.args("up"), "sel": sel, "weights": weights}
   return Codes(*launch(f"chosen_gate_up_{K}_{gate.label}", named(empty_codes(sel, T, K * F), "y"), ins, body))
@@ -331,14 +337,15 @@ def mixture_stores_codes(step:Step, x:Tensor, router:Weight, routing:Routing, ex
 def mixture_decode(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None,
                    residual:Tensor) -> Tensor:
   """The plain form's launches, with hidden numbers as int8"""
-  T, F, E, K, beside, target = x.shape[0], experts.down.shape[2], router.shape[0], routing.count, None, target_of(router.device)
+  T, F, E, K, target = x.shape[0], experts.down.shape[2], router.shape[0], routing.count, target_of(router.device)
   assert target is not None
+  factors, beside = None, None
   if shared is None: logits, = norm_linear(step, x, norm, [router])
   else:
-    *codes, logits = gate_up_launch(step, x, norm, shared.gate, shared.up, router, empty_codes(x, T, shared.down.shape[1]))
+    *codes, factors, logits = gate_up_launch(step, x, norm, shared.gate, shared.up, router, empty_codes(x, T, shared.down.shape[1]), empty(x, T))
     beside = Codes(*codes), shared.down
   chooses = chooses_early(target, experts.down, K, shared) and routing.same_everywhere
-  words, scales, *sel = expert_gate_up_launch(x, norm, experts.gate, experts.up, logits, routing, empty_codes(x, T, K * F), trigger_last=chooses)
+  words, scales, *sel = expert_gate_up_launch(x, norm, experts[:2], logits, routing, empty_codes(x, T, K * F), factors, chooses)
   def early(buffers:dict[str, UOp], token:UOp) -> TopKInKernel:
     return TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token, early=True)
   choosing = {"logits": logits, **optional(bias=routing.bias)} if chooses else {"sel": sel[0]}

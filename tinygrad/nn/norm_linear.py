@@ -250,10 +250,10 @@ def heads_as_codes(name:str, v_b:Weight, ins:dict[str, Tensor], operand:Callable
   return Codes(*launch(name, outs, {**ins, **v_b.args("w")}, body, mem))
 
 def linear_of_codes(x:Codes, weight:Weight, residual:Tensor) -> Tensor:
-  """residual + W·x. A lane takes few units where each is more than codes and a scale, or is multiplied for several tokens"""
+  """residual + W·x. A lane takes few units where each is more than codes and a scale, or is multiplied for more than two tokens"""
   target, units, T = target_of(weight.device), weight.shape[1] // UNIT, residual.shape[0]
   assert target is not None
-  steps = STEPS if T == 1 and is_simple(weight) else LARGE_STEPS
+  steps = STEPS if T <= 2 and is_simple(weight) else LARGE_STEPS
   count = coded_job(weight, [units], target.lanes, weight.shape[0], steps, steps)[0] if T == 1 else ROWS
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def codes(token:UOp, segment:int, unit:UOp) -> CodedUnit: return load_codes(buffers, "x", units, token, unit)

@@ -27,7 +27,7 @@ from tinygrad.nn.intrinsics import (MMA_CUDA, Target, copied_but, copy, group_re
 from tinygrad.nn.kernel import LOG2_E, MULTIPROCESSORS, Load4, behind_wait, branch, empty, gated, launch, local, total
 from tinygrad.nn.latent_cache import CODES, MASKED_SCORE, PageAhead, Pages, RowFormat
 from tinygrad.nn.online_softmax import LANE_POSITIONS, RowSoftmax, SharedWeights, SoftmaxThread
-from tinygrad.nn.split_plan import PlanShape, item_of, items_of
+from tinygrad.nn.split_plan import PlanShape, item_of, items_of, least_length
 from tinygrad.nn.step import NEW_ROWS, Step
 from tinygrad.uop.ops import Ops
 
@@ -40,7 +40,6 @@ MOST_COLUMNS = 4                   # of eight heads, of a block, by its register
 LATENT_PER_WARP, LATENT_TILES = 64, 4   # numbers that a warp multiplies, and whose weighted sums it makes; products of these
 PIECE = 8                          # entries of a row that are copied at once, 16 bytes
 COMBINE_WARPS = 8                  # of a block of mla_combine, or half of them where sequences have fewer splits
-FEW_SPLITS = 32                    # that are combined at once
 ROW_MAX, WEIGHT_SUM = 0, 1         # in stats
 CONTEXT_THREADS = 512              # of a block that combines a head's splits for itself
 MOST_COMBINED = 24 << 20           # bytes that all of those read when all splits are written: the second cache hands out 5 or 6 MB a µs
@@ -97,7 +96,7 @@ def plan_of(target:Target, heads:int, pages:Pages, step:Step) -> PlanShape|None:
 
 def split_length(last:UOp, splits:int, step:int) -> UOp:
   """Positions of a split, when `last` is the last position written: a step while so many splits are few to combine, two at least behind that"""
-  return (last // (splits * step) + 1).maximum((last >= FEW_SPLITS * step).where(UOp.const(2), 1)) * step
+  return (last // (splits * step) + 1).maximum(least_length(last // step + 1)) * step
 
 @dataclass(frozen=True)
 class MmaLayout:

@@ -2,13 +2,15 @@
 
 The work is cut into items, each some neighbouring steps of one sequence's positions; a step is what a block reads at once. All items but a sequence's
 last have the same length, the least for which there are at most as many as planned for: no block has much more to do than another, whatever the
-lengths of the sequences. So where a sequence is cut depends on the others, and with it the order in which its sums are rounded, nothing else.
+lengths of the sequences. A sequence of more than FEW_SPLITS steps has two in an item at least, as it has alone. So where one is cut depends on the
+others where they are long, or many, and with it the order in which its sums are rounded, nothing else.
 
 A plan is int32 (items + S, ROW): of each item [sequence, first position, steps, last position of the sequence], of each sequence [first item, items].
 Items behind the last sequence's have no steps.
 """
 from __future__ import annotations
 from dataclasses import dataclass
+from typing import TypeVar
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn.intrinsics import Target, group_sum
 from tinygrad.nn.kernel import launch, local
@@ -16,7 +18,9 @@ from tinygrad.nn.latent_cache import Pages
 from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
 
+T = TypeVar("T", UOp, Tensor)
 ROW = 4   # numbers, of which a sequence's row has two
+FEW_SPLITS = 32  # items of a sequence that are combined at once
 
 @dataclass(frozen=True)
 class PlanShape:
@@ -39,6 +43,9 @@ class PlanShape:
 def plan_size(shape:PlanShape) -> tuple[int, int]: return shape.items + shape.pages.sequences, ROW
 
 def ceildiv(value:UOp, by:UOp) -> UOp: return (value + by - 1) // by
+def least_length(steps:T) -> T:
+  """Steps of an item at least, where its sequence has so many"""
+  return 1 + (steps > FEW_SPLITS).cast(steps.dtype)
 
 # ---- making it ----
 
@@ -48,11 +55,12 @@ def plan_ops(shape:PlanShape, step:Step) -> Tensor:
   steps, item = start // shape.positions + 1, Tensor.arange(shape.items, dtype=dtypes.int32)
   lengths = Tensor.arange(1, shape.most_steps + 1, dtype=dtypes.int32).unsqueeze(1)
   length = (((steps + lengths - 1) // lengths).sum(1) > shape.items).sum().cast(dtypes.int32) + 1   # the least that needs no more items
-  counts = (steps + length - 1) // length
+  length = length.maximum(least_length(steps))   # of each sequence
+  counts = ((steps + length - 1) // length).contiguous()   # not made again where its sums are padded, by a length of 0
   first_items = counts.cumsum().cast(dtypes.int32) - counts
   sequence = (first_items <= item.unsqueeze(1)).sum(1).cast(dtypes.int32) - 1
-  first = (item - first_items[sequence]) * length
-  rows = sequence.stack(first * shape.positions, (steps[sequence] - first).maximum(0).minimum(length), start[sequence], dim=1)
+  first = (item - first_items[sequence]) * length[sequence]
+  rows = sequence.stack(first * shape.positions, (steps[sequence] - first).maximum(0).minimum(length[sequence]), start[sequence], dim=1)
   return rows.cat(first_items.stack(counts, counts * 0, counts * 0, dim=1))
 
 def plan_launch(target:Target, shape:PlanShape, step:Step) -> Tensor:
@@ -64,7 +72,7 @@ def plan_launch(target:Target, shape:PlanShape, step:Step) -> Tensor:
 def plan_kernel(target:Target, shape:PlanShape, buffers:dict[str, UOp]) -> list[UOp]:
   """The block's stores. A thread has an item; every warp finds the length for itself.
     steps = of the lane's sequences
-    length = the least for which Σ ceil(steps / length) <= items, bit by bit from the highest
+    length = the least for which Σ ceil(steps / length) <= items, bit by bit from the highest; of a sequence least_length at least
     items and steps of each sequence -> shared memory
     the thread's item: the sequence that it falls to, and which of that one's it is; store"""
   lanes, sequences = target.lanes, shape.pages.sequences
@@ -81,7 +89,7 @@ def plan_kernel(target:Target, shape:PlanShape, buffers:dict[str, UOp]) -> list[
   length = too_short + 1
   counts, all_steps = local(len(own) * lanes, dtypes.int, 0), local(len(own) * lanes, dtypes.int, 1)
   stores = [shared[sequence.valid(thread < lanes)].store(value.cast(dtypes.int)) for sequence, count in zip(own, steps)
-            for shared, value in ((counts, ceildiv(count, length)), (all_steps, count))]
+            for shared, value in ((counts, ceildiv(count, length.maximum(least_length(count)))), (all_steps, count))]
   barrier = UOp(Ops.BARRIER, src=tuple(stores))
   counts, all_steps = counts.after(barrier), all_steps.after(barrier)
   sequence, first_item, items_before, following = UOp.const(0), UOp.const(0), UOp.const(0), UOp.const(0)
@@ -90,8 +98,10 @@ def plan_kernel(target:Target, shape:PlanShape, buffers:dict[str, UOp]) -> list[
     is_behind = following <= thread
     sequence, first_item = is_behind.where(number, sequence), is_behind.where(following, first_item)
     following = following + counts[number].load().cast(dtypes.weakint)
+  steps_of_sequence = all_steps[sequence].load()
+  length = length.maximum(least_length(steps_of_sequence))
   first = (thread - first_item) * length
-  own_steps = (all_steps[sequence].load() - first).maximum(0).minimum(length)
+  own_steps = (steps_of_sequence - first).maximum(0).minimum(length)
   item_row = (sequence, first * shape.positions, own_steps, shape.pages.position(buffers, sequence))
   is_sequence = thread < sequences
   sequence_row = (items_before, counts[thread.minimum(len(own) * lanes - 1)].load(), 0, 0)
