@@ -1,4 +1,4 @@
-"""Where there is no clang, pip's ziglang compiles for the CPU; it is stood in for by a folder that passes on to clang."""
+"""Which compiler makes the CPU's kernels: CC if it is clang, clang, else pip's ziglang, stood in for by a folder that passes on to clang."""
 from __future__ import annotations
 import os, shutil, subprocess, sys
 from pathlib import Path
@@ -38,3 +38,23 @@ def test_ziglang_where_there_is_no_clang(tmp_path):
 def test_what_comes_before_ziglang(tmp_path, env):
   found = run(tmp_path, **env)
   assert (found.stdout, found.stderr) == ("6.0 9900\n", "") and not (tmp_path / "calls").exists()
+
+def other_compiler(folder: Path, macros: str) -> Path:
+  """One that says these of itself, and is clang where it compiles"""
+  path = folder / "cc"
+  path.write_text(f'#!/bin/sh\ncase "$*" in *-dM*) echo "{macros}";; *) exec {CLANG} "$@";; esac\n')
+  path.chmod(0o755)
+  return path
+
+def test_a_clang_by_another_name(tmp_path):
+  found = run(tmp_path, CC=str(other_compiler(tmp_path, "#define __clang__ 1")))
+  assert (found.stdout, found.stderr) == ("6.0 9900\n", "")
+
+@pytest.mark.parametrize("there", [True, False], ids=["another", "none"])
+@pytest.mark.parametrize("path,how", [(os.path.dirname(str(CLANG)), ""), ("", "no clang: compiling with pip's ziglang\n")], ids=["clang", "ziglang"])
+def test_a_compiler_that_is_not_clang(tmp_path, there: bool, path: str, how: str):
+  """Said once, by however many processes compile, and not used"""
+  cc = str(other_compiler(tmp_path, "#define __GNUC__ 12") if there else tmp_path / "gcc-12")
+  found = run(tmp_path, CC=cc, **({"PATH": path} if path else {}))
+  assert (found.stdout, found.stderr) == ("6.0 9900\n", f"CC={cc} is not clang, which kernels for the CPU are written for: it is not used\n{how}")
+  assert (tmp_path / "calls").exists() == bool(how)

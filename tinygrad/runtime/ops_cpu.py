@@ -1,10 +1,11 @@
 """Wraps the wheel's CPU device.
 
-A captured batch of kernels runs by one call, on all cores (runtime/graph/cpu.py). Where there is no clang, pip's ziglang compiles. A forked process
-has its own copy of the buffers. Large buffers lie in huge pages. The kernels themselves are nn/cpu.py's and what tinygrad renders.
+A captured batch of kernels runs by one call, on all cores (runtime/graph/cpu.py). What CC names compiles if it is a clang, else clang, else pip's
+ziglang. A forked process has its own copy of the buffers. Large buffers lie in huge pages. The kernels themselves are nn/cpu.py's and what tinygrad
+renders.
 """
 from __future__ import annotations
-import contextlib, importlib.util, mmap, os, pathlib, shutil, sys
+import contextlib, importlib.util, mmap, os, pathlib, shutil, subprocess, sys
 from dataclasses import replace
 from tinygrad import wheel_module
 from tinygrad.device import BufferSpec
@@ -16,9 +17,23 @@ from tinygrad.runtime.support.hcq import HCQBuffer
 _wheel = wheel_module(__name__)
 CPUProgram, CPUWorker = _wheel.CPUProgram, _wheel.CPUWorker
 
+def _is_clang(compiler:str) -> bool:
+  """Whether a C compiler is clang, whatever it is called. What is called clang is taken for one: who opens the device says where it is not there"""
+  if "clang" in os.path.basename(compiler): return True
+  try: macros = subprocess.run([compiler, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True)
+  except OSError: return False
+  return "__clang__" in macros.stdout
+
 def _find_compiler() -> None:
-  """Sets CC to pip's ziglang where there is no clang and the user has set none. The processes that compile inherit the environment"""
-  if WIN or "CC" in os.environ or shutil.which("clang") or (spec := importlib.util.find_spec("ziglang")) is None: return
+  """CC, which shells and build tools set for compilers of their own, stays where it is clang. Sets it to pip's ziglang where there is no clang. The
+  processes that compile inherit the environment"""
+  if WIN: return
+  if (own := os.environ.get("CC")) is not None:
+    if _is_clang(own): return
+    del os.environ["CC"]
+    getenv.cache_clear()
+    print(f"CC={own} is not clang, which kernels for the CPU are written for: it is not used", file=sys.stderr)
+  if shutil.which("clang") or (spec := importlib.util.find_spec("ziglang")) is None: return
   os.environ["ZIGLANG"] = os.path.dirname(str(spec.origin))
   os.environ["CC"] = str(pathlib.Path(__file__).with_name("support") / "zigclang")
   getenv.cache_clear()  # the compiler reads CC by it, someone may have before
