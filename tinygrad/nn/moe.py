@@ -175,6 +175,10 @@ def expert_gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight
   hidden, sel = expert_gate_up_launch(x, norm, (gate, up), logits, routing, empty(x, x.shape[0], routing.count, gate.shape[1]))
   return hidden, sel
 
+def stored_factor(factors:UOp, token:UOp) -> Callable[[UOp, UOp], UOp]:
+  """An Operand's factor, of the only token"""
+  return lambda _, wait_zero: factors[token + wait_zero].load()
+
 def expert_gate_up_launch(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, routing:Routing, out:Tensor|Codes,
                           factors:Tensor|None=None, trigger_last:bool=False) -> list[Tensor]:
   """expert_gate_up by weights, gate and up, into `out` -> what it is made of, and the choice. Job k · F + i is row i of the k-th chosen expert. gidx1
@@ -201,7 +205,7 @@ def expert_gate_up_launch(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], lo
     part = MatvecPart(K * F, rows_of_job, finish, gate.integer and up.integer, many=MANY_WARPS if is_simple(gate) else WARPS)
     extra = None if trigger_last else ExtraStores(store_choice)
     operand = operand_of(buffers, x, norm, token)
-    if factors is not None: operand = replace(operand, factor=lambda _, wait_zero: buffers["factors"][token + wait_zero].load())
+    if factors is not None: operand = replace(operand, factor=stored_factor(buffers["factors"], token))
     return matvec(target, operand, [part], extra, chosen, trigger_last=trigger_last)
   outs = {**named(out, "y"), **({} if trigger_last else {"sel": empty(x, T, K, dtype=dtypes.int32)})}
   ins = {"x": x, "norm": norm.weight, "logits": logits, **optional(bias=routing.bias, factors=factors), **gate.args("gate"), **up.args("up")}
@@ -224,8 +228,7 @@ def chosen_gate_up(x:Rounded, gate:Weight, up:Weight, sel:Tensor, weights:Tensor
     def rows_of_job(job:UOp) -> Sequence[RowSegments]: return [[(rows(name, weight, job), job % F)] for name, weight in (("gate", gate), ("up", up))]
     def values(sums:list[UOp], job:UOp, wait_zero:UOp) -> list[UOp]: return [as_it_is(silu(sums[0]) * sums[1]) * load("weights", job, wait_zero)]
     finish = CodesOut(*codes_in(buffers, "y"), K * F // UNIT, 1, values, lambda _: token, lambda job: job)
-    def factor(_:UOp, wait_zero:UOp) -> UOp: return buffers["x_factors"][token + wait_zero].load()
-    operand = Operand([D // UNIT], None, rounded=(*codes_in(buffers, "x"), token), factor=factor)
+    operand = Operand([D // UNIT], None, rounded=(*codes_in(buffers, "x"), token), factor=stored_factor(buffers["x_factors"], token))
     return matvec(target, operand, [MatvecPart(K * F, rows_of_job, finish, gate.integer and up.integer)], trigger_last=trigger_last)
   ins = {**named(x, "x"), **gate.args("gate"), **up.args("up"), "sel": sel, "weights": weights}
   return Codes(*launch(f"chosen_gate_up_{K}_{gate.label}", named(empty_codes(sel, T, K * F), "y"), ins, body))

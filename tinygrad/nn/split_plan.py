@@ -18,7 +18,7 @@ from tinygrad.nn.latent_cache import Pages
 from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
 
-T = TypeVar("T", UOp, Tensor)
+Number = TypeVar("Number", UOp, Tensor)
 ROW = 4   # numbers, of which a sequence's row has two
 FEW_SPLITS = 32  # items of a sequence that are combined at once
 
@@ -43,7 +43,7 @@ class PlanShape:
 def plan_size(shape:PlanShape) -> tuple[int, int]: return shape.items + shape.pages.sequences, ROW
 
 def ceildiv(value:UOp, by:UOp) -> UOp: return (value + by - 1) // by
-def least_length(steps:T) -> T:
+def least_length(steps:Number) -> Number:
   """Steps of an item at least, where its sequence has so many"""
   return 1 + (steps > FEW_SPLITS).cast(steps.dtype)
 

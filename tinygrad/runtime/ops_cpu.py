@@ -17,19 +17,17 @@ from tinygrad.runtime.support.hcq import HCQBuffer
 _wheel = wheel_module(__name__)
 CPUProgram, CPUWorker = _wheel.CPUProgram, _wheel.CPUWorker
 
-def _is_clang(compiler:str) -> bool:
-  """Whether a C compiler is clang, whatever it is called. What is called clang is taken for one: who opens the device says where it is not there"""
-  if "clang" in os.path.basename(compiler): return True
-  try: macros = subprocess.run([compiler, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True)
-  except OSError: return False
-  return "__clang__" in macros.stdout
+def _is_another(compiler:str) -> bool:
+  """Whether a C compiler is another than clang. Who opens the device says where there is none of that name"""
+  if "clang" in os.path.basename(compiler) or shutil.which(compiler) is None: return False
+  return "__clang__" not in subprocess.run([compiler, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True).stdout
 
 def _find_compiler() -> None:
-  """CC, which shells and build tools set for compilers of their own, stays where it is clang. Sets it to pip's ziglang where there is no clang. The
+  """Takes away a CC that is not clang: shells and build tools have it for programs of other kinds. Sets it to pip's ziglang where there is no clang. The
   processes that compile inherit the environment"""
   if WIN: return
   if (own := os.environ.get("CC")) is not None:
-    if _is_clang(own): return
+    if not _is_another(own): return
     del os.environ["CC"]
     getenv.cache_clear()
     print(f"CC={own} is not clang, which kernels for the CPU are written for: it is not used", file=sys.stderr)
