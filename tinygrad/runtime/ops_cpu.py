@@ -23,8 +23,8 @@ def _is_another(compiler:str) -> bool:
   return "__clang__" not in subprocess.run([compiler, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True).stdout
 
 def _find_compiler() -> None:
-  """Takes away a CC that is not clang: shells and build tools have it for programs of other kinds. Sets it to pip's ziglang where there is no clang. The
-  processes that compile inherit the environment"""
+  """Takes away a CC that is not clang: shells and build tools have it for programs of other kinds. Sets it to pip's ziglang where there is no clang.
+  The processes that compile inherit the environment"""
   if WIN: return
   if (own := os.environ.get("CC")) is not None:
     if not _is_another(own): return
