@@ -17,7 +17,7 @@ from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import (SLOTS, UNIT, Load4, Matrix, Norm, Rope, Weight, behind_wait, block_sum, empty, gated, launch, load4, optional,
                                 position_of, rotated, sum_in_order)
 from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
-from tinygrad.nn.matvec import (LARGE_STEPS, ROWS, STEPS, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments,
+from tinygrad.nn.matvec import (LARGE_STEPS, ROWS, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments,
                                     coded_job, codes_in, empty_codes, is_simple, lane_steps, linear_part, load_codes, matvec, named,
                                     rows_of_job, stores_codes)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, msl_takes
@@ -253,7 +253,7 @@ def linear_of_codes(x:Codes, weight:Weight, residual:Tensor) -> Tensor:
   """residual + W·x. A lane takes few units where each is more than codes and a scale, or is multiplied for more than two tokens"""
   target, units, T = target_of(weight.device), weight.shape[1] // UNIT, residual.shape[0]
   assert target is not None
-  steps = STEPS if T <= 2 and is_simple(weight) else LARGE_STEPS
+  steps = lane_steps(weight) if T <= 2 and is_simple(weight) else LARGE_STEPS
   count = coded_job(weight, [units], target.lanes, weight.shape[0], steps, steps)[0] if T == 1 else ROWS
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def codes(token:UOp, segment:int, unit:UOp) -> CodedUnit: return load_codes(buffers, "x", units, token, unit)
