@@ -7,9 +7,10 @@ from helpers import HALVES, decoding, random_weight
 from mockcuda import on_cuda
 from mockmetal import on_metal
 from oracle import nmse
-from tinygrad import Device, Tensor
-from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear
+from tinygrad import Device, Tensor, UOp
+from tinygrad.apps.quantized import FORMATS, QuantizedExpertWeights, QuantizedLinear
 from tinygrad.engine.realize import lower_and_compile
+from tinygrad.nn.kernel import UNIT, launch
 from tinygrad.nn.norm_linear import norm_linear
 from tinygrad.uop.ops import Ops
 
@@ -54,6 +55,21 @@ def test_every_type(kind: T):
   assert stores and all(lines[i - 1].strip().startswith("if (") for i in stores)  # seven rows are no whole teams
   if kind in FOUR_BITS: assert re.search(r"\*\(\((device )?uint4\*\)\(\(data", before)
   check(w(tx, tsel), np.einsum("ti,tkoi->tko", x[:, 0], want.astype(np.float64)[sel]), w.integer)
+
+@both
+@pytest.mark.parametrize("kind", [k for k in HALVES if k in FORMATS], ids=lambda k: k.name)
+def test_a_units_weights(kind: T):
+  """Each of them, as a lane has it: what the gguf package makes of the block"""
+  rows, units = 16, 16
+  data, want = random_weight(kind, (rows, units * UNIT))
+  weight = QuantizedLinear.load(kind, want.shape, data)
+  assert weight.integer == (not FORMATS[kind].values or Device.DEFAULT != "METAL")   # where bytes can be looked up
+  def body(buffers: dict[str, UOp]) -> list[UOp]:
+    row, number = UOp.special(rows, "gidx0"), UOp.special(units, "lidx0")
+    unit = weight.matrix(buffers, "w")(row, number, None)
+    return [buffers["y"][(row * units + number) * UNIT + i].store(value) for i, value in enumerate(unit.weights())]
+  got, = launch(f"weights_{weight.label}", {"y": Tensor.empty(*want.shape)}, weight.args("w"), body)
+  np.testing.assert_allclose(got.numpy(), want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
 
 # a single unit, one short of a warp, tails of a warp, a row over several warps, x too wide for shared memory; 1408 and 2816 are DeepSeek-V2-Lite's
 SHAPES = [

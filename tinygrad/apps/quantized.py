@@ -37,7 +37,8 @@ from tinygrad.helpers import Context, prod
 from tinygrad.nn import cpu
 from tinygrad.nn.cpu_layout import ROWS, Layout, Origins, Packer
 from tinygrad.nn.embedding import embedding
-from tinygrad.nn.kernel import SPREAD, UNIT, Matrix, Unit, spread_quads
+from tinygrad.nn.intrinsics import target_of
+from tinygrad.nn.kernel import SPREAD, UNIT, Matrix, Unit, spread_quads, table_codes
 from tinygrad.nn.norm_linear import mul_mat
 
 # ---- bytes -> codes: the file's order of bits, one function a family. raw: (n, bytes a block) uint32, returns (n, elements) uint32 ----
@@ -343,9 +344,9 @@ def _unit_scales(kind:GGMLType, units:int, plane:Callable[[str, Any], Any], row:
   index = cpu.CExpr(f"((v16u)({unit % upb}u))", dtypes.uint32) if isinstance(unit, int) else unit % upb
   return fmt.scales(UnitView(at, index))
 
-def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp, table_bytes:Callable|None=None, piece:int=0) -> Unit:
-  """One unit of a row of `units`. plane(name, index) loads an entry of a flat plane. table_bytes(word, values): the values of a word's four codes
-  as integer codes whose zero is that of the table's least. piece: the unit is that of spread_quads."""
+def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp, table_codes:Callable|None=None, piece:int=0) -> Unit:
+  """One unit of a row of `units`. plane(name, index) loads an entry of a flat plane. table_codes(words, nibbles, values): a table's values as codes,
+  and their zero. piece: the unit is that of spread_quads."""
   if kind in FLOATS:
     words = [plane("w", row * (units * UNIT) + quad * 4 + i) for quad in spread_quads(unit, piece) for i in range(4)]
     if kind is GGMLType.BF16: words = [(w.cast(dtypes.uint32) << 16).bitcast(dtypes.float) for w in words]
@@ -361,8 +362,11 @@ def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, un
     assert codes is not None
     return codes
   words, scales = [word(j) for j in range(8)], _unit_scales(kind, units, plane, row, unit)
-  if fmt.values is None: return Unit(words, scales, fmt.zero, nibbles=loaded[0] if fmt.widths == (4,) else None, bits=sum(fmt.widths))
-  if table_bytes is not None: return Unit([table_bytes(w, fmt.values) for w in words], scales, -min(fmt.values))
+  nibbles = loaded[0] if fmt.widths == (4,) else None
+  if fmt.values is None: return Unit(words, scales, fmt.zero, nibbles=nibbles, bits=sum(fmt.widths))
+  if table_codes is not None:
+    words, zero = table_codes(words, nibbles, fmt.values)
+    return Unit(words, scales, zero)
   return Unit([], scales, floats=[_table((words[i // 4] >> (8 * (i % 4))) & 255, fmt.values) for i in range(UNIT)])
 
 # ---- weights of a model ----
@@ -473,15 +477,16 @@ class QuantizedWeight:
   def dequantize(self) -> Tensor: return dequantize(self.kind, self.plain_planes)
   def unit_of_block(self, plane:Callable[[str, int], cpu.CExpr], u:int) -> Unit:
     """The unit u of a block in C; plane(name, index) is an entry of the block's planes"""
-    return _unit(self.kind, self.layout.units, plane, 0, u, cpu.table_bytes)
+    return _unit(self.kind, self.layout.units, plane, 0, u, cpu.table_codes)
   def args(self, name:str) -> dict[str, Tensor]:
     """The planes as a kernel's arguments"""
     return {f"{name}.{plane}": t for plane, t in self.planes.items()}
   def matrix(self, buffers:dict[str, UOp], name:str, spread:bool=False) -> Matrix:
     """What a kernel reads the weights with; a stack's rows are numbered through. spread: units are those of spread_quads, where floats can be"""
+    look_up = None if (target := target_of(self.device)) is None or target.byte_perm is None else functools.partial(table_codes, target)
     def unit(row:UOp, u:UOp, gate:UOp|None) -> Unit:
       def plane(which:str, at:UOp) -> UOp: return buffers[f"{name}.{which}"][at if gate is None else at.valid(gate)].load()
-      return _unit(self.kind, self.shape[-1] // UNIT, plane, row, u, piece=self.piece if spread else 0)
+      return _unit(self.kind, self.shape[-1] // UNIT, plane, row, u, look_up, self.piece if spread else 0)
     return unit
   # what a kernel that is text needs to know
   @property
@@ -496,7 +501,10 @@ class QuantizedWeight:
   @property
   def integer(self) -> bool:
     """Whether an int8 dot product can take the codes"""
-    return self.kind in FORMATS and FORMATS[self.kind].values is None
+    if self.kind not in FORMATS: return False
+    return not self.looks_up or (target := target_of(self.device)) is not None and target.byte_perm is not None
+  @property
+  def looks_up(self) -> bool: return self.kind in FORMATS and FORMATS[self.kind].values is not None
   @property
   def piece(self) -> int:
     """Numbers of 16 bytes of a row's floats that can be spread (spread_quads); 0: there are none"""

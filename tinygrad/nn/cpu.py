@@ -63,10 +63,11 @@ class CExpr:
     return CExpr(f"__builtin_convertvector({self.text}, {VECTORS[dtype]})", dtype)
   def bitcast(self, dtype:DType) -> CExpr: return CExpr(f"(({VECTORS[dtype]}){self.text})", dtype)
 
-def table_bytes(codes:CExpr, values:tuple[int, ...]) -> CExpr:
-  """Four codes a word -> what a table of 8 or 16 values has for them, above its least: integer codes"""
-  words = np.resize(np.array(values) - min(values), 16).astype(np.uint8).view("<u4")
-  return CExpr(f"look({codes.text}, {len(values).bit_length() - 1}, {', '.join(f'{word}u' for word in words)})", dtypes.uint32)
+def table_codes(words:list[CExpr], _:list[CExpr]|None, values:tuple[int, ...]) -> tuple[list[CExpr], int]:
+  """As kernel.table_codes: what a table has for the codes, above its least value"""
+  table = np.resize(np.array(values) - min(values), 16).astype(np.uint8).view("<u4")
+  arguments = f"{len(values).bit_length() - 1}, {', '.join(f'{word}u' for word in table)}"
+  return [CExpr(f"look({codes.text}, {arguments})", dtypes.uint32) for codes in words], -min(values)
 
 class PackedWeight(Weight, Protocol):
   """A weight matrix whose planes are one interleaved stream, planes["stream"]"""

@@ -200,10 +200,16 @@ def dot4(target:Target, left:UOp, right:UOp, total:UOp) -> UOp:
 
 def word(value:int) -> UOp: return UOp.const(value, dtypes.uint32)
 
-def byte_perm(target:Target, low:UOp, high:UOp, digits:int) -> UOp:
-  """Four of the eight bytes of two words: `digits` numbers them, the lowest first"""
+def byte_perm(target:Target, low:UOp, high:UOp, digits:int|UOp) -> UOp:
+  """Four of the eight bytes of two words: `digits`, four bits each of which three count, numbers them, the lowest first"""
   assert target.byte_perm is not None
-  return UOp(Ops.CUSTOM, dtypes.uint32, src=(low, high, word(digits)), arg=target.byte_perm)
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(low, high, word(digits) if isinstance(digits, int) else digits), arg=target.byte_perm)
+
+def look_up(target:Target, table:list[UOp], digits:UOp) -> UOp:
+  """Four bytes of a table of 8 or 16, two words or four, by the low four digits of 4 bits, the lowest first"""
+  if len(table) == 2: return byte_perm(target, *table, digits)
+  upper = and_or(target, digits >> 1, 0x4444, 0x3210)   # of each byte, which half of the table it is in
+  return byte_perm(target, byte_perm(target, *table[:2], digits), byte_perm(target, *table[2:], digits), upper)
 
 def and_or(target:Target, value:UOp, mask:int, bits:int) -> UOp:
   """value & mask | bits"""

@@ -32,7 +32,7 @@ from typing import Any, Callable, Iterable, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import prod
-from tinygrad.nn.intrinsics import Target, group_sum, opaque_zero, pdl_wait, target_of
+from tinygrad.nn.intrinsics import Target, byte_perm, group_sum, look_up, opaque_zero, pdl_wait, target_of, word
 from tinygrad.nn.step import Step
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops
@@ -80,6 +80,16 @@ class Unit:
   def registers(self) -> list[UOp]:
     return [*self.words, *(self.floats or ()), *(number for pair in self.scales for number in pair if number is not None)]
 
+def table_codes(target:Target, words:list[UOp], nibbles:list[UOp]|None, values:tuple[int, ...]) -> tuple[list[UOp], int]:
+  """A unit's codes -> what a table of 8 or 16 int8 values has for them as codes of their own, and their zero. words, nibbles: as Unit has them"""
+  zero = -min(values) if max(values) - min(values) < 128 else 128   # int8 as they are, but for the sign bit
+  table = [word(sum((value + zero) << (8 * i) for i, value in enumerate(values[first:first + 4]))) for first in range(0, len(values), 4)]
+  if nibbles is None:
+    pairs = [codes | (codes >> 4) for codes in words]   # two digits in every other byte
+    return [look_up(target, table, byte_perm(target, pair, pair, 0x2020)) for pair in pairs], zero
+  halves = [(look_up(target, table, codes), look_up(target, table, codes >> 16)) for codes in nibbles]
+  return [byte_perm(target, *pair, digits) for pair in halves for digits in (0x6420, 0x7531)], zero
+
 Matrix = Callable[[UOp, UOp, UOp|None], Unit]   # (row, unit, gate) -> Unit; nothing is loaded where the gate is false; None: no gate
 
 class Weight(Protocol):
@@ -87,6 +97,7 @@ class Weight(Protocol):
   shape: tuple[int, ...]       # (…, out, in)
   device: str                  # that its planes are on
   integer: bool                # whether an int8 dot product can take the codes
+  looks_up: bool               # whether values stand in a table
   label: str                   # its format and shape, for a kernel's name
   nbytes: int
   widths: tuple[int, ...]      # bits of each code plane, the low bits first

@@ -108,8 +108,8 @@ class MatvecPart:
   piece: int = 0
 
 def is_simple(weight:Weight) -> bool:
-  """Whether a unit is codes and a scale. A minimum, or codes in several planes, are work of their own"""
-  return len(weight.args("")) == 2
+  """Whether a unit is codes and a scale. A minimum, codes in several planes, or values in a table, are work of their own"""
+  return len(weight.args("")) == 2 and not weight.looks_up
 
 def is_wide(weight:Weight) -> bool: return weight.shape[-1] >= WIDE_VECTOR * UNIT
 
