@@ -26,6 +26,7 @@ def limit(request: pytest.FixtureRequest) -> Iterator[float]:
 @pytest.mark.parametrize("limit,family,types,sizes", [
   ("cuda", "small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5)), ("cuda", "small-ds", "Q4_K F16 Q5_0", dict(blocks=1, dense=0)),
   ("hopper", "small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5, blocks=1, dense=0)),
+  ("hopper", "small-glm", "IQ4_XS IQ2_XXS IQ3_XXS MXFP4", dict(q_lora=256, experts=5, blocks=1, dense=0)),
   ("metal", "small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5, blocks=1, dense=0)),
   ("cuda", "small-v3", "Q4_0 Q8_0 Q6_K", IN_GROUPS), ("metal", "small-v3", "Q4_K Q8_0", IN_GROUPS),
   ("cuda", "small-moonlight", "Q4_0 Q5_K", dict(experts=8, used=3, blocks=1, dense=0))], indirect=["limit"])
