@@ -79,7 +79,8 @@ def least(path: Path, family: str, quant: str) -> Path:
   return write_model(path, family, quant, seed=2, **LEAST | dict(q_lora=64 if family == "small-glm" else 0))[0]
 FILES: dict[str, File] = {
   "small-glm": File(lambda path: write_mixed(path, "small-glm", [T.Q4_0, T.Q8_0, T.Q6_K, T.Q5_K], **WIDE | dict(q_lora=256, experts=8)), 1e-3),
-  "small-tables": File(lambda path: write_mixed(path, "small-glm", [T.IQ4_XS, T.IQ2_XXS, T.IQ3_XXS, T.IQ4_NL], **WIDE | dict(q_lora=256, experts=8)), 1e-3),
+  "small-tables": File(lambda path: write_mixed(path, "small-glm", [T.IQ4_XS, T.IQ2_XXS, T.IQ3_XXS, T.IQ4_NL],
+                                                   **WIDE | dict(q_lora=256, experts=8)), 1e-3),
   "small-v3": File(lambda path: write_mixed(path, "small-v3", [T.Q4_0, T.Q8_0, T.Q6_K],
                                             **WIDE | dict(q_lora=256, experts=12, used=3, groups=(4, 2), dense=1)), 1e-3),
   "small-ds": File(lambda path: write_mixed(path, "small-ds", [T.Q4_K, T.F16, T.Q5_0], **WIDE), 1e-3),

@@ -459,6 +459,7 @@ def coded_rows_take_turns(segments:Sequence[int], warp_lanes:int, rows:int, step
 def coded_job(weight:Weight, segments:Sequence[int], warp_lanes:int, rows:int, steps:int, fewer:int) -> tuple[int, int]:
   """Of a launch that reads int8: (a job's rows, units of a row that a lane takes at most). fewer: as steps, where a job has MANY_ROWS. Blocks that
   take turns are to hold few registers."""
+  if weight.looks_up: return ROWS, fewer   # what is looked up takes registers beside
   few = len(weight.args("")) <= FEW_PLANES or coded_rows_take_turns(segments, warp_lanes, rows, steps)
   return (ROWS, steps) if few else (MANY_ROWS, fewer)
 
