@@ -25,6 +25,7 @@ from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sampling import Features, Sampling, scores, token_counts
 from tinygrad.apps.engine.sequence import Request, Sequence
 from tinygrad.apps.gguf import read_gguf
+from tinygrad.apps.llm import int_at_least
 from tinygrad.apps.mla import Transformer
 from tinygrad.apps.models import BUILT_IN
 from tinygrad.apps.mtp import MTP, load_block
@@ -56,7 +57,7 @@ def main() -> int:
   p.add_argument("--prompts", type=int, default=1000)
   p.add_argument("--ngram", type=int, metavar="N", help="drafts from the text")
   p.add_argument("--mtp", type=int, default=1, metavar="N", help="drafts by the model's block (default 1)")
-  p.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=(1, 1, 2, 4, 8), metavar="N,N…",
+  p.add_argument("--batches", type=lambda text: [int_at_least(1)(n) for n in text.split(",")], default=(1, 1, 2, 4, 8), metavar="N,N…",
                  help="prompts at once, one of these each time; those without drafts are alone (default 1,1,2,4,8)")
   p.add_argument("--mock", choices=("CUDA", "METAL"))
   args = p.parse_args()

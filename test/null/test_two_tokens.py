@@ -4,12 +4,13 @@ from pathlib import Path
 import numpy as np, pytest
 from extra.mkgguf import write_model
 from mockcuda import on_cuda
-from tinygrad import Tensor, dtypes
+from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.capture import Replay, read, to_device, write
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import Transformer
+from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.latent_cache import Pages, RowFormat
-from tinygrad.nn.split_plan import PlanShape, plan_ops
+from tinygrad.nn.split_plan import PlanShape, plan_launch, plan_ops
 from tinygrad.nn.step import PAGE, Step
 
 CONTEXT, TOKENS, POSITIONS = 2 * PAGE, np.int32([5, 6]), np.int32([33, 70])
@@ -39,7 +40,11 @@ def test_two_of_a_sequence_are_cut_as_one(first: int):
   """Neighbouring positions, as a token and its draft have, up to as many as have two steps of 32 in each of a large GPU's 132 splits"""
   lasts, pages = np.int32([first, first + 1]), 256
   shape = PlanShape.of(Pages(2 * pages, pages, 2, RowFormat(512, 64)), 132, 32)
-  plan = plan_ops(shape, Step.decode(Tensor(lasts), Tensor.empty(2, pages, dtype=dtypes.int32))).numpy()
+  def step() -> Step: return Step.decode(Tensor(lasts), Tensor.empty(2, pages, dtype=dtypes.int32))
+  plan = plan_ops(shape, step()).numpy()
+  with on_cuda("sm_90"): launched = plan_launch(target_of(Device.DEFAULT), shape, step()).numpy()
+  written = [*range(plan[shape.items:, 1].sum()), shape.items, shape.items + 1]   # items behind the last one are nobody's
+  assert np.array_equal(launched[written], plan[written])
   items, sequences = plan[:shape.items], plan[shape.items:, :2]
   for last, (start, count) in zip(lasts.tolist(), sequences.tolist(), strict=True):
     length = 64 if last >= 32 * 32 else 32   # split_kv.split_length's, of one sequence

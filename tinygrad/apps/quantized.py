@@ -344,8 +344,8 @@ def _unit_scales(kind:GGMLType, units:int, plane:Callable[[str, Any], Any], row:
   index = cpu.CExpr(f"((v16u)({unit % upb}u))", dtypes.uint32) if isinstance(unit, int) else unit % upb
   return fmt.scales(UnitView(at, index))
 
-def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp, table_codes:Callable|None=None, piece:int=0) -> Unit:
-  """One unit of a row of `units`. plane(name, index) loads an entry of a flat plane. table_codes(words, nibbles, values): a table's values as codes,
+def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp, look_up:Callable|None=None, piece:int=0) -> Unit:
+  """One unit of a row of `units`. plane(name, index) loads an entry of a flat plane. look_up(words, nibbles, values): a table's values as codes,
   and their zero. piece: the unit is that of spread_quads."""
   if kind in FLOATS:
     words = [plane("w", row * (units * UNIT) + quad * 4 + i) for quad in spread_quads(unit, piece) for i in range(4)]
@@ -364,8 +364,8 @@ def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, un
   words, scales = [word(j) for j in range(8)], _unit_scales(kind, units, plane, row, unit)
   nibbles = loaded[0] if fmt.widths == (4,) else None
   if fmt.values is None: return Unit(words, scales, fmt.zero, nibbles=nibbles, bits=sum(fmt.widths))
-  if table_codes is not None:
-    words, zero = table_codes(words, nibbles, fmt.values)
+  if look_up is not None:
+    words, zero = look_up(words, nibbles, fmt.values)
     return Unit(words, scales, zero)
   return Unit([], scales, floats=[_table((words[i // 4] >> (8 * (i % 4))) & 255, fmt.values) for i in range(UNIT)])
 
@@ -483,10 +483,9 @@ class QuantizedWeight:
     return {f"{name}.{plane}": t for plane, t in self.planes.items()}
   def matrix(self, buffers:dict[str, UOp], name:str, spread:bool=False) -> Matrix:
     """What a kernel reads the weights with; a stack's rows are numbered through. spread: units are those of spread_quads, where floats can be"""
-    look_up = None if (target := target_of(self.device)) is None or target.byte_perm is None else functools.partial(table_codes, target)
     def unit(row:UOp, u:UOp, gate:UOp|None) -> Unit:
       def plane(which:str, at:UOp) -> UOp: return buffers[f"{name}.{which}"][at if gate is None else at.valid(gate)].load()
-      return _unit(self.kind, self.shape[-1] // UNIT, plane, row, u, look_up, self.piece if spread else 0)
+      return _unit(self.kind, self.shape[-1] // UNIT, plane, row, u, self.look_up, self.piece if spread else 0)
     return unit
   # what a kernel that is text needs to know
   @property
@@ -501,8 +500,12 @@ class QuantizedWeight:
   @property
   def integer(self) -> bool:
     """Whether an int8 dot product can take the codes"""
-    if self.kind not in FORMATS: return False
-    return not self.looks_up or (target := target_of(self.device)) is not None and target.byte_perm is not None
+    return self.kind in FORMATS and (not self.looks_up or self.look_up is not None)
+  @property
+  def look_up(self) -> Callable|None:
+    """What makes codes of a table's values in a kernel of the weight's device, see _unit. None: it has no bytes to permute"""
+    target = target_of(self.device)
+    return None if target is None or target.byte_perm is None else functools.partial(table_codes, target)
   @property
   def looks_up(self) -> bool: return self.kind in FORMATS and FORMATS[self.kind].values is not None
   @property

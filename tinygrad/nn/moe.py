@@ -82,7 +82,7 @@ def gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
 def gate_up_launch(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None, out:Tensor|Codes,
                    beside:Rounded|Tensor|None=None) -> list[Tensor]:
   """gate_up into `out`, and beside it RMSNorm(x), or its 1/rms alone, (T,) -> what these are made of, and the logits"""
-  target, weights, F = target_of(gate.device), present(gate, up, router), gate.shape[0]
+  target, weights, F, what = target_of(gate.device), present(gate, up, router), gate.shape[0], "rounded" if isinstance(beside, Rounded) else "factors"
   assert target is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     gate_rows, up_rows = gate.matrix(buffers, "gate"), up.matrix(buffers, "up")
@@ -91,9 +91,9 @@ def gate_up_launch(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
       return [buffers["y"][(token * F + row).valid(is_writer)].store(swiglu(sums))]
     finish = CodesOut(*codes_in(buffers, "y"), F // UNIT, 1, lambda sums, _job, _zero: [swiglu(sums)], lambda token: token, lambda row: row) \
       if isinstance(out, Codes) else store
-    rounded = codes_in(buffers, "rounded") if isinstance(beside, Rounded) else None
+    rounded = codes_in(buffers, what) if what == "rounded" else None
     parts = [MatvecPart(F, lambda row: [[(gate_rows, row)], [(up_rows, row)]], finish, gate.integer and up.integer, rounded,
-                        buffers.get("rounded_factors"), nbytes=gate.nbytes + up.nbytes)]
+                        buffers.get("factors", buffers.get("rounded_factors")), nbytes=gate.nbytes + up.nbytes)]
     if router is not None:
       spread = is_wide(router)
       of = single_segment(router.matrix(buffers, "router", spread))
@@ -101,12 +101,10 @@ def gate_up_launch(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
       parts.append(replace(logits, steps=lane_steps(router), nbytes=router.nbytes, piece=router.piece if spread else 0))
     if step.few_tokens: parts.reverse()   # tinygrad walks the whole first branch for each access of the second, and the router's has more of them
     return matvec(target, operand_of(buffers, x, norm), parts)
-  made = {} if beside is None else named(beside, "rounded" if isinstance(beside, Rounded) else "rounded_factors")
-  outs = {**named(out, "y"), **made,
+  outs = {**named(out, "y"), **({} if beside is None else named(beside, what)),
           **({"logits": empty(x, x.shape[0], router.shape[0])} if router is not None else {})}
   ins = {"x": x, "norm": norm.weight, **gate.args("gate"), **up.args("up"), **(router.args("router") if router is not None else {})}
-  what = [] if beside is None else ["rounded"] if isinstance(beside, Rounded) else ["factors"]
-  name = "_".join(["gate_up", *what, gate.label, *(["router", router.label] if router is not None else [])])
+  name = "_".join(["gate_up", *([] if beside is None else [what]), gate.label, *(["router", router.label] if router is not None else [])])
   return launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))
 
 # ---- a dense feed-forward ----
