@@ -260,11 +260,11 @@ def test_what_does_not_fit(monkeypatch):
     free["CUDA"] = card
     try: return ", ".join(models.place_model(f, sizes, ("CUDA",), experts, tokens, "--max_context").devices)
     except UserError as e: return str(e)
-  whole = sum(sizes.attention) + sum(sizes.feed_forward) + sizes.home + sizes.largest
-  rows = (64 + sizes.spare) * sizes.row * len(sizes.attention)
+  whole = sum(sizes.blocks) + sum(sizes.experts) + sizes.home + sizes.largest
+  rows = (64 + sizes.spare) * sizes.row * len(sizes.blocks)
   assert place(whole + rows) == "CUDA"
   assert place(whole + rows - 1).endswith("more while it is loaded: --max_context 63 or --devices 2 would fit")
-  least = sum(sizes.attention) + sizes.feed_forward[0] + sizes.home + sizes.largest + rows   # all experts are elsewhere
+  least = sum(sizes.blocks) + sizes.home + sizes.largest + rows   # all experts are elsewhere
   assert place(least).endswith("more while it is loaded: --devices 2 would fit")
   monkeypatch.setattr(models, "devices_here", lambda: 1)
   assert place(least).endswith("more while it is loaded: --cpu_experts 6 would fit") and place(least, experts=6) == "CUDA, CPU"
@@ -280,7 +280,7 @@ def test_sizes_are_those_held(tmp_path: Path):
   """Not the file's, whose weights take fewer bits"""
   f = read_gguf(write_model(tmp_path / "m.gguf", "small-glm-wide", "IQ1_M", blocks=2, experts=4, vocab=320)[0])
   sizes, held = sizes_of(f, 16), sum(math.prod(t.shape) * (13 / 32 if t.type is T.IQ1_M else 4) for t in f.tensors.values())
-  assert sum(sizes.attention) + sum(sizes.feed_forward) + sizes.home == held > 1.5 * f.total_bytes
+  assert sum(sizes.blocks) + sum(sizes.experts) + sizes.home == held > 1.5 * f.total_bytes
 
 def test_drawing_is_reproducible_and_max_context_is_clamped(small, model):
   p = run("--model", small, "--raw-prompt", PROMPT, "--count", "12", "--seed", "7", *DRAW_FLAGS, "--max_context", "99999")

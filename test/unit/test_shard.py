@@ -48,18 +48,19 @@ def test_runs():
     ways = [counts for counts in itertools.product(range(1, len(sizes) + 1), repeat=count) if sum(counts) == len(sizes)]
     assert tuple(got) in ways and largest(sizes, first, tuple(got)) == min(largest(sizes, first, way) for way in ways)
 
-# two dense blocks and four with experts: an attention of 10 bytes, feed-forwards of 30 and 90, a row of 1
-SIX = Sizes((10,) * 6, (30, 30, 90, 90, 90, 90), 50, 1, 90, (2, 3, 4, 5))
+# two dense blocks of 40 bytes and four of 10 and 90 of experts, a row of 1
+SIX = Sizes((40, 40, 10, 10, 10, 10), (0, 0, 90, 90, 90, 90), 50, 1, 90)
 
 def test_by_layers():
   place = by_layers(SIX, device_names("CUDA", 3), 10)
-  assert place.attention == place.feed_forward == ("CUDA",) * 2 + ("CUDA:1",) * 2 + ("CUDA:2",) * 2
+  assert place.blocks == place.experts == ("CUDA",) * 2 + ("CUDA:1",) * 2 + ("CUDA:2",) * 2
   assert place.of("token_embd.weight") == place.of("blk.6.attn_norm.weight") == place.home == "CUDA"   # block 6 drafts
   assert place.of("blk.5.attn_norm.weight") == place.of("blk.5.exp_probs_b.bias") == "CUDA:2"
   away = by_layers(SIX, ("CUDA",), 10, 3)
-  assert away.attention == ("CUDA",) * 6 and away.feed_forward == ("CUDA",) * 2 + ("CPU",) * 3 + ("CUDA",)
-  assert {name: away.of(f"blk.2.{name}") for name in ("ffn_norm.weight", "exp_probs_b.bias", "attn_output.weight")} == {
-    "ffn_norm.weight": "CPU", "exp_probs_b.bias": "CPU", "attn_output.weight": "CUDA"}
+  assert away.blocks == ("CUDA",) * 6 and away.experts == ("CUDA",) * 2 + ("CPU",) * 3 + ("CUDA",)
+  assert {name for name in ("attn_output.weight", "ffn_norm.weight", "ffn_gate_inp.weight", "exp_probs_b.bias", "ffn_gate_exps.weight",
+                            "ffn_down_exps.weight", "ffn_gate_shexp.weight", "ffn_down_shexp.weight") if away.of(f"blk.2.{name}") == "CPU"} == {
+    "ffn_gate_inp.weight", "exp_probs_b.bias", "ffn_gate_exps.weight", "ffn_down_exps.weight"}
   assert by_layers(SIX, device_names("CPU:1", 2), 10, 1).devices == ("CPU:1", "CPU:2", "CPU")
 
 def test_what_cannot_be():
@@ -72,7 +73,7 @@ def test_room():
   assert SIX.weights(alone) == {"CUDA": 530} and SIX.cached(alone) == {"CUDA": 6}
   def free(card: int | None, host: int | None = None): return lambda device: host if device == "CPU" else card
   assert room(SIX, alone, free(530 + 90 + 65)) == 10 and room(SIX, alone, free(619)) == -1 and room(SIX, alone, free(None)) is None
-  assert both.attention.count("CUDA") == 3 and [SIX.weights(both)[card] for card in ("CUDA", "CUDA:1")] == [230, 300]
+  assert both.blocks.count("CUDA") == 3 and [SIX.weights(both)[card] for card in ("CUDA", "CUDA:1")] == [230, 300]
   assert room(SIX, both, free(300 + 90 + 47)) == 15
   assert SIX.weights(by_layers(SIX, device_names("CPU", 2), 10)) == {"CPU": 530}
   check_room(SIX, alone, 10, free(680), "", [])
@@ -91,7 +92,7 @@ def test_a_block_that_drafts():
   alone, both = (by_layers(sizes, device_names("CUDA", n), 10) for n in (1, 2))
   assert sizes.cached(alone) == {"CUDA": 7} and sizes.cached(both) == {"CUDA": 4, "CUDA:1": 3}
   assert room(sizes, alone, lambda _: 530 + 90 + 70) == 10 and room(sizes, alone, lambda _: 530 + 90 + 69) == 9
-  assert [by_layers(s, device_names("CUDA", 5), 1000).attention.count("CUDA") for s in (SIX, sizes)] == [2, 1]
+  assert [by_layers(s, device_names("CUDA", 5), 1000).blocks.count("CUDA") for s in (SIX, sizes)] == [2, 1]
 
 # ---- models ----
 
@@ -144,7 +145,7 @@ def test_load_asks_for_room_for_a_block_that_drafts(tmp_path: Path, monkeypatch:
   path, = write_model(tmp_path / "m.gguf", "small-glm", "F32", seed=3, **SMALL | dict(q_lora=64, mtp=True))
   f = read_gguf(path)
   sizes = sizes_of(f, 16)
-  blocks = len(sizes.attention) + 1
+  blocks = len(sizes.blocks) + 1
   whole = sum(t.data.nbytes for t in f.tensors.values()) + blocks * (64 + sizes.spare) * sizes.row
   monkeypatch.setattr(models, "room_for_weights", lambda device: whole - 1)
   with pytest.raises(UserError, match="and is to hold"): load(path, 64, mtp=path)
@@ -181,9 +182,15 @@ def test_waiting(case: Case, monkeypatch: pytest.MonkeyPatch):
 def test_experts_on_the_cpu(case: Case):
   if case.f.tensors.get("blk.1.ffn_gate_inp.weight") is None: pytest.skip("has none")
   model = case.on(1, 1)
-  assert model.devices == ("CPU", "CPU:1") and {t.device for t in tensors(model.blk[1].ffn)} == {"CPU:1"}
-  assert {t.device for t in tensors([model.blk[0], model.blk[1].attn, model.blk[2], model.cache])} == {"CPU"}
+  ffn = model.blk[1].ffn
+  away = [ffn.ffn_gate_inp, ffn.routing, ffn.experts_norm, ffn.ffn_gate_exps, ffn.ffn_up_exps, ffn.ffn_down_exps]
+  assert model.devices == ("CPU", "CPU:1") and {t.device for t in tensors(away)} == {"CPU:1"}
+  here = [model.blk[0], model.blk[1].attn, ffn.ffn_norm, ffn.shared, model.blk[2], model.cache]
+  assert {t.device for t in tensors(here)} == {"CPU"}
   assert said(model) == case.want
+  parts = Batch(model, 1).record().parts
+  places = [[device for device, _ in itertools.groupby(call.src[1].device for call in part)] for part in parts]
+  assert places.count(["CPU", "CPU:1", "CPU"]) == 1 and sum(map(len, places)) == len(places) + 2   # a graph there and one back
   assert said(case.on(2, 2)) == case.want
 
 def stale(beside: Tensor, *copied: Tensor) -> Any:
@@ -290,9 +297,10 @@ def launched(replay: Replay, monkeypatch: pytest.MonkeyPatch) -> list[str]:
           for batch in batches(in_graphs(replay.calls, 0))]
 
 def test_experts_beside_a_card(cards: Cards, monkeypatch: pytest.MonkeyPatch):
-  """The CPU's kernels compute them: within a card's bound of what the file says. The host waits where the vector goes to the CPU, and nowhere else"""
+  """The CPU's kernels compute them, the card's the shared expert: within a card's bound of what the file says. The host waits where the vector goes
+  to the CPU, and nowhere else"""
   model = cards.on(1, 1)
-  assert model.devices == ("MOCKCUDA", "CPU") and {t.device for t in tensors(model.blk[1].ffn)} == {"CPU"}
+  assert model.devices == ("MOCKCUDA", "CPU") and {t.device for t in tensors(model.blk[1].ffn)} == {"MOCKCUDA", "CPU"}
   reads = model.weight_bytes_by_kind()
   assert set(reads) == {"MOCKCUDA", "CPU"} and sum(reads.values()) == pytest.approx(cards.on(1).weight_bytes_a_step(), rel=.01)
   start, ids, tables = (to_device(np.zeros(shape, np.int32)) for shape in (1, 1, (1, model.pages)))
@@ -305,7 +313,7 @@ def test_experts_beside_a_card(cards: Cards, monkeypatch: pytest.MonkeyPatch):
     replay()
     rows.append(logits.numpy()[0])
   cards.judge.check(np.stack(rows), 1e-5)
-  assert launched(replay, monkeypatch) == ["MOCKCUDA", "copy", "CPU", "copy", "program"]   # the head, behind the last block
+  assert launched(replay, monkeypatch) == ["MOCKCUDA", "copy", "CPU", "copy", "MOCKCUDA"]   # last the shared expert's down and the head
 
 def test_two_cards(cards: Cards, monkeypatch: pytest.MonkeyPatch):
   """… say what one does, prompts and answers. A step is one graph, copies among its nodes"""

@@ -16,13 +16,13 @@ from __future__ import annotations
 import contextlib, ctypes, enum, functools, hashlib, os, platform, weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 import numpy as np
 from tinygrad import OVERLAY, WHEEL, Device, Tensor, UOp, dtypes
 from tinygrad.device import Buffer, BufferSpec
 from tinygrad.dtype import AddrSpace, DType, _from_np_dtype, _to_np_dtype
 from tinygrad.engine.jit import graph_split_rewrite, jit_lower
-from tinygrad.engine.realize import capturing, compile_linear, run_linear
+from tinygrad.engine.realize import capturing, compile_linear, get_call_arg_uops, get_call_outs_ins, run_linear
 from tinygrad.helpers import JIT, JIT_BATCH_SIZE, Context, ContextVar, disable_gc, diskcache_get, diskcache_put, prod
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.primitive import only_plain_ops
@@ -176,9 +176,25 @@ def _without_source_graph(call:UOp) -> UOp:
   kept = tuple(u for u in linear.src if u.op in (Ops.PARAM, Ops.BUFFER))
   return call.replace(src=(program.replace(src=(UOp(Ops.SINK, arg=sink.arg), UOp(Ops.LINEAR, src=kept), *compiled)), *call.src[1:]))
 
+def by_device(calls:Sequence[UOp]) -> list[UOp]:
+  """Compiled calls in an order in which neighbours are of one device where they can be, for a graph of its own: where one waits for another device,
+  what comes later and does not is first. A copy is of the device that it is to"""
+  left, out = list(calls), list[UOp]()
+  places = {call: [place.base for place in get_call_arg_uops(call)] for call in calls}
+  written = {call: {places[call][i] for i in get_call_outs_ins(call)[0]} for call in calls}
+  def waits(call:UOp, earlier:UOp) -> bool: return not (written[earlier].isdisjoint(places[call]) and written[call].isdisjoint(places[earlier]))
+  while left:
+    ready = [call for i, call in enumerate(left) if not any(waits(call, earlier) for earlier in left[:i])]
+    chosen = next((call for call in ready if out and call.src[1].device == out[-1].src[1].device), ready[0])
+    left.remove(chosen)
+    out.append(chosen)
+  return out
+
 def lower(r:Recording, given:int) -> Recording:
   """The same with compiled programs, its intermediate results in scratch memory. given: how many tensors the function has"""
-  with Context(JIT=2): linear = jit_lower(r.linear, set(), [])
+  linear = r.linear
+  if len(r.devices) > 1: linear = linear.replace(src=tuple(by_device(compile_linear(linear).src)))
+  with Context(JIT=2): linear = jit_lower(linear, set(), [])
   linear = linear.replace(src=tuple(map(_without_source_graph, linear.src)))
   arenas = [u for u in linear.toposort() if u.op is Ops.BUFFER and u.addrspace is AddrSpace.GLOBAL]
   copied = {u for call in linear.src if call.src[0].op is Ops.COPY for place in call.src[1:] for u in place.toposort()}

@@ -208,24 +208,36 @@ class MLP:
     return feed_forward(step, x, self.ffn_norm, self.weights, x if residual is None else residual)
 
 class MoE:
+  """The router and the experts may lie on another device than the norm and the shared expert"""
   def __init__(self, norm:RMSNorm, router:QuantizedLinear, routing:Routing, gate:QuantizedExpertWeights, up:QuantizedExpertWeights,
                down:QuantizedExpertWeights, shared:MLP|None):
     self.ffn_norm, self.ffn_gate_inp, self.routing, self.shared = norm, router, routing, shared
     self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps = gate, up, down
+    self.experts_norm = norm if self.experts_device == self.device else RMSNorm(to_device(norm.weight.numpy(), self.experts_device), norm.eps)
   @property
   def device(self) -> str: return self.ffn_norm.weight.device
+  @property
+  def experts_device(self) -> str: return self.ffn_gate_exps.device
   def __call__(self, step:Step, x:Tensor, residual:Tensor|None=None) -> Tensor:
     """(T, D) -> residual, x by default, + the chosen experts' and the shared expert's feed-forward of x's norm"""
-    experts = FeedForward(self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps)
-    shared = None if self.shared is None else self.shared.weights
-    return mixture(step, x, self.ffn_norm, self.ffn_gate_inp, self.routing, experts, shared, x if residual is None else residual)
+    experts, residual = FeedForward(self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps), x if residual is None else residual
+    def mixed(x:Tensor, residual:Tensor, shared:MLP|None) -> Tensor:
+      return mixture(step, x, self.experts_norm, self.ffn_gate_inp, self.routing, experts, None if shared is None else shared.weights, residual)
+    if self.experts_device == self.device: return mixed(x, residual, self.shared)
+    there = x.to(self.experts_device)
+    out = mixed(there, there if residual is x else residual.to(self.experts_device), None).to(self.device)
+    return out if self.shared is None else self.shared(step, x, out)
 
 class Block:
   def __init__(self, attn:Attention, ffn:MLP|MoE): self.attn, self.ffn = attn, ffn
   def __call__(self, step:Step, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
-    """step, cache, rope: of attention's device; x: of any -> as attention, on the feed-forward's device"""
+    """step, cache, rope: of the block's device; x: of any -> as attention"""
     x, cache = self.attn(step, x.to(self.attn.device), cache, rope)
-    return self.ffn(step, x.to(self.ffn.device)), cache
+    return self.ffn(step, x), cache
+  @property
+  def devices(self) -> list[str]:
+    """Its own, and its experts'"""
+    return [self.attn.device, *([self.ffn.experts_device] if isinstance(self.ffn, MoE) else [])]
   def write_cache(self, step:Step, x:Tensor, cache:Tensor, rope:Rope) -> Tensor:
     """The cache alone, with T more rows: all that a prompt needs of the last block"""
     return self.attn(step, x.to(self.attn.device), cache, rope)[1]
@@ -261,7 +273,7 @@ class Transformer:
     self.max_context, c = max_context, config
     self.device = token_embd.device
     self.cache_devices = [block.attn.device for block in blocks]
-    self.devices = tuple(dict.fromkeys([self.device, *self.cache_devices, *(block.ffn.device for block in blocks)]))
+    self.devices = tuple(dict.fromkeys([self.device, *self.cache_devices, *(device for block in blocks for device in block.devices)]))
     target = target_of(self.device)
     many = is_cpu(self.device) or target is not None and target.mma is not None
     self.prefill_sizes = tuple(size for size in PREFILL_SIZES if size == PREFILL_SIZES[0] or many and size <= max_context)
@@ -304,7 +316,7 @@ class Transformer:
     """The blocks in runs, each of one device, which may work for one part of a batch while others work for others: one run where devices work
     together or wait for the host"""
     blocks = range(len(self.blk))
-    if any(block.ffn.device != block.attn.device for block in self.blk): return [blocks]
+    if any(len({*block.devices}) > 1 for block in self.blk): return [blocks]
     return [range((own := list(run))[0], own[-1] + 1) for _, run in itertools.groupby(blocks, self.cache_devices.__getitem__)]
   def stage(self, number:int, step:Step, x:Tensor, run:Run) -> Tensor:
     """x: float32 (T, D), as `embedded` gives it or behind the stage before this one -> behind this one, on its device"""
@@ -345,7 +357,7 @@ class Transformer:
   def plain_parts(self, step:Step) -> list[str]:
     """The primitives that take their plain-ops form in such a step. Empty: every one has a kernel, so that the position may live on the device"""
     # blocks of a kind have the same shapes
-    kinds = {(type(b.ffn), b.ffn.device, b.attn.device): i for i, b in reversed([*enumerate(self.blk)])}
+    kinds = {(type(b.ffn), *b.devices): i for i, b in reversed([*enumerate(self.blk)])}
     ids = Tensor.empty(step.tokens, dtype=dtypes.int32, device=self.device)
     with rehearsal() as choices:
       x, steps = self.token_embd(ids), {self.device: self.planned(step, apply)}
@@ -359,11 +371,12 @@ class Transformer:
   def weight_bytes_by_kind(self, tokens:int=1) -> Counter[str]:
     """… of each kind of device"""
     c, total = self.config, Counter({self.device: self.token_embd.nbytes * tokens // self.config.vocab_size + self.output.nbytes})
-    def visit(part:object) -> int:
-      if isinstance(part, QuantizedExpertWeights): return round(part.nbytes * c.distinct_experts(tokens) / c.n_experts)
-      if isinstance(part, QuantizedLinear): return part.nbytes
-      return sum(visit(p) for p in vars(part).values()) if isinstance(part, (Attention, MLP, MoE)) else 0
-    for part in (part for block in self.blk for part in (block.attn, block.ffn)): total[part.device] += visit(part)
+    def visit(part:object) -> None:
+      if isinstance(part, QuantizedExpertWeights): total[part.device] += round(part.nbytes * c.distinct_experts(tokens) / c.n_experts)
+      elif isinstance(part, QuantizedLinear): total[part.device] += part.nbytes
+      elif isinstance(part, (Block, Attention, MLP, MoE)):
+        for p in vars(part).values(): visit(p)
+    for block in self.blk: visit(block)
     return Counter({kind: sum(total[d] for d in total if d.split(":")[0] == kind) for kind in dict.fromkeys(d.split(":")[0] for d in total)})
   def cache_bytes(self, depth:int) -> int: return self.row_bytes * depth
 

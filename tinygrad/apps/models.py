@@ -169,7 +169,7 @@ def open_devices(count:int, cpu_experts:int) -> tuple[str, ...]:
 def place_model(f:GGUFFile, sizes:Sizes, names:tuple[str, ...], cpu_experts:int, tokens:int, fewer:str) -> Placement:
   """By layers on these devices, where each has room for its part with the rows of so many tokens. fewer: the flag by which there are fewer. Raises
   UserError."""
-  first, blocks, here = names[0], len(sizes.attention), devices_here()
+  first, blocks, here = names[0], len(sizes.blocks), devices_here()
   room = {device: room_for_weights(device) for device in {*names, "CPU"}}
   def free(device:str) -> int|None: return room.get(memory_of(device), room[first])
   def on(count:int) -> Placement: return by_layers(sizes, device_names(first, count), tokens, cpu_experts)
@@ -178,7 +178,7 @@ def place_model(f:GGUFFile, sizes:Sizes, names:tuple[str, ...], cpu_experts:int,
     if memory_of(first) == "CPU": return
     counts = range(len(names) + 1, blocks + 1)
     yield from ((f"--devices {count}", on(count)) for count in counts if count <= here)
-    yield from ((f"--cpu_experts {n}", by_layers(sizes, names, tokens, n)) for n in range(cpu_experts + 1, len(sizes.experts) + 1))
+    yield from ((f"--cpu_experts {n}", by_layers(sizes, names, tokens, n)) for n in range(cpu_experts + 1, len(sizes.with_experts) + 1))
     yield from ((f"{count} such devices", on(count)) for count in counts if count > here)
   try:
     place = by_layers(sizes, names, tokens, cpu_experts)

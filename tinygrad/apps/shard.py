@@ -4,8 +4,8 @@ Each device has a run of neighbouring blocks with their rows of the cache, as ma
 handed on from one to the next, and from the last back to the first, which has the embedding and the head: tokens are drawn where the next step
 begins, and nothing but the vector crosses a border. A model whose head is its embedding has it once.
 
-The feed-forward of the first blocks that have experts may lie on the CPU: one card and much memory run a large model so. The vector goes there and
-back in each of these blocks.
+The experts of the first blocks that have some may lie on the CPU, and their router with them: one card and much memory run a large model so. The
+vector goes there and back in each of these blocks; the shared expert, which every token takes, stays on the card.
 """
 from __future__ import annotations
 import itertools, re
@@ -19,18 +19,19 @@ class PlacementError(Exception):
 
 @dataclass(frozen=True)
 class Placement:
-  """home: of the embedding, the head, and a block that drafts. attention, with the cache, and feed_forward: of each block"""
+  """home: of the embedding, the head, and a block that drafts. blocks: of each block, with its part of the cache; experts: of its router and
+  experts, whether it has some or not"""
   home: str
-  attention: tuple[str, ...]
-  feed_forward: tuple[str, ...]
+  blocks: tuple[str, ...]
+  experts: tuple[str, ...]
 
   def of(self, name:str) -> str:
     """The device of a tensor, by its name in the file"""
-    found = re.match(r"blk\.(\d+)\.(ffn|exp_probs)?", name)
-    if found is None or (block := int(found[1])) >= len(self.attention): return self.home
-    return (self.feed_forward if found[2] else self.attention)[block]
+    found = re.match(r"blk\.(\d+)\.(ffn_gate_inp|exp_probs_b|ffn_\w+_exps)?", name)
+    if found is None or (block := int(found[1])) >= len(self.blocks): return self.home
+    return (self.experts if found[2] else self.blocks)[block]
   @property
-  def devices(self) -> tuple[str, ...]: return tuple(dict.fromkeys([self.home, *self.attention, *self.feed_forward]))
+  def devices(self) -> tuple[str, ...]: return tuple(dict.fromkeys([self.home, *self.blocks, *self.experts]))
 
 def memory_of(device:str) -> str:
   """What a device's memory is shared by: cards have their own, the machine's devices are one"""
@@ -46,15 +47,14 @@ def device_names(first:str, count:int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Sizes:
-  """Bytes of a model's parts. attention, feed_forward: weights of each block; home: those of none; row: of the cache, a token's in one block;
-  largest: the largest tensor, which lies on a card twice while it is loaded; experts: the blocks that have some; spare: rows that a cache has beside
-  those that are asked for; drafting: how many blocks that draft have rows, at home"""
-  attention: tuple[int, ...]
-  feed_forward: tuple[int, ...]
+  """Bytes of a model's parts. experts: of each block's router and experts, 0 where it has none; blocks: its other weights; home: those of no block;
+  row: of the cache, a token's in one block; largest: the largest tensor, which lies on a card twice while it is loaded; spare: rows that a cache has
+  beside those that are asked for; drafting: how many blocks that draft have rows, at home"""
+  blocks: tuple[int, ...]
+  experts: tuple[int, ...]
   home: int
   row: int
   largest: int
-  experts: tuple[int, ...]
   spare: int = 0
   drafting: int = 0
 
@@ -62,20 +62,24 @@ class Sizes:
   def of(blocks:int, row:int, tensors:Mapping[str, int], spare:int=0) -> Sizes:
     """tensors: bytes by name"""
     parts:Counter[str] = Counter()
-    place = Placement("", tuple(f"a{i}" for i in range(blocks)), tuple(f"f{i}" for i in range(blocks)))
+    place = Placement("", tuple(f"b{i}" for i in range(blocks)), tuple(f"e{i}" for i in range(blocks)))
     for name, size in tensors.items(): parts[place.of(name)] += size
-    return Sizes(tuple(parts[f"a{i}"] for i in range(blocks)), tuple(parts[f"f{i}"] for i in range(blocks)), parts[""], row,
-                 max(tensors.values()), tuple(i for i in range(blocks) if f"blk.{i}.ffn_gate_inp.weight" in tensors), spare)
+    return Sizes(tuple(parts[f"b{i}"] for i in range(blocks)), tuple(parts[f"e{i}"] for i in range(blocks)), parts[""], row,
+                 max(tensors.values()), spare)
+  @property
+  def with_experts(self) -> list[int]:
+    """The blocks that have some"""
+    return [i for i, size in enumerate(self.experts) if size]
 
   def weights(self, place:Placement) -> Counter[str]:
     """Of each memory"""
     total = Counter({memory_of(place.home): self.home})
-    for devices, sizes in ((place.attention, self.attention), (place.feed_forward, self.feed_forward)):
+    for devices, sizes in ((place.blocks, self.blocks), (place.experts, self.experts)):
       for device, size in zip(devices, sizes): total[memory_of(device)] += size
     return total
   def cached(self, place:Placement) -> Counter[str]:
     """Of each memory, a token's rows"""
-    blocks = Counter(map(memory_of, [*place.attention, *[place.home] * self.drafting]))
+    blocks = Counter(map(memory_of, [*place.blocks, *[place.home] * self.drafting]))
     return Counter({memory: count * self.row for memory, count in blocks.items()})
   def twice(self, memory:str) -> int:
     """What loading takes beside the weights; the CPU's are made from the file as it lies"""
@@ -100,18 +104,18 @@ def runs(sizes:list[int], first:int, count:int) -> list[int]:
   return within(low) or []
 
 def by_layers(sizes:Sizes, devices:tuple[str, ...], tokens:int, cpu_experts:int=0) -> Placement:
-  """tokens: of a cache's rows. cpu_experts: blocks with experts whose feed-forward the CPU has. Raises PlacementError."""
-  blocks = len(sizes.attention)
+  """tokens: of a cache's rows. cpu_experts: blocks whose experts the CPU has. Raises PlacementError."""
+  blocks, with_experts = len(sizes.blocks), sizes.with_experts
   if len(devices) > blocks: raise PlacementError(f"expected at most {blocks} devices, as many as the model has blocks, found {len(devices)}")
-  if cpu_experts > len(sizes.experts):
-    raise PlacementError(f"expected at most {len(sizes.experts)} blocks of experts on the CPU, as many as the model has, found {cpu_experts}")
-  away = set(sizes.experts[:cpu_experts])
-  own = [sizes.attention[i] + tokens * sizes.row + (0 if i in away else sizes.feed_forward[i]) for i in range(blocks)]
+  if cpu_experts > len(with_experts):
+    raise PlacementError(f"expected at most {len(with_experts)} blocks of experts on the CPU, as many as the model has, found {cpu_experts}")
+  away = set(with_experts[:cpu_experts])
+  own = [sizes.blocks[i] + tokens * sizes.row + (0 if i in away else sizes.experts[i]) for i in range(blocks)]
   counts = runs(own, sizes.home + tokens * sizes.row * sizes.drafting, len(devices))
-  attention = tuple(device for device, count in zip(devices, counts) for _ in range(count))
+  places = tuple(device for device, count in zip(devices, counts) for _ in range(count))
   # a CPU's own experts lie on another device of it: for tests
   cpu = next(name for name in device_names("CPU", len(devices) + 1) if name not in devices)
-  return Placement(devices[0], attention, tuple(cpu if i in away else device for i, device in enumerate(attention)))
+  return Placement(devices[0], places, tuple(cpu if i in away else device for i, device in enumerate(places)))
 
 # ---- what fits ----
 
