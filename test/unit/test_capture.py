@@ -7,6 +7,7 @@ import numpy as np, pytest
 from tinygrad import Tensor, Variable, dtypes
 from tinygrad.apps import capture
 from tinygrad.apps.capture import Replay, describe, read, to_device, write
+from tinygrad.helpers import Context
 from tinygrad.uop.ops import Ops
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray: return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
@@ -169,3 +170,13 @@ def test_write():
   large = np.arange(capture.PIECE // 2 + 7, dtype=np.int32)   # several pieces, the last one short
   assert np.array_equal(to_device(large).numpy(), large)
   with pytest.raises(ValueError, match="expected 60 bytes, found 64"): write(t, np.zeros(16, np.float32))
+
+def test_statistics(capsys: pytest.CaptureFixture[str]):
+  """… of launches are made for who asks to see them"""
+  step = Replay()
+  step.run(Layer.__call__, layer(1), to_device(numbers(3, 24)))
+  step()
+  for debug in (0, 2):
+    capsys.readouterr()
+    with Context(DEBUG=debug): step()
+    assert capsys.readouterr().out.count(" tm ") == (len(step.batches) if debug else 0)

@@ -32,6 +32,15 @@ def test_inputs_and_variables():
       np.testing.assert_array_equal(got, want)
       np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-2)
 
+def test_waiting(monkeypatch: pytest.MonkeyPatch):
+  """… is for the device's own threads, where somebody has started some"""
+  device, waited = Device["CPU"], []
+  monkeypatch.setattr(type(device).__mro__[1], "synchronize", lambda *_: waited.append(True))
+  for workers in ([], [None]):
+    monkeypatch.setattr(device, "workers", workers)
+    device.synchronize()
+    assert waited == [True] * len(workers)
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads(threads: int):
   """The same bytes whatever the number of threads, run after run"""

@@ -11,9 +11,9 @@ from mockcuda import on_cuda
 from oracle import Judge
 from extra.mkgguf import write_model
 from helpers import SMALL
-from tinygrad import Device, Tensor
+from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.apps import mla, models
-from tinygrad.apps.capture import Replay, batches, in_graphs, to_device, write
+from tinygrad.apps.capture import Replay, batches, by_device, in_graphs, to_device, write
 from tinygrad.apps.engine import batch, pipeline
 from tinygrad.apps.engine.batch import Batch
 from tinygrad.apps.engine.engine import DeviceFailed, Engine
@@ -192,6 +192,13 @@ def test_experts_on_the_cpu(case: Case):
   places = [[device for device, _ in itertools.groupby(call.src[1].device for call in part)] for part in parts]
   assert places.count(["CPU", "CPU:1", "CPU"]) == 1 and sum(map(len, places)) == len(places) + 2   # a graph there and one back
   assert said(case.on(2, 2)) == case.want
+
+def test_order_by_devices():
+  """What comes later on the device that works goes first, but for what writes where another is yet to read, or touches what it is to write"""
+  a, b, c, d, e, f = (UOp.new_buffer(device, 4, dtypes.float) for device in ("CPU", "CPU:1", "CPU", "CPU", "CPU", "CPU"))
+  def copy(to: UOp, source: UOp) -> UOp: return source.copy_to_device(to.device).call(to, source)
+  calls = [copy(a, c), copy(b, a), copy(a, d), copy(d, b), copy(d, c), copy(e, d), copy(f, c)]
+  assert by_device(calls) == [calls[i] for i in (0, 6, 1, 2, 3, 4, 5)]
 
 def stale(beside: Tensor, *copied: Tensor) -> Any:
   """What a step finds on another device if nothing is copied there"""

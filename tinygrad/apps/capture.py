@@ -22,8 +22,8 @@ from tinygrad import OVERLAY, WHEEL, Device, Tensor, UOp, dtypes
 from tinygrad.device import Buffer, BufferSpec
 from tinygrad.dtype import AddrSpace, DType, _from_np_dtype, _to_np_dtype
 from tinygrad.engine.jit import graph_split_rewrite, jit_lower
-from tinygrad.engine.realize import capturing, compile_linear, get_call_arg_uops, get_call_outs_ins, run_linear
-from tinygrad.helpers import JIT, JIT_BATCH_SIZE, Context, ContextVar, disable_gc, diskcache_get, diskcache_put, prod
+from tinygrad.engine.realize import ExecContext, capturing, compile_linear, get_call_arg_uops, get_call_outs_ins, pm_exec, run_linear
+from tinygrad.helpers import DEBUG, JIT, JIT_BATCH_SIZE, Context, ContextVar, disable_gc, diskcache_get, diskcache_put, prod
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.primitive import only_plain_ops
 from tinygrad.uop.ops import Ops, buffers
@@ -179,16 +179,14 @@ def _without_source_graph(call:UOp) -> UOp:
 def by_device(calls:Sequence[UOp]) -> list[UOp]:
   """Compiled calls in an order in which neighbours are of one device where they can be, for a graph of its own: where one waits for another device,
   what comes later and does not is first. A copy is of the device that it is to"""
-  left, out = list(calls), list[UOp]()
-  places = {call: [place.base for place in get_call_arg_uops(call)] for call in calls}
-  written = {call: {places[call][i] for i in get_call_outs_ins(call)[0]} for call in calls}
-  def waits(call:UOp, earlier:UOp) -> bool: return not (written[earlier].isdisjoint(places[call]) and written[call].isdisjoint(places[earlier]))
-  while left:
-    ready = [call for i, call in enumerate(left) if not any(waits(call, earlier) for earlier in left[:i])]
-    chosen = next((call for call in ready if out and call.src[1].device == out[-1].src[1].device), ready[0])
-    left.remove(chosen)
-    out.append(chosen)
-  return out
+  touched = [[place.base for place in get_call_arg_uops(call)] for call in calls]
+  written = [{places[i] for i in get_call_outs_ins(call)[0]} for call, places in zip(calls, touched)]
+  def waits(i:int, j:int) -> bool: return not (written[j].isdisjoint(touched[i]) and written[i].isdisjoint(touched[j]))
+  behind, order = [{j for j in range(i) if waits(i, j)} for i in range(len(calls))], list[int]()
+  while len(order) < len(calls):
+    ready = [i for i in range(len(calls)) if i not in order and behind[i].issubset(order)]
+    order.append(next((i for i in ready if order and calls[i].src[1].device == calls[order[-1]].src[1].device), ready[0]))
+  return [calls[i] for i in order]
 
 def lower(r:Recording, given:int) -> Recording:
   """The same with compiled programs, its intermediate results in scratch memory. given: how many tensors the function has"""
@@ -267,7 +265,11 @@ def in_graphs(calls:list[UOp], first:int) -> UOp:
   """Launches in the device's graphs where it has them. first: how many the first graph holds, the next ones twice as many each; 0: all in one"""
   linear = UOp(Ops.LINEAR, src=tuple(calls))
   return graph_split_rewrite(linear, max_batch_size=first) if JIT < 2 else linear
-def enqueue(linear:UOp) -> None: run_linear(linear, {}, jit=True)
+RUN = ExecContext(update_stats=False, jit=True)
+def enqueue(linear:UOp) -> None:
+  """Gives the launches to their devices. tinygrad's statistics of each take as long as a launch does, and are for who asks to see them"""
+  if DEBUG >= 2: return run_linear(linear, {}, jit=True)
+  for call in linear.src: pm_exec.rewrite(call, RUN)
 
 class Replay:
   """Parts in the order in which `run` recorded them. compiled: whether they are to be run; else their programs stay as scheduled, to be counted."""
