@@ -73,13 +73,13 @@ def profile(calls:list[UOp], model:Transformer, position:int) -> list[Kernel]:
 
 def run(model:Model, name:str, count:int, depth:int, with_source:bool) -> dict[str, Any]:
   engine, ids = model.engine, np.random.default_rng(0).integers(0, min(model.transformer.config.vocab_size, 256), depth + 1).tolist()
-  times, tokens = [], engine.generate(ids, count + 2)
+  times, tokens = [], engine.generate(ids, count + 3)   # one is under way when the last is there, as behind each of the others
   for _ in range(count + 2):
     start = time.perf_counter()
     next(tokens)
     times.append(time.perf_counter() - start)
   token, graph = statistics.median(times[2:]), engine.runner.batch.replays[Features()].batches  # the first two compile and warm up
-  position = depth + count + 1
+  position = depth + count + 2
   sizes, launches = [len(b) for b in graph], sum(map(len, graph))
   print(f"{name}, device {Device.DEFAULT}: {count} tokens after {depth}, median {token * 1e3:.3f} ms, {1 / token:.1f} tok/s")
   print(f"{launches} launches a token" + (f" in {len(graph)} graph batches: {' '.join(map(str, sizes))}" if max(sizes) > 1 else ", each by itself"))
@@ -111,7 +111,7 @@ def main() -> None:
   if args.json:
     try: Path(args.json).open("a").close()  # better before the work than after it
     except OSError as e: raise UserError(f"--json {args.json}: {e.strerror}") from None
-  spare = 3 + ROUNDS + 1  # the first token, two to warm up, and the walks, which may move the position on
+  spare = 4 + ROUNDS + 1  # the first token, two to warm up, one under way, and the walks, which may move the position on
   context, room = args.depth + args.tokens + spare, Config.from_gguf(read_gguf(path := find_model(args.model))).context_length
   if context > room:
     raise UserError(f"--depth {args.depth} and {args.tokens} tokens: expected at most {room - spare} together, the model's own context less {spare}")
