@@ -79,7 +79,7 @@ def run(model:Model, name:str, count:int, depth:int, with_source:bool) -> dict[s
     next(tokens)
     times.append(time.perf_counter() - start)
   token, graph = statistics.median(times[2:]), engine.runner.batch.replays[Features()].batches  # the first two compile and warm up
-  position = depth + count + 2
+  position = depth + count + 1
   sizes, launches = [len(b) for b in graph], sum(map(len, graph))
   print(f"{name}, device {Device.DEFAULT}: {count} tokens after {depth}, median {token * 1e3:.3f} ms, {1 / token:.1f} tok/s")
   print(f"{launches} launches a token" + (f" in {len(graph)} graph batches: {' '.join(map(str, sizes))}" if max(sizes) > 1 else ", each by itself"))
