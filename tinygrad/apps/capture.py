@@ -24,6 +24,7 @@ from tinygrad.dtype import AddrSpace, DType, _from_np_dtype, _to_np_dtype
 from tinygrad.engine.jit import graph_split_rewrite, jit_lower
 from tinygrad.engine.realize import ExecContext, capturing, compile_linear, get_call_arg_uops, get_call_outs_ins, pm_exec, run_linear
 from tinygrad.helpers import DEBUG, JIT, JIT_BATCH_SIZE, Context, ContextVar, disable_gc, diskcache_get, diskcache_put, prod
+from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.primitive import only_plain_ops
 from tinygrad.uop.ops import Ops, buffers
@@ -256,9 +257,9 @@ def batches(linear:UOp) -> list[list[UOp]]:
 
 def first_batch() -> int:
   """`first` of in_graphs, for a step. Where kernels start while those before them run, they do so within a graph: a second one would wait for the
-  whole of the first. Elsewhere the device begins with a few launches while the host hands it the rest."""
+  whole of the first. A CPU's graph has run when its call returns. Elsewhere the device begins with a few launches while the host hands it others."""
   target = target_of(Device.DEFAULT)
-  return 0 if target is not None and target.wait is not None else JIT_BATCH_SIZE.value
+  return 0 if is_cpu(Device.DEFAULT) or target is not None and target.wait is not None else JIT_BATCH_SIZE.value
 
 @disable_gc()
 def in_graphs(calls:list[UOp], first:int) -> UOp:
