@@ -2,8 +2,9 @@
 from __future__ import annotations
 import enum
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import prod
 from tinygrad.nn.intrinsics import Target, early_load, group_reduce, group_sum, shuffle, uniform
 from tinygrad.nn.kernel import SLOTS, behind_wait, empty, exp, launch, local, optional, safe_index, total
@@ -345,6 +346,24 @@ def most_groups(tokens:int, count:int, experts:int) -> int:
   choices = tokens * count
   return min(choices, experts) + (max(choices - experts, 0) if tokens > GROUP else 0) // GROUP
 
+TURN = 64   # numbers that a thread looks at at once: of more the compiler loads all before it looks at the first, and has no registers for them
+
+def sums_over(shared:UOp, count:int, number:int, values:Callable[[UOp, UOp], list[UOp]]) -> list[UOp]:
+  """The sums, over the first `count` of a buffer of int32, of each of values(index, entry), both int32, in turns of as many entries as divide the
+  count. number: the loop's own in the kernel"""
+  size = max(size for size in range(1, TURN + 1) if count % size == 0)
+  def of_turn(first:UOp) -> list[UOp]:
+    each = [values((first + i).cast(dtypes.int), shared[first + i].load()) for i in range(size)]
+    return [total([*of_value], UOp.add) for of_value in zip(*each)]
+  if size == count: return of_turn(UOp.const(0))
+  loop = UOp.range(count // size, number)
+  more = of_turn(loop * size)
+  kept = UOp.placeholder((len(more),), dtypes.int, slot=3 + number, addrspace=AddrSpace.REG)
+  kept = kept.after(UOp.group(*(kept[i].store(UOp.const(0, dtypes.int)) for i in range(len(more)))))
+  own = kept.after(loop)
+  kept = kept.after(UOp.group(*(own[i].store(own[i].load() + value) for i, value in enumerate(more))).end(loop))
+  return [kept[i].load() for i in range(len(more))]
+
 def group_choices(target:Target, chosen:Tensor, experts:int) -> Tensor:
   """The choices of each expert in groups of GROUP, one expert's after another's. chosen: int32 (T, K), a token's distinct experts -> int32
   (most_groups + SPARE, 1 + GROUP): a group's expert and its choices, token · K + k; -1: none. A block makes it all. In the kernel:
@@ -365,14 +384,12 @@ def group_choices(target:Target, chosen:Tensor, experts:int) -> Tensor:
     own = behind["chosen"][thread.valid(is_choice)].load().maximum(0).minimum(experts - 1)
     everyone = local(n_choices, dtypes.int, 0)
     everyone = everyone.after(UOp(Ops.BARRIER, src=(everyone[thread.valid(is_choice)].store(own),)))
-    all_choices = [everyone[i].load() for i in range(n_choices)]
-    rank = total([(other.eq(own) & (number > i)).where(one, zero) for i, other in enumerate(all_choices)], UOp.add)
-    count = total([other.eq(number).where(one, zero) for other in all_choices], UOp.add)
+    def of_choice(i:UOp, other:UOp) -> list[UOp]: return [(other.eq(own) & (number > i)).where(one, zero), other.eq(number).where(one, zero)]
+    rank, count = sums_over(everyone, n_choices, 0, of_choice)
     own_groups = (count + (GROUP - 1)) // GROUP
     groups_of = local(experts, dtypes.int, 1)
     groups_of = groups_of.after(UOp(Ops.BARRIER, src=(groups_of[thread.valid(is_expert)].store(own_groups),)))
-    all_groups = [groups_of[i].load() for i in range(experts)]
-    first = total([(number > i).where(other, 0) for i, other in enumerate(all_groups)], UOp.add)
+    first, in_all = sums_over(groups_of, experts, 1, lambda i, other: [(number > i).where(other, 0), other])
     firsts = local(experts, dtypes.int, 2)
     firsts = firsts.after(UOp(Ops.BARRIER, src=(firsts[thread.valid(is_expert)].store(first),)))
     groups, stores = buffers["groups"], []
@@ -386,7 +403,7 @@ def group_choices(target:Target, chosen:Tensor, experts:int) -> Tensor:
     for i in range(-(-T // GROUP)): put(first + i, 0, number, is_expert & (own_groups > i))
     in_last = count - (own_groups - 1) * GROUP
     for i in range(1, GROUP): put(first + own_groups - 1, i + 1, zero - 1, is_expert & (own_groups > 0) & (in_last <= i))
-    put(number, 0, zero - 1, (number >= total(all_groups, UOp.add)) & (number < n_groups))
+    put(number, 0, zero - 1, (number >= in_all) & (number < n_groups))
     return stores
   outs = {"groups": empty(chosen, n_groups + SPARE, width, dtype=dtypes.int32)}
   return launch(f"group_choices_{T}_{K}_{experts}", outs, {"chosen": chosen}, body)[0]
