@@ -220,13 +220,11 @@ class MoE:
   def experts_device(self) -> str: return self.ffn_gate_exps.device
   def __call__(self, step:Step, x:Tensor, residual:Tensor|None=None) -> Tensor:
     """(T, D) -> residual, x by default, + the chosen experts' and the shared expert's feed-forward of x's norm"""
-    experts, residual = FeedForward(self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps), x if residual is None else residual
-    def mixed(x:Tensor, residual:Tensor, shared:MLP|None) -> Tensor:
-      return mixture(step, x, self.experts_norm, self.ffn_gate_inp, self.routing, experts, None if shared is None else shared.weights, residual)
-    if self.experts_device == self.device: return mixed(x, residual, self.shared)
-    there = x.to(self.experts_device)
-    out = mixed(there, there if residual is x else residual.to(self.experts_device), None).to(self.device)
-    return out if self.shared is None else self.shared(step, x, out)
+    experts, there = FeedForward(self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps), self.experts_device
+    together = self.shared if there == self.device else None
+    out = mixture(step, x.to(there), self.experts_norm, self.ffn_gate_inp, self.routing, experts, None if together is None else together.weights,
+                  (x if residual is None else residual).to(there)).to(self.device)
+    return out if self.shared is together else self.shared(step, x, out)
 
 class Block:
   def __init__(self, attn:Attention, ffn:MLP|MoE): self.attn, self.ffn = attn, ffn
