@@ -5,6 +5,9 @@ from types import SimpleNamespace
 from typing import Callable, Iterator
 import numpy as np, pytest
 import tinygrad.runtime.autogen.cuda as cuda
+from tinygrad.apps import capture
+from tinygrad.apps.capture import to_device
+from tinygrad.helpers import mv_address
 from tinygrad.runtime import ops_cuda
 from tinygrad.runtime.graph import cuda as graph
 from tinygrad.runtime.support import compiler_cuda
@@ -185,6 +188,35 @@ def test_other_failures_stay(monkeypatch:pytest.MonkeyPatch):
   monkeypatch.setattr(cuda, "cuGetErrorString", say)
   with pytest.raises(RuntimeError, match="CUDA Error 719, launch failed"): ops_cuda.check(719)
   assert ops_cuda.check(0) is None
+
+def test_pinned_memory(monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]):
+  """The card reads it by itself as long as somebody holds on to it, and by way of the host otherwise; so where the system does not let it"""
+  said:list[tuple] = []
+  monkeypatch.setattr(cuda, "cuCtxSetCurrent", lambda context: 0)
+  monkeypatch.setattr(cuda, "cuMemHostRegister_v2", lambda *args: said.append(("register", *args)) or 0)
+  monkeypatch.setattr(cuda, "cuMemHostUnregister", lambda address: said.append(("unregister", address)) or 0)
+  monkeypatch.setattr(cuda, "cuMemcpyHtoDAsync_v2", lambda *args: said.append(("copy", *args)) or 0)
+  card = object.__new__(ops_cuda.CUDAAllocator)
+  card.dev = SimpleNamespace(context=None)
+  card.ring = SimpleNamespace(copy=lambda *args: said.append(("ring", *args)))
+  monkeypatch.setattr(capture, "Device", {"CUDA": SimpleNamespace(allocator=card)})
+  tensors = [to_device(np.zeros(size, np.uint8), "CPU") for size in (ops_cuda.PIECE, 16)]
+  places = [t.uop.base.buffer.as_memoryview(force_zero_copy=True) for t in tensors]
+  addresses, dest = [mv_address(place) for place in places], SimpleNamespace(value=7)
+  pins = capture.pinned(tensors, "CUDA")
+  for place in places: card._copyin(dest, place)
+  assert said == [*(("register", a, len(place), 1) for a, place in zip(addresses, places)),
+                  *(("copy", dest, a, len(place), None) for a, place in zip(addresses, places))]
+  said.clear()
+  pins.clear()
+  assert sorted(said) == sorted(("unregister", a) for a in addresses) and not ops_cuda.Pinned.nbytes
+  card._copyin(dest, places[0])
+  assert said.pop() == ("ring", 7, addresses[0], ops_cuda.PIECE)
+  monkeypatch.setattr(cuda, "cuMemHostRegister_v2", lambda *args: 801)
+  def say(status, text) -> None: ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p))[0] = b"not supported"
+  monkeypatch.setattr(cuda, "cuGetErrorString", say)
+  assert capture.pinned(tensors, "CUDA") == [] and not ops_cuda.Pinned.nbytes
+  assert capsys.readouterr().err == "CUDA cannot read the CPU's memory by itself (CUDA Error 801, not supported): long prompts take longer\n"
 
 def test_cards_that_reach_each_other(monkeypatch:pytest.MonkeyPatch):
   """A card is asked whether it, and not the other, can"""

@@ -264,7 +264,8 @@ def test_what_does_not_fit(monkeypatch):
   rows = (64 + sizes.spare) * sizes.row * len(sizes.blocks)
   assert place(whole + rows) == "CUDA"
   assert place(whole + rows - 1).endswith("more while it is loaded: --max_context 63 or --devices 2 would fit")
-  least = sum(sizes.blocks) + sizes.home + sizes.largest + rows   # all experts are elsewhere
+  least = sum(sizes.blocks) + sizes.home + 2 * max(sizes.experts) + rows   # all experts are elsewhere, a block's come for a prompt
+  assert place(least - 1, experts=6).endswith("more while a prompt is read: --max_context 63 or --devices 2 would fit")
   assert place(least).endswith("more while it is loaded: --devices 2 would fit")
   monkeypatch.setattr(models, "devices_here", lambda: 1)
   assert place(least).endswith("more while it is loaded: --cpu_experts 6 would fit") and place(least, experts=6) == "CUDA, CPU"

@@ -21,7 +21,7 @@ from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sampling import Features, Sampling
 from tinygrad.apps.engine.sequence import Request
 from tinygrad.apps.gguf import GGUFFile, read_gguf
-from tinygrad.apps.mla import MLP, Attention, Block, Config, MoE, RMSNorm, Transformer, sizes_of
+from tinygrad.apps.mla import BROUGHT_TOKENS, MLP, Attention, Block, Config, MoE, RMSNorm, Transformer, sizes_of
 from tinygrad.apps.models import UserError, load
 from tinygrad.apps.mtp import MTP, load_block
 from tinygrad.apps.quantized import QuantizedWeight
@@ -29,7 +29,7 @@ from tinygrad.apps.shard import PlacementError, Sizes, by_layers, check_room, de
 from tinygrad.device import DepsTracker
 from tinygrad.engine.realize import get_call_arg_uops, get_call_outs_ins
 from tinygrad.nn.routing import Routing
-from tinygrad.nn.step import PAGE, Step
+from tinygrad.nn.step import PAGE, Phase, Step
 from tinygrad.runtime.graph.cuda import CUDAGraph
 from tinygrad.uop.ops import Ops
 
@@ -83,8 +83,18 @@ def test_room():
     return str(e.value)
   assert complaint(12, 530 + 90 + 66) == ("CUDA has 0.0 MB free, and is to hold 0.0 MB of weights, 0.0 MB of the cache, 0.0 MB more while it is "
                                           "loaded: --max_context 11 or --devices 2 would fit")
-  assert complaint(10, 450).endswith(": --devices 2 would fit") and complaint(10, 350).endswith(": --cpu_experts 4 would fit")
-  assert complaint(10, 350, 300).endswith(": no way to place it here fits")
+  assert complaint(10, 450).endswith(": --devices 2 would fit") and complaint(10, 410).endswith(": --cpu_experts 4 would fit")
+  assert complaint(10, 410, 300).endswith(": no way to place it here fits") and complaint(10, 409) == complaint(10, 409, 300)
+
+def test_room_for_copies():
+  """A prompt has a block's experts copied to the card from the CPU: as they lie there, and as they are to lie"""
+  away = by_layers(SIX, device_names("CUDA", 2), 10, 2)
+  assert SIX.brought(away) == {"CUDA": 180} and not SIX.brought(by_layers(SIX, device_names("CUDA", 2), 10))
+  assert not SIX.brought(by_layers(SIX, device_names("CPU", 2), 10, 2))
+  alone = by_layers(SIX, ("CUDA",), 10, 4)
+  assert room(SIX, alone, lambda _: 170 + 180 + 65) == 10
+  with pytest.raises(PlacementError, match="MB more while a prompt is read: --max_context 9 would fit"):
+    check_room(SIX, alone, 10, lambda _: 170 + 180 + 59, "--max_context", [])
 
 def test_a_block_that_drafts():
   """Its rows lie at home, which has fewer of the others' for it"""
@@ -321,6 +331,25 @@ def test_experts_beside_a_card(cards: Cards, monkeypatch: pytest.MonkeyPatch):
     rows.append(logits.numpy()[0])
   cards.judge.check(np.stack(rows), 1e-5)
   assert launched(replay, monkeypatch) == ["MOCKCUDA", "copy", "CPU", "copy", "MOCKCUDA"]   # last the shared expert's down and the head
+
+def test_experts_come_for_a_prompt(cards: Cards, monkeypatch: pytest.MonkeyPatch):
+  """A chunk whose tokens take most experts is computed on the card, from copies; one of fewer is not. Either's logits are within a card's bound"""
+  model = cards.on(1, 1)
+  ffn = model.blk[1].ffn
+  def launches(tokens: int) -> list[str]:
+    start, ids, tables = (to_device(np.zeros(shape, np.int32)) for shape in (1, tokens, (1, model.pages)))
+    write(tables, np.arange(1, model.pages + 1, dtype=np.int32)[None])
+    write(ids, np.int32([*IDS[:9], *[0] * (tokens - 9)]))
+    replay = Replay()
+    logits = model.logits(Step.prefill(start, tables, tokens), ids, replay.run)
+    replay()
+    cards.judge.check(logits.numpy()[:9], 1e-5)
+    with monkeypatch.context() as patch: return launched(replay, patch)
+  least = BROUGHT_TOKENS * LEAST["experts"] // LEAST["used"]
+  assert launches(least - 1) == ["MOCKCUDA", "copy", "CPU", "copy", "MOCKCUDA"]
+  said = launches(least)
+  assert said.count("copy") == 4 and set(said) == {"MOCKCUDA", "copy"}   # the router and three stacks
+  assert not ffn.brings(Step(Phase.DECODE, 64, model.rope.table, model.rope.table)) and not cards.on(1).blk[1].ffn.away
 
 def test_two_cards(cards: Cards, monkeypatch: pytest.MonkeyPatch):
   """… say what one does, prompts and answers. A step is one graph, copies among its nodes"""

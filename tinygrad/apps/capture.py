@@ -13,7 +13,7 @@ Parts may lie on several devices: a recording numbers those of its tensors, and 
 recorded as a launch is.
 """
 from __future__ import annotations
-import contextlib, ctypes, enum, functools, hashlib, os, platform, weakref
+import contextlib, ctypes, enum, functools, hashlib, os, platform, sys, weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, Sequence
@@ -79,6 +79,15 @@ def seen_by_host(values:np.ndarray, device:str) -> tuple[Tensor, np.ndarray|None
   t = to_device(values, device)
   if not hasattr(allocator, "_as_buffer"): return t, None
   return t, np.frombuffer(t.uop.base.buffer.as_memoryview(force_zero_copy=True), values.dtype).reshape(values.shape)
+
+def pinned(tensors:Sequence[Tensor], device:str) -> list[Any]:
+  """Lets the device read these tensors of the CPU's, which nobody writes any more, by itself, at the speed of the bus, as long as what is returned is
+  there. Where it cannot, copies go by way of the host"""
+  if not tensors or not hasattr(allocator := Device[device].allocator, "pin"): return []
+  try: return [allocator.pin(t.uop.base.buffer) for t in tensors]
+  except (RuntimeError, MemoryError) as e:
+    print(f"{device} cannot read the CPU's memory by itself ({e}): long prompts take longer", file=sys.stderr)
+    return []
 
 # ---- what a recording depends on ----
 

@@ -19,7 +19,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as GGMLType
 from gguf.quants import dequantize
 from tinygrad import Device, Tensor, dtypes
-from tinygrad.apps.capture import Replay, to_device
+from tinygrad.apps.capture import Replay, pinned, to_device
 from tinygrad.apps.gguf import GGUFError, GGUFFile, GGUFTensor
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, held_bytes, prepare
 from tinygrad.apps.rope import Rope, Temperature, Yarn, query_table, rope_table
@@ -38,7 +38,10 @@ from tinygrad.nn.split_plan import PlanShape
 from tinygrad.nn.step import PAGE, Step
 
 PREFILL_SIZES = 32, 128, 256, 512   # tokens of a prompt's chunks; all but the least where there are kernels for many
-SPARE_ROWS = PREFILL_SIZES[-1] + 2 * PAGE   # of a cache, at most, beside those that are asked for
+LONG_CHUNK = 2048                   # … beside them where a chunk has experts copied, which takes as long for many tokens as for few
+def spare_rows(chunk:int=PREFILL_SIZES[-1]) -> int:
+  """Of a cache, at most, beside those that are asked for. chunk: the longest"""
+  return chunk + 2 * PAGE
 
 @dataclass(frozen=True)
 class Config:
@@ -207,8 +210,11 @@ class MLP:
     """(T, D) -> residual, x by default, + feed-forward of x's norm"""
     return feed_forward(step, x, self.ffn_norm, self.weights, x if residual is None else residual)
 
+BROUGHT_TOKENS = 4   # of an expert, on average, from which on a copy of its weights takes less than the CPU's products with them
+
 class MoE:
-  """The router and the experts may lie on another device than the norm and the shared expert"""
+  """The router and the experts may lie on the CPU where the norm and the shared expert lie on a card. A chunk of a prompt that is long enough has
+  them copied to the card, and is computed there."""
   def __init__(self, norm:RMSNorm, router:QuantizedLinear, routing:Routing, gate:QuantizedExpertWeights, up:QuantizedExpertWeights,
                down:QuantizedExpertWeights, shared:MLP|None):
     self.ffn_norm, self.ffn_gate_inp, self.routing, self.shared = norm, router, routing, shared
@@ -217,14 +223,27 @@ class MoE:
   @property
   def device(self) -> str: return self.ffn_norm.weight.device
   @property
+  def experts(self) -> FeedForward: return FeedForward(self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps)
+  @property
   def experts_device(self) -> str: return self.ffn_gate_exps.device
   def __call__(self, step:Step, x:Tensor, residual:Tensor|None=None) -> Tensor:
     """(T, D) -> residual, x by default, + the chosen experts' and the shared expert's feed-forward of x's norm"""
-    experts, there = FeedForward(self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps), self.experts_device
-    together = self.shared if there == self.device else None
-    out = mixture(step, x.to(there), self.experts_norm, self.ffn_gate_inp, self.routing, experts, None if together is None else together.weights,
-                  (x if residual is None else residual).to(there)).to(self.device)
-    return out if self.shared is together else self.shared(step, x, out)
+    residual, shared = x if residual is None else residual, None if self.shared is None else self.shared.weights
+    experts, router, routing, there = self.experts, self.ffn_gate_inp, self.routing, self.experts_device
+    if self.brings(step):
+      experts, router, there = FeedForward(*(weight.brought(self.device) for weight in experts)), router.brought(self.device), self.device
+      if routing.bias is not None: routing = replace(routing, bias=routing.bias.to(self.device))
+    if there == self.device: return mixture(step, x, self.ffn_norm, router, routing, experts, shared, residual)
+    out = mixture(step, x.to(there), self.experts_norm, router, routing, experts, None, residual.to(there)).to(self.device)
+    return out if self.shared is None else self.shared(step, x, out)
+  @property
+  def away(self) -> bool:
+    """Whether the experts lie on the CPU, beside a card with kernels for many tokens"""
+    target = target_of(self.device)
+    return target is not None and target.mma is not None and is_cpu(self.experts_device)
+  def brings(self, step:Step) -> bool:
+    """Whether the experts are copied for this step"""
+    return step.many_tokens and step.tokens * self.routing.count >= BROUGHT_TOKENS * self.ffn_gate_exps.shape[0] and self.away
 
 class Block:
   def __init__(self, attn:Attention, ffn:MLP|MoE): self.attn, self.ffn = attn, ffn
@@ -274,7 +293,10 @@ class Transformer:
     self.devices = tuple(dict.fromkeys([self.device, *self.cache_devices, *(device for block in blocks for device in block.devices)]))
     target = target_of(self.device)
     many = is_cpu(self.device) or target is not None and target.mma is not None
-    self.prefill_sizes = tuple(size for size in PREFILL_SIZES if size == PREFILL_SIZES[0] or many and size <= max_context)
+    away = [block.ffn for block in blocks if isinstance(block.ffn, MoE) and block.ffn.away]
+    self.pinned = pinned([plane for ffn in away for weight in ffn.experts for plane in weight.planes.values()], self.device)
+    sizes = (*PREFILL_SIZES, LONG_CHUNK) if away else PREFILL_SIZES
+    self.prefill_sizes = tuple(size for size in sizes if size == sizes[0] or many and size <= max_context)
     self.pages = -(-(max_context + self.prefill_sizes[-1]) // PAGE)   # of a sequence: a step of prefill is padded to its size, wherever it starts
     self.row = c.cache_row(cache_bits)
     self.kept = kept_as(self.row, self.device)
@@ -416,13 +438,14 @@ def checked_tensors(f:GGUFFile, c:Config) -> Loads:
   if "output.weight" in f.tensors: need(f, loads, "output.weight", QuantizedLinear, c.vocab_size, c.dim)
   return loads
 
-def sizes_of(f:GGUFFile, cache_bits:int, device:str|None=None) -> Sizes:
-  """Bytes of what the model's devices, of one kind, are to hold, its weights as they lie there. Raises GGUFError"""
+def sizes_of(f:GGUFFile, cache_bits:int, device:str|None=None, brings:bool=False) -> Sizes:
+  """Bytes of what the model's devices, of one kind, are to hold, its weights as they lie there. brings: whether chunks of a prompt may have experts
+  copied. Raises GGUFError"""
   c = Config.from_gguf(f)
   f = unpadded(f, c, "token_embd.weight", "output.weight")
-  row = c.cache_row(cache_bits)
+  row, spare = c.cache_row(cache_bits), spare_rows(LONG_CHUNK) if brings else spare_rows()
   return Sizes.of(c.n_blocks, row.entries * kept_as(row, device or Device.DEFAULT).itemsize,
-                  {name: held_bytes((t := f.tensors[name]).type, t.shape) for name in checked_tensors(f, c)}, SPARE_ROWS)
+                  {name: held_bytes((t := f.tensors[name]).type, t.shape) for name in checked_tensors(f, c)}, spare)
 
 def need_block(f:GGUFFile, loads:Loads, c:Config, i:int, dense:bool) -> None:
   """The tensors of block i"""

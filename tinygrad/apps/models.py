@@ -325,14 +325,15 @@ class Model:
     render, ValueError, ContextFull."""
     return self.complete(self.render(messages, **template), count, sampling, stops)
 
-def pool_pages(model:Transformer, cache_tokens:int|None, more:int=0) -> int:
+def pool_pages(model:Transformer, cache_tokens:int|None, more:int=0, brought:Counter[str]|None=None) -> int:
   """Pages of the cache, nobody's among them: for `cache_tokens`; without it, what fits beside the weights, but no more than several contexts need.
-  more: blocks that have rows in the pages beside the model's own"""
+  more: blocks that have rows in the pages beside the model's own; brought: of each memory, bytes of what prompts copy"""
   if cache_tokens is not None: return -(-cache_tokens // PAGE) + 1
   contexts, share = HOST_POOL if is_cpu(model.device) else CARD_POOL
   a_page = model.row_bytes // len(model.blk) * PAGE
   blocks = Counter(map(memory_of, [*model.cache_devices, *[model.device] * more]))
-  fitting = min(int((free_memory(memory) or 0) * share) // (count * a_page) for memory, count in blocks.items())
+  def left(memory:str) -> int: return int((free_memory(memory) or 0) * share) - (brought or Counter())[memory]
+  fitting = min(left(memory) // (count * a_page) for memory, count in blocks.items())
   return max(min(contexts * model.pages, fitting), model.pages) + 1
 
 def load(path:str|Path, max_context:int|None=None, progress:bool=False, cache_tokens:int|None=None,
@@ -380,7 +381,7 @@ def load(path:str|Path, max_context:int|None=None, progress:bool=False, cache_to
     check_shares(f, ShareSizes(f, cache_bits, devices), names, tokens, fewer)
     cut = TensorParallel.from_gguf(f, names, context, *shown, pool=lambda model: pool_pages(model, cache_tokens), cache_bits=cache_bits)
     return Model(Runner(cut, drafts), *words, max_stall)
-  sizes = sizes_of(f, cache_bits)
+  sizes = sizes_of(f, cache_bits, brings=cpu_experts > 0)
   if mtp is not None:
     drafting = f if str(mtp) == str(path) else read_gguf(find_model(str(mtp)))
     own = [held_bytes(t.type, t.shape) for name, t in drafting.tensors.items() if name.startswith(f"blk.{config.n_blocks}.")]
@@ -388,6 +389,6 @@ def load(path:str|Path, max_context:int|None=None, progress:bool=False, cache_to
   place = place_model(f, sizes, names, cpu_experts, tokens, fewer)
   block = None if mtp is None else load_block(drafting, config, *shown)
   transformer = Transformer.from_gguf(f, context, *shown, device=place, cache_bits=cache_bits,
-                                      pool=lambda model: pool_pages(model, cache_tokens, int(block is not None)))
+                                      pool=lambda model: pool_pages(model, cache_tokens, int(block is not None), sizes.brought(place)))
   runner = Runner(transformer, drafts) if block is None else Runner(transformer, drafts or 1, MTP(transformer, block))
   return Model(runner, *words, max_stall)

@@ -475,6 +475,11 @@ class QuantizedWeight:
     """The planes as split_planes lays them out, interleaved or not"""
     return self.planes if self.layout is None else deinterleave(self.layout, self.shape, self.planes["stream"])
   def dequantize(self) -> Tensor: return dequantize(self.kind, self.plain_planes)
+  def brought(self, device:str) -> Self:
+    """A copy on a device that is no CPU, unrealized. What lies interleaved is copied so, and taken apart there"""
+    copies = {name: p.to(device) for name, p in self.planes.items()}
+    if self.layout is not None: copies = {name: p.contiguous() for name, p in deinterleave(self.layout, self.shape, copies["stream"]).items()}
+    return type(self)(self.kind, self.shape, copies)
   def unit_of_block(self, plane:Callable[[str, int], cpu.CExpr], u:int) -> Unit:
     """The unit u of a block in C; plane(name, index) is an entry of the block's planes"""
     return _unit(self.kind, self.layout.units, plane, 0, u, cpu.table_codes)

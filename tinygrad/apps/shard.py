@@ -5,7 +5,8 @@ handed on from one to the next, and from the last back to the first, which has t
 begins, and nothing but the vector crosses a border. A model whose head is its embedding has it once.
 
 The experts of the first blocks that have some may lie on the CPU, and their router with them: one card and much memory run a large model so. The
-vector goes there and back in each of these blocks; the shared expert, which every token takes, stays on the card.
+vector goes there and back in each of these blocks; the shared expert, which every token takes, stays on the card. A long chunk of a prompt, whose
+tokens take most experts, has them copied to the card instead, block by block (MoE in apps/mla.py).
 """
 from __future__ import annotations
 import itertools, re
@@ -81,9 +82,17 @@ class Sizes:
     """Of each memory, a token's rows"""
     blocks = Counter(map(memory_of, [*place.blocks, *[place.home] * self.drafting]))
     return Counter({memory: count * self.row for memory, count in blocks.items()})
-  def twice(self, memory:str) -> int:
-    """What loading takes beside the weights; the CPU's are made from the file as it lies"""
-    return 0 if memory == "CPU" else self.largest
+  def brought(self, place:Placement) -> Counter[str]:
+    """Of each memory, what a chunk of a prompt takes for copies of a block's experts that lie elsewhere: as they lie there, and as they are to lie"""
+    most:Counter[str] = Counter()
+    for home, there, size in zip(place.blocks, place.experts, self.experts):
+      if memory_of(home) != memory_of(there): most[memory_of(home)] = max(most[memory_of(home)], 2 * size)
+    return most
+  def beside(self, place:Placement, memory:str) -> tuple[int, str]:
+    """What loading takes beside the weights, and later chunks of a prompt do, and which of them takes more. The CPU's weights are made from the file
+    as it lies"""
+    loading, reading = 0 if memory == "CPU" else self.largest, self.brought(place)[memory]
+    return (loading, "it is loaded") if loading >= reading else (reading, "a prompt is read")
 
 def runs(sizes:list[int], first:int, count:int) -> list[int]:
   """How many neighbouring parts each of `count` has, at least one, so that the largest sum is the least that it can be. first: what the first has
@@ -127,7 +136,7 @@ def room(sizes:Sizes, place:Placement, free:Free) -> int|None:
   weights, cached, most = sizes.weights(place), sizes.cached(place), []
   for device in place.devices:
     if (there := free(device)) is None: continue
-    left = there - weights[memory_of(device)] - sizes.twice(memory_of(device))
+    left = there - weights[memory_of(device)] - sizes.beside(place, memory_of(device))[0]
     if left < 0: return -1
     if rows := cached[memory_of(device)]: most.append(max(left // rows - sizes.spare, -1))
   return min(most) if most else None
@@ -140,8 +149,9 @@ def check_room(sizes:Sizes, place:Placement, tokens:int, free:Free, fewer:str, m
   memories = {memory_of(device): there for device in reversed(place.devices) if (there := free(device)) is not None}
   weights, cached = sizes.weights(place), sizes.cached(place)
   rows = {memory: (tokens + sizes.spare) * cached[memory] for memory in memories}
-  short = max(memories, key=lambda m: weights[m] + rows[m] + sizes.twice(m) - memories[m])
+  short = max(memories, key=lambda m: weights[m] + rows[m] + sizes.beside(place, m)[0] - memories[m])
+  beside, doing = sizes.beside(place, short)
   ways = [*([f"{fewer} {fitting}"] if fitting >= 2 else []), *itertools.islice((how for how, other in more if fits(other)), 1)]
-  parts = (weights[short], " of weights"), (rows[short], " of the cache"), (sizes.twice(short), " more while it is loaded")
+  parts = (weights[short], " of weights"), (rows[short], " of the cache"), (beside, f" more while {doing}")
   raise PlacementError(f"{short} has {gb(memories[short])} free, and is to hold {', '.join(gb(size) + what for size, what in parts if size)}: "
                        + (f"{' or '.join(ways)} would fit" if ways else "no way to place it here fits"))

@@ -23,8 +23,8 @@ import numpy as np
 from tinygrad import Device, Tensor
 from tinygrad.apps.capture import to_device
 from tinygrad.apps.gguf import GGUFFile, GGUFTensor
-from tinygrad.apps.mla import (SPARE_ROWS, Block, Config, Loads, Progress, RMSNorm, Run, Transformer, apply, block_of, checked_tensors, copied,
-                               kept_as, load_tensor, parts_of, unpadded)
+from tinygrad.apps.mla import (Block, Config, Loads, Progress, RMSNorm, Run, Transformer, apply, block_of, checked_tensors, copied,
+                               kept_as, load_tensor, parts_of, spare_rows, unpadded)
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedLinear, block_size, held_bytes, prepare
 from tinygrad.apps.rope import Rope
 from tinygrad.apps.shard import memory_of
@@ -109,7 +109,7 @@ class ShareSizes:
     self.file = unpadded(f, c, "token_embd.weight", "output.weight")
     self.names, row = list(checked_tensors(self.file, c)), c.cache_row(cache_bits)
     self.row = c.n_blocks * row.entries * kept_as(row, Device.DEFAULT).itemsize
-    self.largest, self.spare = max(self._shares(count).values()), SPARE_ROWS
+    self.largest, self.spare = max(self._shares(count).values()), spare_rows()
   def _shares(self, count:int) -> dict[str, int]:
     cut, tensors = cuts(self.file, self.config, count), [self.file.tensors[name] for name in self.names]
     return {t.name: held_bytes(t.type, share_shape(t.shape, cut[t.name]) if t.name in cut else t.shape) for t in tensors}
@@ -121,9 +121,9 @@ class ShareSizes:
   def cached(self, place:Devices) -> Counter[str]:
     """Of each memory, a token's rows"""
     return Counter({memory: devices * self.row for memory, devices in Counter(map(memory_of, place.devices)).items()})
-  def twice(self, memory:str) -> int:
+  def beside(self, _:Devices, memory:str) -> tuple[int, str]:
     """What loading takes beside the weights"""
-    return 0 if memory == "CPU" else self.largest
+    return 0 if memory == "CPU" else self.largest, "it is loaded"
 
 # ---- a step, in parts ----
 

@@ -1,9 +1,9 @@
 """Wraps the wheel's CUDA device: large copies to the card go through a ring of pinned memory that several threads fill.
 
 The wheel fills pinned memory by one thread, at 5 GB/s where the bus can do 50, and allocates new memory for every copy. Here a piece of the ring is
-filled again as soon as the card has read it. A thread that fills also brings a mapped file's pages into memory. Where the driver is out of memory, a
-MemoryError says what is free. Of several cards each has a stream of its own; work that touches two of them waits for both. Graphs of captured kernels
-are runtime/graph/cuda.py's.
+filled again as soon as the card has read it. A thread that fills also brings a mapped file's pages into memory. What is copied time and again can be
+pinned where it lies: the card reads it by itself. Where the driver is out of memory, a MemoryError says what is free. Of several cards each has a
+stream of its own; work that touches two of them waits for both. Graphs of captured kernels are runtime/graph/cuda.py's.
 """
 from __future__ import annotations
 import ctypes, functools, os, re
@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 import tinygrad.runtime.autogen.cuda as cuda
 from tinygrad import wheel_module
-from tinygrad.device import BufferSpec, TinyELF
+from tinygrad.device import Buffer, BufferSpec, TinyELF
 from tinygrad.helpers import mv_address, size_to_str
 from tinygrad.runtime.support.c import init_c_var
 
@@ -65,6 +65,19 @@ class Ring:
     check(cuda.cuMemcpyHtoDAsync_v2(cuda.CUdeviceptr_v2(dest + offset), self.pieces[slot], size, None))
     check(cuda.cuEventRecord(self.read[slot], None))
 
+class Pinned:
+  """A buffer of the host's, written before, that all cards read by themselves as long as this is there. Raises RuntimeError where the system does not
+  let them"""
+  PORTABLE = 1   # CU_MEMHOSTREGISTER_PORTABLE: for all cards
+  nbytes: dict[int, int] = {}   # at an address
+  def __init__(self, buffer:Buffer):
+    self.buffer, memory = buffer, buffer.as_memoryview(force_zero_copy=True)
+    self.address = mv_address(memory)
+    check(cuda.cuMemHostRegister_v2(self.address, len(memory), self.PORTABLE))
+    self.nbytes[self.address] = len(memory)
+  def __del__(self) -> None:
+    if self.nbytes.pop(self.address, None) is not None: cuda.cuMemHostUnregister(self.address)
+
 class CUDAAllocator(_wheel.CUDAAllocator):
   ring: Ring|None = None
   def host_memory(self, nbytes:int) -> int:
@@ -78,11 +91,16 @@ class CUDAAllocator(_wheel.CUDAAllocator):
     check(cuda.cuDeviceCanAccessPeer(ctypes.byref(can := ctypes.c_int()), self.dev.cu_device, other.dev.cu_device))
     return can.value == 1
   def address(self, opaque:Any) -> int: return opaque.value
-  def _copyin(self, dest, src:memoryview) -> None:
-    if len(src) < PIECE // 4: return super()._copyin(dest, src)
+  def pin(self, buffer:Buffer) -> Pinned:
     check(cuda.cuCtxSetCurrent(self.dev.context))
+    return Pinned(buffer)
+  def _copyin(self, dest, src:memoryview) -> None:
+    is_pinned = Pinned.nbytes.get(address := mv_address(src), 0) >= len(src)
+    if not is_pinned and len(src) < PIECE // 4: return super()._copyin(dest, src)
+    check(cuda.cuCtxSetCurrent(self.dev.context))
+    if is_pinned: return check(cuda.cuMemcpyHtoDAsync_v2(dest, address, len(src), None))
     if self.ring is None: self.ring = Ring(self)
-    self.ring.copy(dest.value, mv_address(src), len(src))
+    self.ring.copy(dest.value, address, len(src))
   def _transfer(self, dest, src, sz:int, src_dev:CUDADevice, dest_dev:CUDADevice) -> None:
     """From card to card. The wheel's does not wait for what still reads the destination, and keeps an event a copy"""
     wait_for(src_dev, dest_dev)
