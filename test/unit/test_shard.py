@@ -351,6 +351,21 @@ def test_experts_come_for_a_prompt(cards: Cards, monkeypatch: pytest.MonkeyPatch
   assert said.count("copy") == 4 and set(said) == {"MOCKCUDA", "copy"}   # the router and three stacks
   assert not ffn.brings(Step(Phase.DECODE, 64, model.rope.table, model.rope.table)) and not cards.on(1).blk[1].ffn.away
 
+def test_chunks_share_their_memory(cards: Cards):
+  """Where they have experts copied, whichever size comes first. Then the sizes make the same tokens' rows"""
+  runner = Runner(cards.on(1, 1))
+  assert runner.sizes == (32, 128) and runner.model.brings and not cards.on(1).brings
+  def used(size: int) -> set[UOp]:
+    """Of what chunks share, what this one's launches write or read"""
+    return {u for piece in runner.chunks[size] for call in piece.src for place in call.src[1:] for u in place.toposort()} & {*runner.scratch.values()}
+  rows, shared = [], []
+  for page, size in enumerate((32, 128)):
+    runner.prefill(IDS[:9], 0, size, [1 + page])
+    rows.append(runner.model.cache[1].numpy()[(1 + page) * PAGE:][:9])
+    shared.append(dict(runner.scratch))
+  assert shared[0] == shared[1] != {} and used(32) == used(128) == {*shared[0].values()}
+  assert np.array_equal(*rows) and rows[0].any()
+
 def test_two_cards(cards: Cards, monkeypatch: pytest.MonkeyPatch):
   """… say what one does, prompts and answers. A step is one graph, copies among its nodes"""
   want: Any = None

@@ -281,10 +281,14 @@ def enqueue(linear:UOp) -> None:
   if DEBUG >= 2: return run_linear(linear, {}, jit=True)
   for call in linear.src: pm_exec.rewrite(call, RUN)
 
+Scratch = dict[tuple[str, int, int], UOp]   # buffers by RecordedPart's names for memory
+
 class Replay:
-  """Parts in the order in which `run` recorded them. compiled: whether they are to be run; else their programs stay as scheduled, to be counted."""
-  def __init__(self, compiled:bool=True):
+  """Parts in the order in which `run` recorded them. compiled: whether they are to be run; else their programs stay as scheduled, to be counted.
+  scratch: memory that several Replays have one after another; one that needs more than there is adds its own, which serves those after it."""
+  def __init__(self, compiled:bool=True, scratch:Scratch|None=None):
     self.compiled, self.environment = compiled, (compiled, _environment())
+    self.scratch:Scratch = {} if scratch is None else scratch
     self.recorded:list[RecordedPart] = []
     self.results:list[tuple[Callable[[], Tensor|None], UOp]] = []  # what parts gave, while somebody refers to it, and in which buffer
 
@@ -318,8 +322,9 @@ class Replay:
     sizes:dict[tuple[str, int, int], int] = {}
     for p in self.recorded:
       for key, size in p.scratch: sizes[key] = max(sizes.get(key, 0), size)
-    scratch = {key: UOp.new_buffer(key[0], size, dtypes.int8) for key, size in sizes.items()}
-    return [placed(p.recording.linear, p.places + [scratch[key] for key, _ in p.scratch]) for p in self.recorded]
+    for key, size in sizes.items():
+      if key not in self.scratch or self.scratch[key].max_numel() < size: self.scratch[key] = UOp.new_buffer(key[0], size, dtypes.int8)
+    return [placed(p.recording.linear, p.places + [self.scratch[key] for key, _ in p.scratch]) for p in self.recorded]
   @property
   def calls(self) -> list[UOp]: return [call for part in self.parts for call in part]
 

@@ -154,7 +154,7 @@ def parser(bench:bool=False) -> Parser:
       "devices, which work at once, and each has the whole cache (default layers)")
   add("cpu_experts", "-ncmoe", type=int_at_least(0), default=0, metavar="N", help="leave the experts of the first N blocks that have some in the "
       "CPU's memory, and compute them there: what a card has no room for; the shared expert stays. In each of them a step waits for a copy to the "
-      "CPU and back, and reads the chosen experts at the speed of the CPU's memory")
+      "CPU and back, and reads the chosen experts at the speed of the CPU's memory; for long prompts they are copied to the card, block by block")
   add("prompt", "-p", metavar="TEXT", help="answer TEXT and leave")
   add("file", "-f", metavar="FILE", help="answer the text of FILE and leave; - is stdin")
   add("raw_prompt", nargs="?", const=True, metavar="TEXT", help="continue TEXT (or --prompt's, or --file's) as it is, without the chat template")

@@ -282,8 +282,8 @@ class Transformer:
   """The model and its cache: a vector of kv_lora_rank + rope_dim numbers a block and token, in pages that sequences share.
   device: where a step begins, with a token's row of the embedding, and ends, with the head; it has the first block. devices: all.
   pool: how many pages it is to have, the one that is nobody's among them; it is asked when the weights are loaded. None: what one sequence needs.
-  row: how a vector lies in the cache. in_turn: whether one device works at a time"""
-  in_turn = True
+  row: how a vector lies in the cache. in_turn: whether one device works at a time. brings: whether long chunks have experts copied (MoE)"""
+  in_turn, brings = True, False
   def __init__(self, config:Config, token_embd:QuantizedEmbedding, blocks:list[Block], output_norm:RMSNorm, output:QuantizedLinear, max_context:int,
                pool:Callable[[Transformer], int]|None=None, cache_bits:int=16):
     self.config, self.token_embd, self.blk, self.output_norm, self.output = config, token_embd, blocks, output_norm, output
@@ -295,6 +295,7 @@ class Transformer:
     many = is_cpu(self.device) or target is not None and target.mma is not None
     away = [block.ffn for block in blocks if isinstance(block.ffn, MoE) and block.ffn.away]
     self.pinned = pinned([plane for ffn in away for weight in ffn.experts for plane in weight.planes.values()], self.device)
+    self.brings = bool(away)
     sizes = (*PREFILL_SIZES, LONG_CHUNK) if away else PREFILL_SIZES
     self.prefill_sizes = tuple(size for size in sizes if size == sizes[0] or many and size <= max_context)
     self.pages = -(-(max_context + self.prefill_sizes[-1]) // PAGE)   # of a sequence: a step of prefill is padded to its size, wherever it starts

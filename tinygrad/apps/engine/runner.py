@@ -7,7 +7,7 @@ from collections import deque
 from typing import Sequence
 import numpy as np
 from tinygrad import Device, Tensor, UOp
-from tinygrad.apps.capture import Replay, compile_parts, enqueue, read, to_device, write
+from tinygrad.apps.capture import Replay, Scratch, compile_parts, enqueue, read, to_device, write
 from tinygrad.apps.engine.batch import ROWS, Batch, DraftBatch, Mode, batch_size
 from tinygrad.apps.engine.pipeline import Pipeline, parts_of
 from tinygrad.apps.engine.sampling import Features
@@ -48,6 +48,7 @@ class Runner:
     self.start, self.table = (to_device(np.zeros((1, *shape), np.int32), model.device) for shape in ((), (model.pages,)))   # of a prompt's chunk
     self.ids, self.behind = ({size: to_device(np.zeros(size, np.int32), model.device) for size in self.sizes} for _ in range(2))
     self.chunks: dict[int, list[UOp]] = {}   # the slices of each size
+    self.scratch: Scratch = {}               # theirs: one chunk runs at a time
     self.writes = 0
     self.odds: tuple[np.ndarray, np.ndarray]|None = None     # of what was read last: int32 and float32 (rows, 1 + likeliest)
     self.found = np.zeros(0, np.bool_)                       # … of a batch with drafts: which rows have some for the next step
@@ -170,10 +171,13 @@ class Runner:
   def chunk_step(self, size:int) -> Step: return Step.prefill(self.start, self.table, size)
   def record_chunk(self, size:int, compiled:bool=True) -> Replay:
     """Reads ids[size] and writes their rows; those of the block that drafts by behind[size], the tokens behind them"""
-    replay, step = Replay(compiled), self.chunk_step(size)
+    replay, step = Replay(compiled, self.scratch), self.chunk_step(size)
     if self.mtp is None: self.model.prefill(step, self.ids[size], replay.run)
     else: self.mtp.prefill(step, self.behind[size], self.model.hidden(step, self.ids[size], replay.run), replay.run)
     return replay
+  def add_chunks(self, chunks:dict[int, Replay]) -> None:
+    """The slices of these sizes. The largest comes first: what it takes serves all"""
+    for size in sorted(chunks, reverse=True): self.chunks[size] = self.cut(chunks[size])
   def cut(self, chunk:Replay) -> list[UOp]:
     """The slices of a chunk: the launches of a few blocks each, before the first of them what comes before all blocks"""
     end = len(chunk.recorded)
@@ -188,13 +192,16 @@ class Runner:
     """Enqueues these slices of a chunk, by default all: it writes the rows of at most `size` tokens from position `start` on. It is padded; what pads
     it lies behind the sequence's end, in rows that are written again before they are read, or in page 0. Decode steps may run between its slices:
     they write other pages, and have other memory for what is in between. following: the token behind them."""
-    if size not in self.chunks: self.chunks[size] = self.cut(self.record_chunk(size))
+    if size not in self.chunks:
+      # copies of experts take much more than what else differs between sizes
+      self.add_chunks({each: self.record_chunk(each) for each in {size, *self.sizes[-1:] * self.model.brings} - {*self.chunks}})
     self._set_chunk(ids, start, size, table)
     if self.mtp is not None: write(self.behind[size], np.int32([*ids[1:], following, *[0] * (size - len(ids))]))
     try:
       for i in range(self.slices) if slices is None else slices: enqueue(self.chunks[size][i])
     except MemoryError:
-      del self.chunks[size]   # what it has is given back
+      self.chunks.clear()   # what they have is given back
+      self.scratch.clear()
       raise
   def logits(self, ids:Sequence[int], start:int, table:Sequence[int]) -> np.ndarray:
     """As prefill, of at most sizes[0] tokens -> float32 (len(ids), vocab), the logits after each"""
@@ -220,7 +227,7 @@ class Runner:
       replays += batch.all_replays()
     chunks = {size: self.record_chunk(size) for size in self.sizes if size not in self.chunks}
     compile_parts([part for replay in (*replays, *chunks.values()) for part in replay.recorded])
-    for size, chunk in chunks.items(): self.chunks[size] = self.cut(chunk)
+    self.add_chunks(chunks)
     for size in self.sizes: self.prefill([0], 0, size, [])
     for batch, features in steps:
       self.batch, batch.features = batch, features   # one batch serves several kinds
