@@ -353,15 +353,17 @@ def test_feed_forward():
   gate, up, router = (load(QuantizedLinear, k, 40, D)[0] for k in (T.Q8_0, T.F16, T.F32))
   for got, want in zip(*both(form, gate_up, step, x, n, gate, up, router), strict=True): same(got, want)
 
-@pytest.mark.parametrize("tokens", [2, 27])
+@pytest.mark.parametrize("tokens", [2, 16, 17, 27])
 def test_feed_forward_of_many(tokens: int):
+  """Of up to eight tokens an expert the experts are multiplied as those of a few tokens"""
   form, step = "cpu_prefill", prefilling(0, tokens)
   D, F, E = 256, 32 * 3, 6
+  of_experts = "cpu_few" if tokens <= 16 else form
   gate, up = load(QuantizedExpertWeights, T.Q4_0, E, F, D)[0], load(QuantizedExpertWeights, T.Q4_K, E, F, D)[0]
   down = load(QuantizedExpertWeights, T.Q5_1, E, 75, F)[0]
   x, n, residual = tensor(0.1 * normal(tokens, D)), norm(D), tensor(normal(tokens, 75))
   logits, how = tensor(normal(tokens, E)), routing.Routing(3, routing.Gating.SIGMOID, True, 1.8)
-  (hidden, sel), (want, sel_ops) = both(form, expert_gate_up, step, x, n, gate, up, logits, how)
+  (hidden, sel), (want, sel_ops) = both(of_experts, expert_gate_up, step, x, n, gate, up, logits, how)
   Tensor.realize(hidden, sel)
   assert sel.tolist() == sel_ops.tolist()
   same(hidden, want)
@@ -369,6 +371,7 @@ def test_feed_forward_of_many(tokens: int):
   everyone = np.tile(np.int32([9, -4, 1]), (tokens, 1))  # one expert for all, clamped
   for shared in (None, (beside, aside)):
     for ids in (sel.numpy(), everyone):
+      assert expert_down.choose(step, hidden, down, tensor(ids), residual, shared) == of_experts
       got = expert_down(step, hidden, down, tensor(ids), residual, shared)
       with plain_ops(): same(got, expert_down(step, hidden, down, tensor(ids.clip(0, E - 1)), residual, shared))
   gate, up, router = (load(QuantizedLinear, k, 40, D)[0] for k in (T.Q8_0, T.F16, T.F32))

@@ -1,4 +1,5 @@
-"""A few tokens on the CPU, the next of several sequences: the products of nn/cpu.py, each weight read once a step for all tokens.
+"""A few tokens on the CPU, the next of several sequences, or those of a prompt that choose an expert: the products of nn/cpu.py, each weight read
+once a step for all tokens.
 
 Columns. A token, or what an expert makes of it, is a column of staged activations. A launch stages all columns of a product. A word of weights
 meets up to 4 columns, wherever they are, while it is in a register. The next ones find the weights in the nearest cache.
@@ -141,9 +142,9 @@ def expert_gate_up_few(tokens:Tensor, norm:Norm, gate:PackedWeight, up:PackedWei
   name = f"few_gate_up_{count}_of_{E}_{gate.label}"
   return launch(name, {"y": empty(tokens, *sel.shape, F)}, ins, functions, body, groups, mem)[0], sel
 
-def expert_down_few(hidden:Tensor, down:PackedWeight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, PackedWeight]|None=None) -> Tensor:
-  """As expert_down of nn/moe.py. A row's sums of all choices, expert by expert, and then a token's sum of them in the order of its choices, as it
-  is for the token alone. The shared expert's is a launch of its own."""
+def expert_down_few(hidden:Tensor, down:PackedWeight, sel:Tensor, residual:Tensor) -> Tensor:
+  """As expert_down of nn/moe.py, without a shared expert. A row's sums of all choices, expert by expert, and then a token's sum of them in the order
+  of its choices, as it is for the token alone."""
   (E, D, F), (T, chosen), groups = down.shape, sel.shape, row_groups(down)
   count, staged = T * chosen, stage_columns(hidden, T * chosen, F, f"job * {F}L")
   body = f"""{sort_choices(count, E)}
@@ -162,5 +163,4 @@ def expert_down_few(hidden:Tensor, down:PackedWeight, sel:Tensor, residual:Tenso
   }}"""
   ins = {**staged._asdict(), "sel": sel, "residual": residual, "down": down.planes["stream"]}
   name, mem = f"few_down_{T}_{chosen}_{down.label}", down.nbytes * min(count, E) // E
-  out = launch(name, {"y": empty(hidden, T, D)}, ins, SORT + dot("dot_down", down), body, groups, mem)[0]
-  return out if shared is None else norm_linear_few(shared[0], None, [shared[1]], residual=out)[0]
+  return launch(name, {"y": empty(hidden, T, D)}, ins, SORT + dot("dot_down", down), body, groups, mem)[0]

@@ -47,6 +47,12 @@ class FeedForward(NamedTuple):
 
 Shared = tuple[Tensor, Weight]   # the shared expert's hidden numbers, float32 (T, G), and its down, (D, G)
 
+FEW_EACH = 8   # tokens of a prompt that choose an expert, on average, up to which the CPU multiplies them as it does a few tokens
+
+def few_each(step:Step, count:int, experts:int) -> bool:
+  """Whether few of a step's tokens choose the same expert. count: experts that each takes"""
+  return step.few_tokens or step.many_tokens and step.tokens * count <= FEW_EACH * experts
+
 def present(*weights:Weight|None) -> list[Weight]: return [weight for weight in weights if weight is not None]
 
 # ---- gate and up ----
@@ -155,7 +161,8 @@ def expert_gate_up(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logit
 def expert_gate_up_cpu(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
   return cpu.expert_gate_up_decode(x, norm, gate, up, logits, routing)
 
-@expert_gate_up.form("cpu_few", takes=lambda step, x, norm, gate, up, logits, routing: cpu.takes(gate, up) and step.few_tokens)
+@expert_gate_up.form("cpu_few", takes=lambda step, x, norm, gate, up, logits, routing:
+                     cpu.takes(gate, up) and few_each(step, routing.count, gate.shape[0]))
 def expert_gate_up_cpu_few(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
   return cpu_few.expert_gate_up_few(x, norm, gate, up, logits, routing)
 
@@ -244,9 +251,11 @@ def shared_down(shared:Shared|None) -> list[Weight]: return [] if shared is None
 def expert_down_cpu(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
   return cpu.expert_down_decode(hidden, down, sel, residual, shared)
 
-@expert_down.form("cpu_few", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.few_tokens)
+@expert_down.form("cpu_few", takes=lambda step, hidden, down, sel, residual, shared:
+                  cpu.takes(down, *shared_down(shared)) and few_each(step, sel.shape[1], down.shape[0]))
 def expert_down_cpu_few(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
-  return cpu_few.expert_down_few(hidden, down, sel, residual, shared)
+  out = cpu_few.expert_down_few(hidden, down, sel, residual)
+  return out if shared is None else norm_linear(step, shared[0], None, [shared[1]], residual=out)[0]
 
 @expert_down.form("cpu_prefill", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.many_tokens)
 def expert_down_cpu_prefill(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
