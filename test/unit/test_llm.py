@@ -15,6 +15,7 @@ from tinygrad.apps.gguf import GGUFError, GGUFFile, read_gguf
 from tinygrad.apps.mla import sizes_of
 from tinygrad.apps.models import ALIASES, BUILT_IN, MODELS, ROOT, Model, UserError, advised_sampling, find_model, load
 from tinygrad.apps.engine.sampling import Sampling
+from tinygrad.apps.shard import Placement
 from tinygrad.apps.tokenizer import Tokenizer
 
 PROMPT = "the quick brown fox"
@@ -250,25 +251,29 @@ def test_devices_and_experts_that_there_are_not(monkeypatch):
   monkeypatch.setattr(models, "devices_here", lambda: 2)
   refused(UserError, "^--devices 3: this machine has 2 CPU devices, found none that is CPU:2$", devices=3)
 
-def test_what_does_not_fit(monkeypatch):
+def test_what_does_not_fit(monkeypatch, capsys):
   """It is said before anything is loaded, with what would fit: more devices, these here first, experts on the CPU, fewer tokens"""
   f, free = read_gguf(BUILT_IN), {"CUDA": 5 << 20, "CPU": 1 << 30}
   sizes = sizes_of(f, 16)
   monkeypatch.setattr(models, "room_for_weights", lambda device: free[device.split(":")[0]])
   monkeypatch.setattr(models, "devices_here", lambda: 2)
+  found: list[Placement] = []
   def place(card: int, tokens: int = 64, experts: int = 0) -> str:
     free["CUDA"] = card
-    try: return ", ".join(models.place_model(f, sizes, ("CUDA",), experts, tokens, "--max_context").devices)
+    try: found.append(models.place_model(f, sizes, ("CUDA",), experts, tokens, "--max_context"))
     except UserError as e: return str(e)
+    return ", ".join(found[-1].devices)
   whole = sum(sizes.blocks) + sum(sizes.experts) + sizes.home + sizes.largest
   rows = (64 + sizes.spare) * sizes.row * len(sizes.blocks)
   assert place(whole + rows) == "CUDA"
   assert place(whole + rows - 1).endswith("more while it is loaded: --max_context 63 or --devices 2 would fit")
-  least = sum(sizes.blocks) + sizes.home + 2 * max(sizes.experts) + rows   # all experts are elsewhere, a block's come for a prompt
-  assert place(least - 1, experts=6).endswith("more while a prompt is read: --max_context 63 or --devices 2 would fit")
+  least = sum(sizes.blocks) + sizes.home + sizes.largest + rows   # all experts are elsewhere
   assert place(least).endswith("more while it is loaded: --devices 2 would fit")
   monkeypatch.setattr(models, "devices_here", lambda: 1)
   assert place(least).endswith("more while it is loaded: --cpu_experts 6 would fit") and place(least, experts=6) == "CUDA, CPU"
+  assert not found[-1].brings
+  assert capsys.readouterr().err == "CUDA has no room for copies of a block's experts, 1.0 MB: long prompts wait for the CPU, too\n"
+  assert place(least - sizes.largest + 2 * max(sizes.experts), experts=6) == "CUDA, CPU" and found[-1].brings and not capsys.readouterr().err
   free["CPU"] = 0
   assert place(least).endswith("more while it is loaded: 2 such devices would fit")
   assert place(10).endswith("more while it is loaded: no way to place it here fits")

@@ -92,9 +92,8 @@ def test_room_for_copies():
   assert SIX.brought(away) == {"CUDA": 180} and not SIX.brought(by_layers(SIX, device_names("CUDA", 2), 10))
   assert not SIX.brought(by_layers(SIX, device_names("CPU", 2), 10, 2))
   alone = by_layers(SIX, ("CUDA",), 10, 4)
-  assert room(SIX, alone, lambda _: 170 + 180 + 65) == 10
-  with pytest.raises(PlacementError, match="MB more while a prompt is read: --max_context 9 would fit"):
-    check_room(SIX, alone, 10, lambda _: 170 + 180 + 59, "--max_context", [])
+  for place, copies in ((alone, 180), (replace(alone, brings=False), 90)):
+    assert [room(SIX, place, lambda device: 170 + copies + rows if device == "CUDA" else 400) for rows in (65, 59, -1)] == [10, 9, -1]
 
 def test_a_block_that_drafts():
   """Its rows lie at home, which has fewer of the others' for it"""
@@ -297,9 +296,9 @@ class Cards:
   """A file, and what is right to say after the first nine of IDS"""
   path: Path
   judge: Judge
-  def on(self, devices: int, cpu_experts: int = 0) -> Transformer:
+  def on(self, devices: int, cpu_experts: int = 0, brings: bool = True) -> Transformer:
     f = read_gguf(self.path)
-    place = by_layers(sizes_of(f, 16), device_names("MOCKCUDA", devices), 64, cpu_experts)
+    place = replace(by_layers(sizes_of(f, 16), device_names("MOCKCUDA", devices), 64, cpu_experts), brings=brings)
     return Transformer.from_gguf(f, 2 * PAGE, device=place, pool=lambda _: PAGES)
 
 @pytest.fixture(scope="module")
@@ -349,7 +348,9 @@ def test_experts_come_for_a_prompt(cards: Cards, monkeypatch: pytest.MonkeyPatch
   assert launches(least - 1) == ["MOCKCUDA", "copy", "CPU", "copy", "MOCKCUDA"]
   said = launches(least)
   assert said.count("copy") == 4 and set(said) == {"MOCKCUDA", "copy"}   # the router and three stacks
-  assert not ffn.brings(Step(Phase.DECODE, 64, model.rope.table, model.rope.table)) and not cards.on(1).blk[1].ffn.away
+  model = cards.on(1, 1, brings=False)
+  assert launches(least) == ["MOCKCUDA", "copy", "CPU", "copy", "MOCKCUDA"] and not model.brings
+  assert not ffn.brings(Step(Phase.DECODE, 64, model.rope.table, model.rope.table)) and not cards.on(1).blk[1].ffn.can_bring
 
 def test_chunks_share_their_memory(cards: Cards):
   """Where they have experts copied, whichever size comes first. Then the sizes make the same tokens' rows"""

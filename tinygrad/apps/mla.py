@@ -219,6 +219,7 @@ class MoE:
                down:QuantizedExpertWeights, shared:MLP|None):
     self.ffn_norm, self.ffn_gate_inp, self.routing, self.shared = norm, router, routing, shared
     self.ffn_gate_exps, self.ffn_up_exps, self.ffn_down_exps = gate, up, down
+    self.may_bring = True   # see Placement
     self.experts_norm = norm if self.experts_device == self.device else RMSNorm(to_device(norm.weight.numpy(), self.experts_device), norm.eps)
   @property
   def device(self) -> str: return self.ffn_norm.weight.device
@@ -237,13 +238,13 @@ class MoE:
     out = mixture(step, x.to(there), self.experts_norm, router, routing, experts, None, residual.to(there)).to(self.device)
     return out if self.shared is None else self.shared(step, x, out)
   @property
-  def away(self) -> bool:
-    """Whether the experts lie on the CPU, beside a card with kernels for many tokens"""
+  def can_bring(self) -> bool:
+    """Whether the experts, which lie on the CPU, may be copied to a card with kernels for many tokens"""
     target = target_of(self.device)
-    return target is not None and target.mma is not None and is_cpu(self.experts_device)
+    return self.may_bring and target is not None and target.mma is not None and is_cpu(self.experts_device)
   def brings(self, step:Step) -> bool:
     """Whether the experts are copied for this step"""
-    return step.many_tokens and step.tokens * self.routing.count >= BROUGHT_TOKENS * self.ffn_gate_exps.shape[0] and self.away
+    return step.many_tokens and step.tokens * self.routing.count >= BROUGHT_TOKENS * self.ffn_gate_exps.shape[0] and self.can_bring
 
 class Block:
   def __init__(self, attn:Attention, ffn:MLP|MoE): self.attn, self.ffn = attn, ffn
@@ -255,6 +256,8 @@ class Block:
   def devices(self) -> list[str]:
     """Its own, and its experts'"""
     return [self.attn.device, *([self.ffn.experts_device] if isinstance(self.ffn, MoE) else [])]
+  def may_bring(self, may:bool) -> None:
+    if isinstance(self.ffn, MoE): self.ffn.may_bring = may
   def write_cache(self, step:Step, x:Tensor, cache:Tensor, rope:Rope) -> Tensor:
     """The cache alone, with T more rows: all that a prompt needs of the last block"""
     return self.attn(step, x.to(self.attn.device), cache, rope)[1]
@@ -293,7 +296,7 @@ class Transformer:
     self.devices = tuple(dict.fromkeys([self.device, *self.cache_devices, *(device for block in blocks for device in block.devices)]))
     target = target_of(self.device)
     many = is_cpu(self.device) or target is not None and target.mma is not None
-    away = [block.ffn for block in blocks if isinstance(block.ffn, MoE) and block.ffn.away]
+    away = [block.ffn for block in blocks if isinstance(block.ffn, MoE) and block.ffn.can_bring]
     self.pinned = pinned([plane for ffn in away for weight in ffn.experts for plane in weight.planes.values()], self.device)
     self.brings = bool(away)
     sizes = (*PREFILL_SIZES, LONG_CHUNK) if away else PREFILL_SIZES
@@ -412,7 +415,10 @@ class Transformer:
     c.cache_row(cache_bits)
     f = unpadded(f, c, "token_embd.weight", "output.weight")
     w = load_tensors(f, checked_tensors(f, c), progress, device)
-    return Transformer(c, *parts_of(w, c), max_context or c.context_length, pool, cache_bits)
+    embd, blocks, *head = parts_of(w, c)
+    if isinstance(device, Placement):
+      for block in blocks: block.may_bring(device.brings)
+    return Transformer(c, embd, blocks, *head, max_context or c.context_length, pool, cache_bits)
 
 # ---- checkpoint surgery ----
 

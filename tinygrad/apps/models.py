@@ -23,8 +23,8 @@ from tinygrad.apps.engine.sampling import Sampling
 from tinygrad.apps.engine.sequence import Request, Sequence
 from tinygrad.apps.engine.speculate import MAX_DRAFTS
 from tinygrad.apps.machine import cpuinfo, free_memory, room_for_weights
-from tinygrad.apps.screen import doing, safe_line
-from tinygrad.apps.shard import Placement, PlacementError, Sizes, by_layers, check_room, device_names, memory_of
+from tinygrad.apps.screen import doing, note, safe_line
+from tinygrad.apps.shard import Placement, PlacementError, Sizes, by_layers, check_room, device_names, fits, gb, memory_of
 from tinygrad.apps.tensor_parallel import Devices, ShareSizes, TensorParallel
 from tinygrad.apps.tokenizer import Tokenizer
 from tinygrad.device import ALL_DEVICES
@@ -167,24 +167,29 @@ def open_devices(count:int, cpu_experts:int) -> tuple[str, ...]:
   return names
 
 def place_model(f:GGUFFile, sizes:Sizes, names:tuple[str, ...], cpu_experts:int, tokens:int, fewer:str) -> Placement:
-  """By layers on these devices, where each has room for its part with the rows of so many tokens. fewer: the flag by which there are fewer. Raises
-  UserError."""
+  """By layers on these devices, where each has room for its part with the rows of so many tokens. Says so where it has none for copies of what lies
+  on the CPU. fewer: the flag by which there are fewer. Raises UserError."""
   first, blocks, here = names[0], len(sizes.blocks), devices_here()
   room = {device: room_for_weights(device) for device in {*names, "CPU"}}
   def free(device:str) -> int|None: return room.get(memory_of(device), room[first])
-  def on(count:int) -> Placement: return by_layers(sizes, device_names(first, count), tokens, cpu_experts)
+  def lean(names:tuple[str, ...], experts:int) -> Placement: return replace(by_layers(sizes, names, tokens, experts), brings=False)
+  def on(count:int) -> Placement: return lean(device_names(first, count), cpu_experts)
   def ways() -> Iterator[tuple[str, Placement]]:
     """What else could be asked for; the CPU's devices and experts lie in one memory"""
     if memory_of(first) == "CPU": return
     counts = range(len(names) + 1, blocks + 1)
     yield from ((f"--devices {count}", on(count)) for count in counts if count <= here)
-    yield from ((f"--cpu_experts {n}", by_layers(sizes, names, tokens, n)) for n in range(cpu_experts + 1, len(sizes.with_experts) + 1))
+    yield from ((f"--cpu_experts {n}", lean(names, n)) for n in range(cpu_experts + 1, len(sizes.with_experts) + 1))
     yield from ((f"{count} such devices", on(count)) for count in counts if count > here)
   try:
-    place = by_layers(sizes, names, tokens, cpu_experts)
+    place = lean(names, cpu_experts)
     check_room(sizes, place, tokens, free, fewer, ways())
   except PlacementError as e: raise UserError(f"{f.path.name}: {e}") from None
-  return place
+  if not fits(sizes, bringing := replace(place, brings=True), tokens, free):
+    device, size = sizes.brought(bringing).most_common(1)[0]
+    note(f"{device} has no room for copies of a block's experts, {gb(size)}: long prompts wait for the CPU, too")
+    return place
+  return bringing
 
 def check_shares(f:GGUFFile, sizes:ShareSizes, names:tuple[str, ...], tokens:int, fewer:str) -> None:
   """By tensors on these devices: raises UserError where one has no room for its share with the rows of so many tokens"""

@@ -6,7 +6,7 @@ begins, and nothing but the vector crosses a border. A model whose head is its e
 
 The experts of the first blocks that have some may lie on the CPU, and their router with them: one card and much memory run a large model so. The
 vector goes there and back in each of these blocks; the shared expert, which every token takes, stays on the card. A long chunk of a prompt, whose
-tokens take most experts, has them copied to the card instead, block by block (MoE in apps/mla.py).
+tokens take most experts, has them copied to the card instead, block by block (MoE in apps/mla.py), where the card has room for that.
 """
 from __future__ import annotations
 import itertools, re
@@ -21,10 +21,11 @@ class PlacementError(Exception):
 @dataclass(frozen=True)
 class Placement:
   """home: of the embedding, the head, and a block that drafts. blocks: of each block, with its part of the cache; experts: of its router and
-  experts, whether it has some or not"""
+  experts, whether it has some or not. brings: whether long chunks of a prompt have those copied that lie elsewhere"""
   home: str
   blocks: tuple[str, ...]
   experts: tuple[str, ...]
+  brings: bool = True
 
   def of(self, name:str) -> str:
     """The device of a tensor, by its name in the file"""
@@ -83,16 +84,14 @@ class Sizes:
     blocks = Counter(map(memory_of, [*place.blocks, *[place.home] * self.drafting]))
     return Counter({memory: count * self.row for memory, count in blocks.items()})
   def brought(self, place:Placement) -> Counter[str]:
-    """Of each memory, what a chunk of a prompt takes for copies of a block's experts that lie elsewhere: as they lie there, and as they are to lie"""
+    """Of each memory, what a chunk of a prompt takes for copies of a block's experts: as they lie there, and as they are to lie"""
     most:Counter[str] = Counter()
     for home, there, size in zip(place.blocks, place.experts, self.experts):
-      if memory_of(home) != memory_of(there): most[memory_of(home)] = max(most[memory_of(home)], 2 * size)
+      if place.brings and memory_of(home) != memory_of(there): most[memory_of(home)] = max(most[memory_of(home)], 2 * size)
     return most
-  def beside(self, place:Placement, memory:str) -> tuple[int, str]:
-    """What loading takes beside the weights, and later chunks of a prompt do, and which of them takes more. The CPU's weights are made from the file
-    as it lies"""
-    loading, reading = 0 if memory == "CPU" else self.largest, self.brought(place)[memory]
-    return (loading, "it is loaded") if loading >= reading else (reading, "a prompt is read")
+  def beside(self, place:Placement, memory:str) -> int:
+    """What loading takes beside the weights, and then chunks of a prompt do. The CPU's weights are made from the file as it lies"""
+    return max(0 if memory == "CPU" else self.largest, self.brought(place)[memory])
 
 def runs(sizes:list[int], first:int, count:int) -> list[int]:
   """How many neighbouring parts each of `count` has, at least one, so that the largest sum is the least that it can be. first: what the first has
@@ -136,22 +135,22 @@ def room(sizes:Sizes, place:Placement, free:Free) -> int|None:
   weights, cached, most = sizes.weights(place), sizes.cached(place), []
   for device in place.devices:
     if (there := free(device)) is None: continue
-    left = there - weights[memory_of(device)] - sizes.beside(place, memory_of(device))[0]
+    left = there - weights[memory_of(device)] - sizes.beside(place, memory_of(device))
     if left < 0: return -1
     if rows := cached[memory_of(device)]: most.append(max(left // rows - sizes.spare, -1))
   return min(most) if most else None
+
+def fits(sizes:Sizes, place:Placement, tokens:int, free:Free) -> bool: return (rows := room(sizes, place, free)) is None or rows >= tokens
 
 def check_room(sizes:Sizes, place:Placement, tokens:int, free:Free, fewer:str, more:Iterable[tuple[str, Placement]]) -> None:
   """Raises PlacementError where weights and rows of so many tokens do not fit. fewer: how to ask for fewer; more: other ways to place the model, and
   how to ask for them"""
   if (fitting := room(sizes, place, free)) is None or fitting >= tokens: return
-  def fits(other:Placement) -> bool: return (rows := room(sizes, other, free)) is None or rows >= tokens
   memories = {memory_of(device): there for device in reversed(place.devices) if (there := free(device)) is not None}
   weights, cached = sizes.weights(place), sizes.cached(place)
   rows = {memory: (tokens + sizes.spare) * cached[memory] for memory in memories}
-  short = max(memories, key=lambda m: weights[m] + rows[m] + sizes.beside(place, m)[0] - memories[m])
-  beside, doing = sizes.beside(place, short)
-  ways = [*([f"{fewer} {fitting}"] if fitting >= 2 else []), *itertools.islice((how for how, other in more if fits(other)), 1)]
-  parts = (weights[short], " of weights"), (rows[short], " of the cache"), (beside, f" more while {doing}")
+  short = max(memories, key=lambda m: weights[m] + rows[m] + sizes.beside(place, m) - memories[m])
+  ways = [*([f"{fewer} {fitting}"] if fitting >= 2 else []), *itertools.islice((how for how, other in more if fits(sizes, other, tokens, free)), 1)]
+  parts = (weights[short], " of weights"), (rows[short], " of the cache"), (sizes.beside(place, short), " more while it is loaded")
   raise PlacementError(f"{short} has {gb(memories[short])} free, and is to hold {', '.join(gb(size) + what for size, what in parts if size)}: "
                        + (f"{' or '.join(ways)} would fit" if ways else "no way to place it here fits"))

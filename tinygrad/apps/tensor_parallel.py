@@ -121,9 +121,9 @@ class ShareSizes:
   def cached(self, place:Devices) -> Counter[str]:
     """Of each memory, a token's rows"""
     return Counter({memory: devices * self.row for memory, devices in Counter(map(memory_of, place.devices)).items()})
-  def beside(self, _:Devices, memory:str) -> tuple[int, str]:
+  def beside(self, _:Devices, memory:str) -> int:
     """What loading takes beside the weights"""
-    return 0 if memory == "CPU" else self.largest, "it is loaded"
+    return 0 if memory == "CPU" else self.largest
 
 # ---- a step, in parts ----
 
