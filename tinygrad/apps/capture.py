@@ -120,7 +120,8 @@ def code() -> str:
 @functools.cache
 def _processor() -> str:
   """What the CPU's compiler makes code for: a cache may be shared by machines"""
-  with contextlib.suppress(OSError): return "".join(sorted({line for line in open("/proc/cpuinfo") if line.startswith(("model name", "flags"))}))
+  with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
   return platform.processor()
 
 def _maker(device:str) -> Any:
