@@ -477,9 +477,8 @@ class QuantizedWeight:
   def dequantize(self) -> Tensor: return dequantize(self.kind, self.plain_planes)
   def brought(self, device:str) -> Self:
     """A copy on a device that is no CPU, unrealized. What lies interleaved is copied so, and taken apart there"""
-    copies = {name: p.to(device) for name, p in self.planes.items()}
-    if self.layout is not None: copies = {name: p.contiguous() for name, p in deinterleave(self.layout, self.shape, copies["stream"]).items()}
-    return type(self)(self.kind, self.shape, copies)
+    copies = type(self)(self.kind, self.shape, {name: p.to(device) for name, p in self.planes.items()})
+    return type(self)(self.kind, self.shape, {name: p.contiguous() for name, p in copies.plain_planes.items()})
   def unit_of_block(self, plane:Callable[[str, int], cpu.CExpr], u:int) -> Unit:
     """The unit u of a block in C; plane(name, index) is an entry of the block's planes"""
     return _unit(self.kind, self.layout.units, plane, 0, u, cpu.table_codes)

@@ -372,13 +372,12 @@ def rms_norm(tokens:Tensor, norm:Norm) -> Tensor:
   }}"""
   return launch(f"rms_norm_{T}_{D}", {"y": empty(tokens, T, D)}, {"x": tokens, "norm": norm.weight}, "", body, T)[0]
 
-def expert_down_prefill(hidden:Tensor, down:PackedWeight, sel:Tensor, residual:Tensor, shared:tuple[Tensor, PackedWeight]|None=None) -> Tensor:
-  """As expert_down of nn/moe.py. The products of all choices, then a token's sum of them; the shared expert's is a launch of its own."""
+def expert_down_prefill(hidden:Tensor, down:PackedWeight, sel:Tensor, residual:Tensor) -> Tensor:
+  """As expert_down of nn/moe.py, without a shared expert. The products of all choices, then a token's sum of them."""
   products, (T, D), chosen = mul_mat_id_prefill(hidden, down, sel), residual.shape, sel.shape[1]
   body = f"""for (; job < last; job++) for (int i = 0; i < {D}; i++) {{
     float s = residual[job * {D}L + i];
     for (int k = 0; k < {chosen}; k++) s += each[(job * {chosen} + k) * {D}L + i];
     y[job * {D}L + i] = s;
   }}"""
-  out = launch(f"sum_{chosen}_{T}_{D}", {"y": empty(hidden, T, D)}, {"each": products, "residual": residual}, "", body, T)[0]
-  return out if shared is None else norm_linear_prefill(shared[0], None, [shared[1]], residual=out)[0]
+  return launch(f"sum_{chosen}_{T}_{D}", {"y": empty(hidden, T, D)}, {"each": products, "residual": residual}, "", body, T)[0]

@@ -246,6 +246,9 @@ def expert_down(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tens
   return (out if shared is None else out + mul_mat(*shared)).contiguous()
 
 def shared_down(shared:Shared|None) -> list[Weight]: return [] if shared is None else [shared[1]]
+def with_shared(step:Step, out:Tensor, shared:Shared|None) -> Tensor:
+  """out + the shared expert's down times its hidden numbers, as a matrix of its own"""
+  return out if shared is None else norm_linear(step, shared[0], None, [shared[1]], residual=out)[0]
 
 @expert_down.form("cpu_decode", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.one_token)
 def expert_down_cpu(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
@@ -254,12 +257,11 @@ def expert_down_cpu(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:
 @expert_down.form("cpu_few", takes=lambda step, hidden, down, sel, residual, shared:
                   cpu.takes(down, *shared_down(shared)) and few_each(step, sel.shape[1], down.shape[0]))
 def expert_down_cpu_few(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
-  out = cpu_few.expert_down_few(hidden, down, sel, residual)
-  return out if shared is None else norm_linear(step, shared[0], None, [shared[1]], residual=out)[0]
+  return with_shared(step, cpu_few.expert_down_few(hidden, down, sel, residual), shared)
 
 @expert_down.form("cpu_prefill", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.many_tokens)
 def expert_down_cpu_prefill(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
-  return cpu_prefill.expert_down_prefill(hidden, down, sel, residual, shared)
+  return with_shared(step, cpu_prefill.expert_down_prefill(hidden, down, sel, residual), shared)
 
 @expert_down.form("msl", takes=lambda step, hidden, down, sel, residual, shared:
                   step.one_token and
