@@ -60,7 +60,7 @@ def alone(ids: list[int], count: int, sampling: Sampling = Sampling(), stop: fro
   return out
 
 class ToyRunner:
-  few, slices, stages, vocab_size, kernels_a_token, certain = 8, 3, 1, VOCAB, 1, False
+  beside, slices, stages, vocab_size, kernels_a_token, certain = 8, 3, 1, VOCAB, 1, False
   def __init__(self, pages: int, max_context: int, sizes: tuple[int, ...] = (8, 32), in_flight: int = 2, drafts: int = 0, ahead: int = 0):
     """drafts: the model guesses its own next tokens, and often rightly, but not where masks or probabilities are asked for. ahead: 1, a launch writes
     the rows of the tokens that it chooses, too, where it neither guesses nor waits for masks"""

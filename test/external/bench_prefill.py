@@ -23,7 +23,7 @@ def main() -> None:
   args = p.parse_args()
   f = stand_in(args.model, args.quant)
   whole, shown = Config.from_gguf(f), with_blocks(f, list(range(args.blocks)))
-  runner = Runner(Transformer.from_gguf(shown, max(args.depth) + 1024, random_weights))
+  runner = Runner(Transformer.from_gguf(shown, max(args.depth) + max(args.chunk or 0, 1024), random_weights))
   size, table = args.chunk or runner.sizes[-1], range(1, runner.model.pages + 1)
   if size not in runner.sizes: p.error(f"--chunk: expected one of {', '.join(map(str, runner.sizes))}, found {size}")
   start = time.perf_counter()

@@ -9,10 +9,12 @@ from mockcuda import on_cuda
 from oracle import logits
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.engine.runner import Runner
-from tinygrad.apps.mla import Transformer
+from tinygrad.apps.gguf import read_gguf
+from tinygrad.apps.mla import Transformer, sizes_on
+from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import compile_linear
 from tinygrad.nn.kernel import blocks_at_once
-from tinygrad.nn.step import Step
+from tinygrad.nn.step import PAGE, Step
 from tinygrad.nn.intrinsics import HOPPER, MMA_CUDA, MMA_TURING, of_arch, target_of
 from tinygrad.uop.ops import Ops, UOp
 
@@ -52,6 +54,27 @@ def test_rendered(arch: str, monkeypatch: pytest.MonkeyPatch):
   others = {*LEAST} - {best, "__dp4a", "griddepcontrol"}   # of older tensor cores; of mla_prefill_heads, which does not take the model's short rows
   assert found >= {name for name, least in LEAST.items() if least <= capability} - others
   assert ("// blocks at once: 1\n" in text) == (capability >= 90)
+
+@pytest.mark.parametrize("arch,longest", [("sm_75", 512), ("sm_80", 2048), ("sm_90", 2048)])
+def test_long_chunks(arch: str, longest: int, tmp_path: Path):
+  """Where blocks copy beside other work; a sequence has pages for the longest behind its end"""
+  path = write_mixed(tmp_path / "m.gguf", "small-glm", [T.Q4_0], **WIDE | dict(blocks=1, dense=0))
+  with on_cuda(arch):
+    model = Transformer.from_gguf(read_gguf(path), 4096)
+    assert model.prefill_sizes[-1] == longest == sizes_on(model.device)[-1] and model.pages == (4096 + longest) // PAGE
+    assert Transformer.from_gguf(read_gguf(path), 600).prefill_sizes[-1] == 512
+  assert sizes_on("CPU")[-1] == 512
+
+@pytest.mark.parametrize("count,words,shared,each", [((132,), 250, 0, 1), ((264,), 64, 0, 2), ((264,), 65, 0, None), ((264,), 65, 120000, 1),
+                                                     ((2640,), 65, 120000, 1), ((264,), 64, 60000, 2), ((2640,), 64, 60000, None)])
+def test_blocks_at_once_by_memory(count: tuple[int, ...], words: int, shared: int, each: int|None):
+  """Of 256 threads: two blocks leave each thread 128 registers, twice 64. Three would have room in shared memory, or one, which then has all"""
+  numbers = UOp.placeholder((words,), dtypes.float, slot=1, addrspace=AddrSpace.REG)
+  memory = UOp.placeholder((shared,), dtypes.uint8, slot=2, addrspace=AddrSpace.LOCAL) if shared else None
+  index = UOp.special(count[0], "gidx0") + UOp.special(256, "lidx0")
+  stores = [UOp.placeholder((9999,), dtypes.float, slot=0)[index].store(numbers[0].load())]
+  if memory is not None: stores.append(memory[index].store(UOp.const(0, dtypes.uint8)))
+  assert [said.arg for said in blocks_at_once(HOPPER, stores, 0)] == ([] if each is None else [f"// blocks at once: {each}"])
 
 # a block a multiprocessor; two whose threads have 128 registers each, and too many; a wave of three blocks each; two waves of two, not one of four
 @pytest.mark.parametrize("blocks,threads,resident,each", [((132,), 1024, 0, 1), ((33, 4), 512, 1536, 1), ((133,), 256, 0, 2), ((133,), 257, 0, None),

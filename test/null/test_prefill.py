@@ -21,7 +21,7 @@ from tinygrad.nn.matmul import (Scaled, expert_gate_up_prefill, gate_up_prefill,
                                 matmul_split_half, rms_norm_half)
 from tinygrad.nn.tiles import Tile
 from tinygrad.nn.latent_cache import RowFormat
-from tinygrad.nn.mla_prefill import mla_prefill
+from tinygrad.nn.mla_prefill import block_of_tokens, mla_prefill
 from tinygrad.nn import mla_prefill_heads, row_walk
 from tinygrad.nn.step import PAGE
 from tinygrad.nn.routing import Gating, Routing, choose_experts, choose_experts_prefill, most_tiles, sort_by_expert, tile_of_choices
@@ -87,6 +87,19 @@ def test_tile(shape: tuple[int, ...], tokens: int, want: tuple[int, int]):
   planes = {"q0": Tensor.empty(prod(shape) // 8, dtype=dtypes.uint32), "d": Tensor.empty(prod(shape) // 32, dtype=dtypes.half)}
   tile = row_walk.tile_of(tokens, [QuantizedLinear(T.Q4_0, shape, planes)], 1)
   assert (tile.tokens, tile.rows) == want
+
+@pytest.mark.parametrize("mean,tokens", [(2, 8), (8, 16), (32, 48), (64, 80), (128, 80), (256, 96)])
+def test_expert_tile(mean: int, tokens: int):
+  """Most experts' tokens fit one of a few; of many they make tiles that are full"""
+  shape = (64, 1536, 2048)
+  planes = {"q0": Tensor.empty(prod(shape) // 8, dtype=dtypes.uint32), "d": Tensor.empty(prod(shape) // 32, dtype=dtypes.half)}
+  tile = row_walk.expert_tile_of(mean, [QuantizedLinear(T.Q4_0, shape, planes)] * 2)
+  assert (tile.tokens, tile.rows) == (tokens, 64)
+
+def test_those_who_read_most_begin():
+  """The first block of a launch has the last tokens, the last one the first"""
+  block, number = block_of_tokens(100, 16), UOp.special(7, "gidx1")
+  assert [block.substitute({number: number.const_like(i)}).simplify().arg for i in (0, 3, 6)] == [6, 3, 0]
 
 def test_scaled():
   """Products that halves do not hold; what takes them undoes the factor"""

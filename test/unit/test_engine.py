@@ -474,10 +474,10 @@ class Device(ToyRunner):
   """With a clock. The device works through what it is given. A step takes it `decode` seconds, a slice of 512 tokens at depth d `slice * (1 + d *
   deeper)`, a quarter of which any size takes; the host takes `host` for each call."""
   decode, slice, deeper, host, first = 4e-3, 2.1e-3, 1 / 3000, 1e-4, 0.0
-  slices = 24
+  slices, long = 24, False
   def __init__(self, pages: int, max_context: int):
-    super().__init__(pages, max_context, sizes=(32, 128, 256, 512))
-    self.few, self.now, self.free, self.done, self.recorded = 128, 0.0, 0.0, deque(), set()
+    super().__init__(pages, max_context, sizes=(32, 128, 256, 512, 1024, 2048)[:None if self.long else 4])
+    self.beside, self.now, self.free, self.done, self.recorded = 170, 0.0, 0.0, deque(), set()
   def give(self, seconds: float) -> None:
     self.now += self.host
     self.free = max(self.now, self.free) + seconds
@@ -495,7 +495,7 @@ class Device(ToyRunner):
   def wait(self) -> None: self.now = max(self.now, self.free)
 
 def arrival(monkeypatch, answers: int = 8, tokens: int = 8192, target: float = .05, rounds: int = 2,
-            **speeds: float) -> tuple[list[float], float, Device]:
+            **speeds: float|bool) -> tuple[list[float], float, Device]:
   """The times between the tokens of some answers while a prompt is read, and the share of its own speed that this has, both of the last round"""
   e = toy(1000, 3 * tokens, runner=type("Device", (Device,), speeds))
   e.runner.pool, e.scheduler.max_stall, device = None, target, e.runner
@@ -523,6 +523,12 @@ def test_a_prompt_that_arrives(target: float, deeper: float, share: float, monke
   """No answer waits longer than the target, and the prompt has what the decode steps leave"""
   between, found, _ = arrival(monkeypatch, target=target, deeper=deeper)
   assert max(between) <= target * 1.01 and found >= share
+
+@pytest.mark.parametrize("target, share", [(.02, .6), (.05, .85)])
+def test_a_prompt_that_arrives_in_long_chunks(target: float, share: float, monkeypatch):
+  """Of 2048 tokens, a slice of which takes 6.8 ms where the prompt begins, 29 at its end"""
+  between, found, device = arrival(monkeypatch, target=target, long=True)
+  assert max(between) <= target * 1.01 and found >= share and 2048 in device.recorded
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_chunks_ahead(stages: int):
@@ -559,14 +565,14 @@ def test_sizes_not_recorded_are_waited_for_once_and_said(monkeypatch, capsys):
   assert device.recorded == {32} and capsys.readouterr() == ("", "")
   running, said = e.add(Request([1])), 0
   while len(running.produced) < 5: e.step()
-  before, arrived = device.now, e.add(Request(PROMPT * 3, limit=1))
+  before, arrived = device.now, e.add(Request((PROMPT * 3)[:1025], limit=1))
   while arrived.state is not State.ENDED:
     e.step()
     if len(running.produced) > said: said, before, stalls = len(running.produced), device.now, stalls + [device.now - before]
   cold = stalls.index(max(stalls))
   assert 7 < stalls.pop(cold) < 7.01 and max(stalls[cold:cold + device.slices - 1]) < .01 < max(stalls) < .051
   e.prefill(PROMPT[100:200])
-  assert device.recorded == {32, 256, 512}
+  assert device.recorded == {32, 128, 512}
   out, err = capsys.readouterr()
   assert out == "" and err == ("answers waited 7.0 s while chunks of 512 tokens were recorded and compiled, as any size is when first needed: "
                                "--warm does all at the start\n")
@@ -658,7 +664,7 @@ def test_no_room_for_many(monkeypatch, capsys):
   class Made: pass
   # without rules, whose masks another thread makes, and by a clock of its own: as many run at a time on every machine
   e, requests = toy(100, runner=Full, sizes=(4, 8)), [request for request in of_all_kinds() if request.constraint is None]
-  monkeypatch.setattr(engine.time, "perf_counter", itertools.count(0, .002).__next__)
+  monkeypatch.setattr(engine.time, "perf_counter", itertools.count(0, .004).__next__)
   each = [e.add(r) for r in requests]
   while e.step(): check(e)
   for r, s in zip(requests, each): assert (s.produced, s.logprobs) == said(r, r.limit) and s.error is None
@@ -672,6 +678,40 @@ def test_no_room_for_many(monkeypatch, capsys):
   with pytest.raises(MemoryError, match="no\nroom"): list(e.stream(each[1]))
   assert not any(made() for made in held)
   finish(e)
+
+def test_no_room_for_long_chunks(monkeypatch, capsys):
+  """Prompts are read in shorter ones, and nobody ends of it; who finds no room for the least ends. --warm leaves long ones out, too"""
+  monkeypatch.setattr(cache, "PAGE", 8)
+  room, held = 8, list[Any]()
+  class Made: pass
+  class Full(ToyRunner):
+    def prefill(self, ids: list[int], start: int, size: int, *args: Any) -> None:
+      made = Made()
+      held.append(weakref.ref(made))
+      if size > room: raise MemoryError("no\nroom")
+      super().prefill(ids, start, size, *args)
+    def warm(self, *args: Any) -> None:
+      if self.sizes[-1] > room: raise MemoryError("no\nroom")
+      super().warm(*args)
+  e, requests = toy(100, runner=Full, sizes=(4, 8, 16, 32)), of_all_kinds()
+  each = [e.add(r) for r in requests]
+  while e.step(): check(e)
+  for r, s in zip(requests, each): assert (s.produced, s.logprobs) == said(r, r.limit) and s.error is None
+  assert e.scheduler.sizes == e.runner.sizes == (4, 8) and e.scheduler.max_rows == 64
+  assert [line for line in capsys.readouterr().err.splitlines() if "find" in line] == [
+    "chunks of 32 tokens find no memory (no room): 16 at most from here on", "chunks of 16 tokens find no memory (no room): 8 at most from here on"]
+  room = 3
+  last = e.add(requests[0])
+  while e.step(): check(e)
+  assert last.reason == "error" and e.runner.sizes == (4,)
+  with pytest.raises(MemoryError, match="no\nroom"): list(e.stream(last))
+  assert not any(made() for made in held)
+  finish(e)
+  room, e = 16, toy(100, runner=Full, sizes=(4, 8, 16, 32))
+  e.warm(Sampling())
+  assert e.recorded == {4, 8, 16} and "chunks of 32 tokens find no memory" in capsys.readouterr().err
+  room, e = 3, toy(100, runner=Full, sizes=(4, 8))
+  with pytest.raises(MemoryError): e.warm(Sampling())
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("name", CALLS)
@@ -724,7 +764,7 @@ def test_an_interrupted_iterator_leaves_the_others():
   e, calls = toy(), itertools.count(1)
   class Once(Failing):
     error = KeyboardInterrupt
-    fails = staticmethod(lambda called: called == "read" and next(calls) == 5)
+    fails = staticmethod(lambda called: called == "read" and next(calls) == 15)
   e = toy(runner=Once)
   a, b = e.generate(PROMPT[:10], 50), e.generate(PROMPT[20:40], 30)
   first, second = [next(a)], [next(b)]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from tinygrad.apps.engine import cache
 from tinygrad.apps.engine.cache import Pool
-from tinygrad.apps.engine.scheduler import DECODE, Chunk, Scheduler
+from tinygrad.apps.engine.scheduler import DECODE, Chunk, Scheduler, soonest
 from tinygrad.apps.engine.sequence import Request, Sequence, State
 
 @pytest.fixture(autouse=True)
@@ -11,8 +11,9 @@ def page(monkeypatch): monkeypatch.setattr(cache, "PAGE", 4)
 
 SLICES = 10   # of a chunk
 
-def made(pages: int = 100, sizes: tuple[int, ...] = (8, 64), few: int = 16, max_rows: int = 64, max_stall: float = .05) -> Scheduler:
-  return Scheduler(Pool(pages), sizes, few, SLICES, max_rows, max_stall)
+def made(pages: int = 100, sizes: tuple[int, ...] = (8, 64), beside: int = 20, max_rows: int = 64, max_stall: float = .05,
+         stages: int = 1) -> Scheduler:
+  return Scheduler(Pool(pages), sizes, beside, SLICES, stages, max_rows, max_stall)
 def added(s: Scheduler, n: int, first: int = 0, limit: int|None = None) -> Sequence:
   """A prompt of n tokens, none of them another's where `first` is"""
   s.live.append(q := Sequence(Request(list(range(first, first + n)), limit=limit), s.pool.rows - n))
@@ -39,11 +40,32 @@ def test_in_order_of_arrival():
   assert s.running == [a, b, c] and [q.rows for q in s.running] == [20, 4, 0]
 
 def test_sizes_of_chunks():
-  """Large ones, but for a few tokens"""
+  """Large ones, but for a few tokens: two small chunks take 56, a large one 84, three small ones as long"""
   for n, sizes in ((1, []), (2, [8]), (17, [8, 8]), (18, [64]), (65, [64]), (66, [64, 8]), (140, [64, 64, 8, 8]), (160, [64, 64, 64])):
     s = made()
     added(s, n)
     assert [size for _, _, size in read_prompts(s)] == sizes
+
+@pytest.mark.parametrize("beside", [0, 8, 256, 8192])
+def test_read_soonest(beside: int):
+  """No other chunks take less time"""
+  sizes = 32, 128, 256, 512, 1024
+  def least(left: int) -> int: return min(size + beside + (least(left - size) if left > size else 0) for size in sizes) if left else 0
+  for n in (1, 32, 33, 100, 129, 256, 300, 385):
+    time, left = 0, n
+    while left > 0:
+      promised, size = soonest(sizes, beside, left)
+      assert promised == least(left)
+      time, left = time + size + beside, left - size
+    assert time == least(n)
+
+@pytest.mark.parametrize("stages,n,sizes", [(1, 256, [256]), (2, 256, [64, 64, 64, 64]), (2, 2048, [256, 256, 256]), (4, 256, [64, 64, 64]),
+                                            (4, 60, [64])])
+def test_chunks_for_several_devices(stages: int, n: int, sizes: list[int]):
+  """So many that all devices work, but for those that are too small; the first ones"""
+  s = made(pages=1000, sizes=(8, 64, 256), stages=stages)
+  added(s, n + 1)
+  assert [size for _, _, size in read_prompts(s)][:len(sizes)] == sizes
 
 def test_most_rows():
   s = made(max_rows=2, max_stall=float("inf"))

@@ -38,10 +38,14 @@ from tinygrad.nn.split_plan import PlanShape
 from tinygrad.nn.step import PAGE, Step
 
 PREFILL_SIZES = 32, 128, 256, 512   # tokens of a prompt's chunks; all but the least where there are kernels for many
-LONG_CHUNK = 2048                   # … beside them where a chunk has experts copied, which takes as long for many tokens as for few
-def spare_rows(chunk:int=PREFILL_SIZES[-1]) -> int:
-  """Of a cache, at most, beside those that are asked for. chunk: the longest"""
-  return chunk + 2 * PAGE
+LONG_SIZES = 1024, 2048             # … and where those copy beside other work: a matrix is read once for all of a chunk
+def sizes_on(device:str) -> tuple[int, ...]:
+  """Of a prompt's chunks, where there are kernels for many tokens"""
+  target = target_of(device)
+  return PREFILL_SIZES if target is None or target.copy is None else (*PREFILL_SIZES, *LONG_SIZES)
+def spare_rows(device:str) -> int:
+  """Of a cache, at most, beside those that are asked for"""
+  return sizes_on(device)[-1] + 2 * PAGE
 
 @dataclass(frozen=True)
 class Config:
@@ -299,7 +303,7 @@ class Transformer:
     away = [block.ffn for block in blocks if isinstance(block.ffn, MoE) and block.ffn.can_bring]
     self.pinned = pinned([plane for ffn in away for weight in ffn.experts for plane in weight.planes.values()], self.device)
     self.brings = bool(away)
-    sizes = (*PREFILL_SIZES, LONG_CHUNK) if away else PREFILL_SIZES
+    sizes = sizes_on(self.device)
     self.prefill_sizes = tuple(size for size in sizes if size == sizes[0] or many and size <= max_context)
     self.pages = -(-(max_context + self.prefill_sizes[-1]) // PAGE)   # of a sequence: a step of prefill is padded to its size, wherever it starts
     self.row = c.cache_row(cache_bits)
@@ -445,14 +449,13 @@ def checked_tensors(f:GGUFFile, c:Config) -> Loads:
   if "output.weight" in f.tensors: need(f, loads, "output.weight", QuantizedLinear, c.vocab_size, c.dim)
   return loads
 
-def sizes_of(f:GGUFFile, cache_bits:int, device:str|None=None, brings:bool=False) -> Sizes:
-  """Bytes of what the model's devices, of one kind, are to hold, its weights as they lie there. brings: whether chunks of a prompt may have experts
-  copied. Raises GGUFError"""
-  c = Config.from_gguf(f)
+def sizes_of(f:GGUFFile, cache_bits:int, device:str|None=None) -> Sizes:
+  """Bytes of what the model's devices, of one kind, are to hold, its weights as they lie there. Raises GGUFError"""
+  c, device = Config.from_gguf(f), device or Device.DEFAULT
   f = unpadded(f, c, "token_embd.weight", "output.weight")
-  row, spare = c.cache_row(cache_bits), spare_rows(LONG_CHUNK) if brings else spare_rows()
-  return Sizes.of(c.n_blocks, row.entries * kept_as(row, device or Device.DEFAULT).itemsize,
-                  {name: held_bytes((t := f.tensors[name]).type, t.shape) for name in checked_tensors(f, c)}, spare)
+  row = c.cache_row(cache_bits)
+  return Sizes.of(c.n_blocks, row.entries * kept_as(row, device).itemsize,
+                  {name: held_bytes((t := f.tensors[name]).type, t.shape) for name in checked_tensors(f, c)}, spare_rows(device))
 
 def need_block(f:GGUFFile, loads:Loads, c:Config, i:int, dense:bool) -> None:
   """The tensors of block i"""

@@ -386,7 +386,7 @@ def load(path:str|Path, max_context:int|None=None, progress:bool=False, cache_to
     check_shares(f, ShareSizes(f, cache_bits, devices), names, tokens, fewer)
     cut = TensorParallel.from_gguf(f, names, context, *shown, pool=lambda model: pool_pages(model, cache_tokens), cache_bits=cache_bits)
     return Model(Runner(cut, drafts), *words, max_stall)
-  sizes = sizes_of(f, cache_bits, brings=cpu_experts > 0)
+  sizes = sizes_of(f, cache_bits)
   if mtp is not None:
     drafting = f if str(mtp) == str(path) else read_gguf(find_model(str(mtp)))
     own = [held_bytes(t.type, t.shape) for name, t in drafting.tensors.items() if name.startswith(f"blk.{config.n_blocks}.")]

@@ -109,7 +109,7 @@ class ShareSizes:
     self.file = unpadded(f, c, "token_embd.weight", "output.weight")
     self.names, row = list(checked_tensors(self.file, c)), c.cache_row(cache_bits)
     self.row = c.n_blocks * row.entries * kept_as(row, Device.DEFAULT).itemsize
-    self.largest, self.spare = max(self._shares(count).values()), spare_rows()
+    self.largest, self.spare = max(self._shares(count).values()), spare_rows(Device.DEFAULT)
   def _shares(self, count:int) -> dict[str, int]:
     cut, tensors = cuts(self.file, self.config, count), [self.file.tensors[name] for name in self.names]
     return {t.name: held_bytes(t.type, share_shape(t.shape, cut[t.name]) if t.name in cut else t.shape) for t in tensors}

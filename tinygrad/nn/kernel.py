@@ -44,6 +44,7 @@ WAITED, LEFT = 99, 98   # the numbers of registers, see behind_wait and break_if
 LOG2_E = 1.4426950408889634
 MULTIPROCESSORS = 132   # of a large GPU
 ROOMY, REGISTERS_80 = 512, 768   # threads of a multiprocessor that have 128 registers each, 80
+REGISTER_BYTES = 4 * 65536       # of a multiprocessor
 
 # ---- weights ----
 
@@ -245,16 +246,21 @@ def fingerprint(part:Any) -> Any:
   return part if isinstance(part, (UOp, Enum)) or not hasattr(part, "__dict__") else (type(part), fingerprint(vars(part)))
 
 def blocks_at_once(target:Target|None, stores:list[UOp], resident:int) -> list[UOp]:
-  """What a launch with these stores says to its compiler, where all of its blocks run at once and its threads have many registers. resident: threads
-  of a larger launch that a multiprocessor may hold: its blocks are to run in as few waves as that makes, and as few at once as make so many."""
+  """What a launch with these stores says to its compiler: how many of its blocks a multiprocessor has at once, where those are all, or all that its
+  shared memory holds, and it is one block or each thread has 128 registers, twice what its arrays take. resident: threads of a larger launch that a
+  multiprocessor may hold: its blocks are to run in as few waves as that makes, and as few at once as make so many."""
   if target is None or target.at_once is None: return []
-  sizes = {node.arg: node.vmax + 1 for node in UOp.sink(*stores).toposort() if node.op is Ops.SPECIAL}
+  nodes = UOp.sink(*stores).toposort()
+  sizes = {node.arg: node.vmax + 1 for node in nodes if node.op is Ops.SPECIAL}
   blocks, threads = (prod(size for name, size in sizes.items() if name[0] == kind) for kind in "gl")
+  registers, shared = (sum(node.max_numel() * node.dtype.itemsize for node in nodes if node.op is Ops.BUFFER and node.addrspace is space)
+                       for space in (AddrSpace.REG, AddrSpace.LOCAL))
   each = -(-blocks // MULTIPROCESSORS)
-  if each > 1 and each * threads > ROOMY:
+  held = min(each, target.most_shared_bytes // shared) if shared else each
+  if held > 1 and held * threads > min(ROOMY, REGISTER_BYTES // (2 * registers) if registers else ROOMY):
     if not resident: return []
-    each = -(-each // -(-each * threads // resident))
-  return [UOp(Ops.CUSTOM, dtypes.void, arg=target.at_once.format(n=each))]
+    held = -(-each // -(-each * threads // resident))
+  return [UOp(Ops.CUSTOM, dtypes.void, arg=target.at_once.format(n=held))]
 
 _programs:dict[Any, UOp] = {}   # a model's blocks launch the same few kernels again and again: each is put together once
 

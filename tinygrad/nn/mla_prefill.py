@@ -25,6 +25,11 @@ def takes(target:Target, row:RowFormat) -> bool:
   """Whether the warps share the latent numbers in whole products, and rows are whole slabs"""
   return target.mma is not None and row.latent % (WARPS * NEIGHBOURS * target.mma.N) == 0 and row.dim % SLAB == 0
 
+def block_of_tokens(tokens:int, own:int) -> UOp:
+  """Which `own` tokens a block has: those that read the most positions begin first, and those that read few fill what is left"""
+  count = -(-tokens // own)
+  return count - 1 - UOp.special(count, "gidx1")
+
 @dataclass(frozen=True)
 class PrefillLaunch:
   """What the code of a prompt's attention depends on"""
@@ -121,7 +126,7 @@ class PrefillThread:
     lanes = shape.target.lanes
     self.tiles, self.parts, self.slabs = BLOCK_TOKENS // self.mma.M, SLAB // self.mma.K, shape.dim // SLAB
     self.groups = shape.latent // (WARPS * NEIGHBOURS * self.mma.N)
-    self.head, self.block = UOp.special(shape.heads, "gidx0"), UOp.special(-(-shape.tokens // BLOCK_TOKENS), "gidx1")
+    self.head, self.block = UOp.special(shape.heads, "gidx0"), block_of_tokens(shape.tokens, BLOCK_TOKENS)
     thread = UOp.special(WARPS * lanes, "lidx0")
     self.warp, self.lane = thread // lanes, thread % lanes
     self.first_latent = self.warp * (shape.latent // WARPS)

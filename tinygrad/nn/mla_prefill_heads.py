@@ -15,7 +15,7 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import MMA_CUDA, Target, copied, copy, group_reduce
 from tinygrad.nn.kernel import LOG2_E, MULTIPROCESSORS, gated, local, total
 from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, RowFormat
-from tinygrad.nn.mla_prefill import PrefillLaunch, prefill_launch
+from tinygrad.nn.mla_prefill import PrefillLaunch, block_of_tokens, prefill_launch
 from tinygrad.nn.online_softmax import LANE_POSITIONS, RowSoftmax, SharedWeights, SoftmaxThread
 from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
@@ -101,7 +101,7 @@ class HeadsThread(SoftmaxThread):
     self.shape, self.buffers = shape, buffers
     self.tiles, self.pitch, self.dim = shape.own_heads, pitch(shape.dim), shape.dim
     self.pairs = shape.latent // WARPS // 16                    # of products on 8 latent numbers, of a warp
-    self.first_head, self.block = UOp.special(shape.heads // self.tiles, "gidx0") * self.tiles, UOp.special(-(-shape.tokens // TILE_TOKENS), "gidx1")
+    self.first_head, self.block = UOp.special(shape.heads // self.tiles, "gidx0") * self.tiles, block_of_tokens(shape.tokens, TILE_TOKENS)
     self.share, self.key_tile = self.warp // (WARPS // SHARES), self.warp % (WARPS // SHARES)
     self.first_latent = self.warp * (shape.latent // WARPS)
     self.first_position = shape.pages.position(buffers)

@@ -29,6 +29,7 @@ WARPS = 4                         # of a block
 MOST_TOKENS, MOST_TILES = 128, 2  # of a block; of 16 rows of a warp: a lane has 128 sums then
 LANE_REGISTERS = 160              # of sums, and of the weights of a step and the next one
 BESIDE = 32                       # a step on n tokens takes as long as the products on n + BESIDE
+NORMAL = {-2: 1 / 16, -1: 4 / 16, 0: 6 / 16, 1: 4 / 16, 2: 1 / 16}   # what share of a normal distribution lies about how many deviations away
 
 def takes(target:Target) -> bool: return target.mma is MMA_CUDA and target.copy is not None
 
@@ -53,9 +54,13 @@ def tile_of(tokens:int, weights:Sequence[Weight], parts:int) -> Tile:
   return Tile(min((n for n in (MOST_TOKENS, 64, 32, 16) if n <= most_tokens(weights)), key=time), own_rows, (1, WARPS))
 
 def expert_tile_of(mean:float, weights:Sequence[Weight]) -> Tile:
-  """mean: tokens that choose an expert. Few experts are chosen by more than a tile holds, if tokens choose at random"""
-  tokens = -(-math.ceil(mean + 2 * math.sqrt(mean)) // 8) * 8
-  return Tile(max(min(tokens, most_tokens(weights) // 8 * 8), 8), WARPS * rows_of_warp(weights), (1, WARPS))
+  """mean: tokens that choose an expert. What takes the least time for all of them, if tokens choose at random: of a tile of n, n // 2 are multiplied
+  at least, then as many eights as there are"""
+  def time(n:int, count:int) -> int:
+    whole, rest = divmod(-(-count // 8) * 8, n)
+    return whole * (n + BESIDE) + (max(rest, n // 2) + BESIDE if rest else 0)
+  def expected(n:int) -> float: return sum(share * time(n, max(math.ceil(mean + away * math.sqrt(mean)), 0)) for away, share in NORMAL.items())
+  return Tile(min(range(8, max(most_tokens(weights), 8) + 1, 8), key=expected), WARPS * rows_of_warp(weights), (1, WARPS))
 
 def products(target:Target, block:BlockTile, width:int, matrices:Sequence[LoadUnit], place_tokens:PlaceTokens) -> list[Product]:
   """See nn/matmul.py's tile_products. In the kernel:

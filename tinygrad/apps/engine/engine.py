@@ -50,7 +50,7 @@ class Steps(Protocol):
   """What the engine needs of a runner. The device does what it is given in order, and calls return before it is done, but for read and wait.
   table: the pages of a sequence's rows, in order; what it does not name is page 0."""
   sizes: tuple[int, ...]   # of a prompt's chunks, ascending
-  few: int                 # tokens for which the largest is not taken
+  beside: int              # a chunk takes as long as its tokens and so many more
   slices: int              # of a chunk
   stages: int              # devices that a chunk goes through: so many chunks may be under way at once
   max_context: int
@@ -135,11 +135,12 @@ class Engine:
     """pages: of the cache, page 0 included. max_rows: answers that run at once. max_stall: seconds from token to token of one of them, at most, while
     a prompt is read."""
     self.runner, self.pool, self.max_stall = runner, Pool(pages), max_stall
-    self.scheduler = Scheduler(self.pool, runner.sizes, runner.few, runner.slices, max_rows, PLANNED * max_stall)
+    self.scheduler = Scheduler(self.pool, runner.sizes, runner.beside, runner.slices, runner.stages, max_rows, PLANNED * max_stall)
     self.capacity = min(runner.max_context, self.pool.rows)  # tokens of one sequence
     self.newest: Sequence|None = None                        # that was added
     self.recorded: set[int] = set()                          # sizes of chunks that ran before: a first run tells no time
     self.told = False                                        # whether it was said that answers waited for a compiler
+    self.reading = 0                                         # the size of the newest chunk
     self.steps = 0                                           # of decoding, so far
     self.most = 1                                            # rows of those that were read
     self.failed = ""                                         # what a device failed with that does nothing any more: one line
@@ -291,6 +292,7 @@ class Engine:
       e, concerned = error, list(self.scheduler.live)
     if isinstance(e, MemoryError):
       traceback.clear_frames(e.__traceback__)   # what was made is given back, as long as anybody keeps the error
+      if concerned[0].state is State.PREFILLING and self.reading > self.runner.sizes[0]: return self._shorten(self.reading, e)
       if (rows := len(concerned)) > self.most: return self._narrow(max(self.most, rows // 2), f"steps of {rows} answers", e)
       concerned = concerned[-1:]
     for s in concerned: self.scheduler.end(s, "error", e)
@@ -300,6 +302,12 @@ class Engine:
     print(f"{what} find no memory ({' '.join(str(e).split())}): at most {rows} run{'s' * (rows == 1)} at once from here on", file=sys.stderr)
     self.scheduler.max_rows = rows
     while self.scheduler.holding > rows: self.scheduler.preempt()
+
+  def _shorten(self, size:int, e:MemoryError) -> None:
+    """Prompts are read in chunks of less than so many tokens from here on"""
+    self.runner.sizes = self.scheduler.sizes = tuple(other for other in self.runner.sizes if other < size)
+    self.scheduler.begun = None
+    print(f"chunks of {size} tokens find no memory ({' '.join(str(e).split())}): {self.runner.sizes[-1]} at most from here on", file=sys.stderr)
 
   # ---- pieces of work ----
   def _work(self) -> bool:
@@ -321,6 +329,7 @@ class Engine:
     """Slices of the next rows of a prompt, behind what is in flight"""
     s, size, slices = chunk
     ids, self.concerned, answers = s.ids[s.rows:min(s.rows + size, len(s.ids) - 1)], [s], bool(self.scheduler.running)
+    self.reading = size
     if not self.chunks: self.depth = s.rows
     start = time.perf_counter()
     self.runner.prefill(ids, s.rows, size, list(s.table.pages), slices, s.ids[s.rows + len(ids)])
@@ -426,7 +435,13 @@ class Engine:
   def _warm(self, kinds:list[Features]) -> None:
     while self.flying: self._read()
     self.concerned, self.batch = [], []
-    self.runner.warm(self.scheduler.max_rows, kinds)
+    while True:
+      try: self.runner.warm(self.scheduler.max_rows, kinds)
+      except MemoryError as e:
+        traceback.clear_frames(e.__traceback__)
+        if len(self.runner.sizes) == 1: raise
+        self._shorten(self.runner.sizes[-1], e)
+      else: break
     self.recorded.update(self.runner.sizes)
 
   def _preempt(self) -> None:

@@ -22,6 +22,8 @@ SLICE = 2                       # parts of a chunk that a slice of it runs, each
 MTP_PARTS = 2                   # … and those of the block that drafts
 WRITES = 64                      # after which the device is waited for: what it is to copy is kept until then
 UNSEEN = 3                      # such waits in a row after which the log is read when all is done
+# A chunk takes as long as its tokens and so many more: what reads the weights, or brings experts to the card
+BESIDE, BESIDE_CPU, BESIDE_BROUGHT = 256, 8, 8192
 PATIENCE = 1.0                  # seconds without an id after which the device is waited for
 
 @functools.cache
@@ -34,7 +36,7 @@ class Runner:
     self.most_drafts, self.mtp = drafts, mtp
     self.model, self.max_context, self.vocab_size, self.sizes = model, model.max_context, model.config.vocab_size, model.prefill_sizes
     self.on_cpu = is_cpu(model.device)   # asking for a device's renderer takes tinygrad 17 µs
-    self.few = self.sizes[-1] // (2 if self.on_cpu else 4)   # tokens that smaller chunks take sooner: on a CPU, padding costs what tokens do
+    self.beside = BESIDE_BROUGHT if model.brings else BESIDE_CPU if self.on_cpu else BESIDE
     self.stages = model.copies + 1   # devices that chunks go through, one behind another
     self.slices = -(-(len(model.blk) + model.copies + (0 if mtp is None else MTP_PARTS)) // SLICE)
     self.batches: dict[int, Batch] = {}

@@ -7,7 +7,7 @@ One prompt is read at a time, in chunks, and a chunk is run in slices, some of t
 target leaves between two decode steps: a chunk may be as large as without them, and a target holds at any depth. Smaller chunks are for devices on
 which even a slice takes longer."""
 from __future__ import annotations
-import math, time
+import functools, math, time
 from typing import NamedTuple
 from tinygrad.apps.engine.cache import Pool, Table, pages_for
 from tinygrad.apps.engine.sequence import Logprob, Sequence, State
@@ -20,11 +20,20 @@ class Chunk(NamedTuple):
   size: int
   slices: range
 
+@functools.cache
+def soonest(sizes:tuple[int, ...], beside:int, left:int) -> tuple[int, int]:
+  """(time, the first one's size) of the chunks in which so many tokens, at most the largest's, are read soonest. A chunk takes as long as its tokens,
+  those that pad it among them, and `beside` more"""
+  if left <= 0: return 0, 0
+  ways = [(size + beside + soonest(sizes, beside, left - size)[0], size) for size in sizes if size < left]
+  return min([*ways, min((size + beside, size) for size in sizes if size >= left)], key=lambda way: (way[0], -way[1]))
+
 class Scheduler:
-  """sizes: of chunks, ascending. few: tokens for which the largest is not taken. slices: of a chunk. max_stall: seconds that a running answer waits
-  from token to token, at most."""
-  def __init__(self, pool:Pool, sizes:tuple[int, ...], few:int, slices:int, max_rows:int, max_stall:float):
-    self.pool, self.sizes, self.few, self.slices, self.max_rows, self.max_stall = pool, sizes, few, slices, max_rows, max_stall
+  """sizes: of chunks, ascending. beside: a chunk takes as long as its tokens and so many more. slices: of a chunk. stages: devices that chunks go
+  through, one behind another. max_stall: seconds that a running answer waits from token to token, at most."""
+  def __init__(self, pool:Pool, sizes:tuple[int, ...], beside:int, slices:int, stages:int, max_rows:int, max_stall:float):
+    self.pool, self.sizes, self.beside, self.slices, self.stages = pool, sizes, beside, slices, stages
+    self.max_rows, self.max_stall = max_rows, max_stall
     self.live: list[Sequence] = []                       # all that have not ended, as they came
     self.begun: tuple[int, int]|None = None              # the size of the chunk under way, and how many of its slices ran
     self.seconds: dict[int, tuple[float, int]] = {}      # of a decode step, and of a slice of a chunk of each size: of late, and at which depth
@@ -71,14 +80,17 @@ class Scheduler:
     return s
 
   def _size(self, left:int) -> int:
-    """Of the next chunk of a prompt with so many tokens left: the largest of which, while answers run, the target has time for a slice"""
-    sizes = [size for size in self.sizes if size == self.sizes[0] or left * self.sizes[-1] > self.few * size]
-    if not self.running: return sizes[-1]
-    for size in reversed(sizes[1:]):
+    """Of the next chunk of a prompt with so many tokens left: the one by which it is read soonest, or the largest up to it of which, while answers
+    run, the target has time for a slice"""
+    # several devices have two chunks each to be at once at work, if those are not so small that they take longer by more
+    most = left if self.stages == 1 else max(left // (2 * self.stages), 2 * self.beside)
+    best = soonest(self.sizes, self.beside, min(left, most, self.sizes[-1]))[1]
+    if not self.running: return best
+    for size in reversed([size for size in self.sizes[1:] if size <= best]):
       if size not in self.seconds or self.seconds[size][0] <= self.max_stall - self.decode_seconds: return size
       each, depth = self.seconds[size]
       self.seconds[size] = each * .999, depth    # one that was slow far on in a long prompt is tried again some time
-    return sizes[0]
+    return self.sizes[0]
   @property
   def decode_seconds(self) -> float: return self.seconds.get(DECODE, (0.0, 0))[0]
 
