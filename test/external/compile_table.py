@@ -43,7 +43,7 @@ from tinygrad.apps.capture import Replay
 from tinygrad.apps.engine.batch import ROWS
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sampling import Features
-from tinygrad.apps.mla import PREFILL_SIZES, Config, Transformer
+from tinygrad.apps.mla import LONG_SIZES, PREFILL_SIZES, Config, Transformer
 from tinygrad.device import CompileError
 from tinygrad.engine.realize import compile_linear
 from tinygrad.helpers import ansistrip
@@ -52,7 +52,7 @@ from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler
 from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.uop.ops import Ops, UOp
 
-SIZES = {"decode": ROWS, "prefill": PREFILL_SIZES}   # tokens of the steps of a kind
+SIZES = {"decode": ROWS, "prefill": (*PREFILL_SIZES, *LONG_SIZES)}   # tokens of the steps of a kind
 DRAWN = 1, 8, 64                # … of those that draw by all filters, too
 
 class Kernel(NamedTuple):
