@@ -162,6 +162,7 @@ def test_an_answer_interrupted_at_work(g: Engine, judge: Engine, monkeypatch):
     if len(calls) == 2: raise KeyboardInterrupt
     return prefill(*args)
   monkeypatch.setattr(g.runner, "prefill", interrupted)
+  monkeypatch.setattr(g.scheduler, "sizes", (CHUNK,))
   with pytest.raises(KeyboardInterrupt): next(g.generate(ids, 2))
   monkeypatch.undo()
   for following in (ids, PROMPT[40:50], PROMPT[:20]): assert_greedy(judge, following, list(g.generate(following, 3)))

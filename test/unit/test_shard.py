@@ -355,7 +355,7 @@ def test_experts_come_for_a_prompt(cards: Cards, monkeypatch: pytest.MonkeyPatch
 def test_chunks_share_their_memory(cards: Cards):
   """Where they have experts copied, whichever size comes first. Then the sizes make the same tokens' rows"""
   runner = Runner(cards.on(1, 1))
-  assert runner.sizes == (32, 128) and runner.model.brings and not cards.on(1).brings
+  assert runner.sizes == (32, 64, 128) and runner.model.brings and not cards.on(1).brings
   def used(size: int) -> set[UOp]:
     """Of what chunks share, what this one's launches write or read"""
     return {u for piece in runner.chunks[size] for call in piece.src for place in call.src[1:] for u in place.toposort()} & {*runner.scratch.values()}

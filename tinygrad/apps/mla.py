@@ -37,7 +37,7 @@ from tinygrad.nn.routing import Gating, Routing
 from tinygrad.nn.split_plan import PlanShape
 from tinygrad.nn.step import PAGE, Step
 
-PREFILL_SIZES = 32, 128, 256, 512   # tokens of a prompt's chunks; all but the least where there are kernels for many
+PREFILL_SIZES = 32, 64, 128, 256, 512   # tokens of a prompt's chunks; all but the least where there are kernels for many
 LONG_SIZES = 1024, 2048             # … and where those copy beside other work: a matrix is read once for all of a chunk
 def sizes_on(device:str) -> tuple[int, ...]:
   """Of a prompt's chunks, where there are kernels for many tokens"""

@@ -24,9 +24,9 @@ class Chunk(NamedTuple):
 def soonest(sizes:tuple[int, ...], beside:int, left:int) -> tuple[int, int]:
   """(time, the first one's size) of the chunks in which so many tokens, at most the largest's, are read soonest. A chunk takes as long as its tokens,
   those that pad it among them, and `beside` more"""
-  if left <= 0: return 0, 0
-  ways = [(size + beside + soonest(sizes, beside, left - size)[0], size) for size in sizes if size < left]
-  return min([*ways, min((size + beside, size) for size in sizes if size >= left)], key=lambda way: (way[0], -way[1]))
+  times = {size: size + beside + (soonest(sizes, beside, left - size)[0] if size < left else 0) for size in reversed(sizes)}
+  first = min(times, key=times.__getitem__)   # the largest of several
+  return times[first], first
 
 class Scheduler:
   """sizes: of chunks, ascending. beside: a chunk takes as long as its tokens and so many more. slices: of a chunk. stages: devices that chunks go
