@@ -11,7 +11,7 @@ from extra.bench import random_weights, stand_in, with_blocks
 from profile_model import profile
 from tinygrad import Device
 from tinygrad.apps.engine.runner import Runner
-from tinygrad.apps.mla import Config, Transformer
+from tinygrad.apps.mla import LONG_SIZES, Config, Transformer
 
 def main() -> None:
   p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -23,7 +23,7 @@ def main() -> None:
   args = p.parse_args()
   f = stand_in(args.model, args.quant)
   whole, shown = Config.from_gguf(f), with_blocks(f, list(range(args.blocks)))
-  runner = Runner(Transformer.from_gguf(shown, max(args.depth) + max(args.chunk or 0, 1024), random_weights))
+  runner = Runner(Transformer.from_gguf(shown, max(args.depth) + (args.chunk or LONG_SIZES[-1]), random_weights))
   size, table = args.chunk or runner.sizes[-1], range(1, runner.model.pages + 1)
   if size not in runner.sizes: p.error(f"--chunk: expected one of {', '.join(map(str, runner.sizes))}, found {size}")
   start = time.perf_counter()

@@ -23,11 +23,13 @@ ARCHS = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "s
 REGISTERS = 65536               # of a block
 # bytes of local memory that a kernel may take, by the beginning of its name: before Hopper, and from it on, where some launches ask for more blocks
 # at once than have room without
-SPILLS = {"expert_gate_up_": 16, "linear_residual_q4_1_": 8, "few_expert_down_": 8, "matmul_q4_1_": 8, "grouped_matmul_q4_1_": 64,
-          "expert_gate_up_prefill_": 32, "gate_up_rounded_": 80, "few_matmul_residual_q4_1_": 112}
+SPILLS = {"expert_gate_up_": 16, "linear_residual_q4_1_": 8, "few_expert_down_": 8, "matmul_q4_1_": 8, "grouped_matmul_q4_1_": 8,
+          "gate_up_rounded_": 80, "few_matmul_residual_q4_1_": 112,
+          "grouped_matmul_q4_1_64_2048_1408_1024": 64, "expert_gate_up_prefill_q4_0_64_1408_2048_1024": 32}
 HOPPER_SPILLS = {"few_expert_gate_up_": 104, "few_expert_down_": 104, "gate_up_rounded_": 112, "few_matmul_": 224, "few_gate_up_": 80,
                  "gate_up_prefill_": 56, "matmul_q8_0_": 48, "expert_gate_up_": 16,
-                 "expert_gate_up_prefill_": 48, "grouped_matmul_q4_1_": 72}
+                 "grouped_matmul_q4_1_64_2048_1408_1024": 48, "grouped_matmul_q4_1_64_2048_1408_2048": 72,
+                 "expert_gate_up_prefill_q4_0_64_1408_2048_2048": 48}
 FRAME_SIZE, REGCOUNT = 0x11, 0x2f   # attributes of a cubin's .nv.info
 
 def find_pip_nvrtc() -> None:

@@ -303,8 +303,7 @@ class Transformer:
     away = [block.ffn for block in blocks if isinstance(block.ffn, MoE) and block.ffn.can_bring]
     self.pinned = pinned([plane for ffn in away for weight in ffn.experts for plane in weight.planes.values()], self.device)
     self.brings = bool(away)
-    sizes = sizes_on(self.device)
-    self.prefill_sizes = tuple(size for size in sizes if size == sizes[0] or many and size <= max_context)
+    self.prefill_sizes = tuple(size for size in sizes_on(self.device) if size == PREFILL_SIZES[0] or many and size <= max_context)
     self.pages = -(-(max_context + self.prefill_sizes[-1]) // PAGE)   # of a sequence: a step of prefill is padded to its size, wherever it starts
     self.row = c.cache_row(cache_bits)
     self.kept = kept_as(self.row, self.device)

@@ -43,8 +43,8 @@ SLOTS = 5    # of a part of a matrix-vector launch; a caller's own begin behind 
 WAITED, LEFT = 99, 98   # the numbers of registers, see behind_wait and break_if
 LOG2_E = 1.4426950408889634
 MULTIPROCESSORS = 132   # of a large GPU
-ROOMY, REGISTERS_80 = 512, 768   # threads of a multiprocessor that have 128 registers each, 80
-REGISTER_BYTES = 4 * 65536       # of a multiprocessor
+REGISTER_BYTES, ROOMY = 4 * 65536, 4 * 128   # of a multiprocessor's registers; of a thread's that has many
+REGISTERS_80 = 768      # threads of a multiprocessor that have 80 registers each
 
 # ---- weights ----
 
@@ -257,7 +257,7 @@ def blocks_at_once(target:Target|None, stores:list[UOp], resident:int) -> list[U
                        for space in (AddrSpace.REG, AddrSpace.LOCAL))
   each = -(-blocks // MULTIPROCESSORS)
   held = min(each, target.most_shared_bytes // shared) if shared else each
-  if held > 1 and held * threads > min(ROOMY, REGISTER_BYTES // (2 * registers) if registers else ROOMY):
+  if held > 1 and held * threads * max(ROOMY, 2 * registers) > REGISTER_BYTES:
     if not resident: return []
     held = -(-each // -(-each * threads // resident))
   return [UOp(Ops.CUSTOM, dtypes.void, arg=target.at_once.format(n=held))]

@@ -40,6 +40,8 @@ def tokens_of(ids:Iterable[int], vocab:int) -> list[int]:
     raise ValueError(f"token {str(next(i for i in tokens if not 0 <= i < vocab))[:40]}: expected 0 to {vocab - 1}")
   return tokens
 
+def one_line(e:Exception) -> str: return " ".join(str(e).split())
+
 class ContextFull(Exception):
   """The prompt does not fit. str(e) is one line."""
 
@@ -286,7 +288,7 @@ class Engine:
     """Ends whom an error of the device is about: all, where it does nothing any more; of a step without room, as few as can be"""
     try: self.runner.wait()
     except Exception as dead:
-      self.failed = f"the device failed: {' '.join(str(dead).split())}"
+      self.failed = f"the device failed: {one_line(dead)}"
       error = DeviceFailed(self.failed)
       error.__cause__ = e
       e, concerned = error, list(self.scheduler.live)
@@ -299,7 +301,7 @@ class Engine:
 
   def _narrow(self, rows:int, what:str, e:MemoryError) -> None:
     """At most so many answers run at once from here on; the others wait"""
-    print(f"{what} find no memory ({' '.join(str(e).split())}): at most {rows} run{'s' * (rows == 1)} at once from here on", file=sys.stderr)
+    print(f"{what} find no memory ({one_line(e)}): at most {rows} run{'s' * (rows == 1)} at once from here on", file=sys.stderr)
     self.scheduler.max_rows = rows
     while self.scheduler.holding > rows: self.scheduler.preempt()
 
@@ -307,7 +309,7 @@ class Engine:
     """Prompts are read in chunks of less than so many tokens from here on"""
     self.runner.sizes = self.scheduler.sizes = tuple(other for other in self.runner.sizes if other < size)
     self.scheduler.begun = None
-    print(f"chunks of {size} tokens find no memory ({' '.join(str(e).split())}): {self.runner.sizes[-1]} at most from here on", file=sys.stderr)
+    print(f"chunks of {size} tokens find no memory ({one_line(e)}): {self.runner.sizes[-1]} at most from here on", file=sys.stderr)
 
   # ---- pieces of work ----
   def _work(self) -> bool:
