@@ -1,7 +1,7 @@
 """Prefill through tensor cores without a GPU: every kernel against float64, a whole step against the naive forward pass, on mockcuda."""
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
 from helpers import HALVES, WIDE, engine_of, names_of, prefilling, random_weight, tied, write_mixed
@@ -22,8 +22,9 @@ from tinygrad.nn.matmul import (Scaled, expert_gate_up_prefill, gate_up_prefill,
 from tinygrad.nn.tiles import Tile
 from tinygrad.nn.latent_cache import RowFormat
 from tinygrad.nn.mla_prefill import block_of_tokens, mla_prefill
-from tinygrad.nn import mla_prefill_heads, row_walk
-from tinygrad.nn.step import PAGE
+from tinygrad.nn.mla_unabsorbed import unabsorbed
+from tinygrad.nn import head_rows, mla_prefill_heads, mla_unabsorbed, row_walk
+from tinygrad.nn.step import PAGE, Step
 from tinygrad.nn.routing import Gating, Routing, choose_experts, choose_experts_prefill, most_tiles, sort_by_expert, tile_of_choices
 
 CHUNK = PREFILL_SIZES[0]
@@ -237,6 +238,84 @@ def check_attention(form: Callable, n: int, H: int, L: int, R: int, head: int, p
   weights = np.exp(scores - scores.max(-1, keepdims=True))
   assert nmse(got, weights / weights.sum(-1, keepdims=True) @ cache[:, :L].astype(np.float64)) < HALF
 
+@pytest.mark.parametrize("kind,shape", [(T.Q8_0, (2, 70, 64)), (T.Q4_K, (1, 3, 256)), (T.F16, (3, 128, 32))], ids=["Q8_0", "Q4_K", "F16"])
+def test_weights_become_halves(kind: T, shape: tuple[int, int, int]):
+  """Each of them, and transposed"""
+  data, want = random_weight(kind, shape)
+  weight = QuantizedLinear.load(kind, shape, data)
+  for transposed, matrices in ((False, want), (True, want.transpose(0, 2, 1))):
+    got = head_rows.as_halves(target(), weight, transposed).numpy().reshape(matrices.shape)
+    assert np.allclose(got, matrices.astype(np.float16), rtol=2e-3, atol=1e-6)
+
+class Paged(NamedTuple):
+  """A prompt's step over a cache whose pages lie anywhere in the pool; what else is there is no number"""
+  step: Step
+  pool: Tensor
+  rows: np.ndarray   # by position, float64
+  @staticmethod
+  def of(pos: int, tokens: int, rows: int, dim: int) -> "Paged":
+    pages = -(-rows // PAGE)
+    cache, table = halves(pages * PAGE, dim), rng(tokens).permutation(pages + 3)[:pages]
+    pool = np.full((pages + 3, PAGE, dim), np.nan, np.float16)
+    pool[table] = cache.reshape(pages, PAGE, dim)
+    return Paged(prefilling(pos, tokens, tables=table[None]), Tensor(pool.reshape(-1, dim)), cache.astype(np.float64))
+
+def heads_of(H: int, L: int, nope: int, v: int) -> tuple[QuantizedLinear, np.ndarray, QuantizedLinear, np.ndarray]:
+  """k_b and v_b, and what they stand for, float64"""
+  (k, keys), (values_data, values) = random_weight(T.Q8_0, (H, L, nope)), random_weight(T.Q4_0, (H, v, L))
+  return (QuantizedLinear.load(T.Q8_0, (H, L, nope), k), keys.reshape(H, L, nope).astype(np.float64),
+          QuantizedLinear.load(T.Q4_0, (H, v, L), values_data), values.reshape(H, v, L).astype(np.float64))
+
+# tokens, heads, latent, rope, nope, value, position, cache: one tile; several turns of a block, a tile of rows that is not whole; a page's middle
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_89"])
+@pytest.mark.parametrize("n,H,L,R,nope,v,pos,C", [(32, 1, 64, 16, 32, 32, 0, 64), (40, 3, 128, 32, 64, 48, 300, 448), (100, 2, 192, 32, 96, 128, 95, 256)])
+def test_head_rows(arch: str, n: int, H: int, L: int, R: int, nope: int, v: int, pos: int, C: int, monkeypatch: pytest.MonkeyPatch):
+  monkeypatch.setattr(head_rows, "MULTIPROCESSORS", 2)   # so that a block makes several tiles
+  with on_cuda(arch):
+    paged, (k_b, k, v_b, values) = Paged.of(pos, n, C, L + R), heads_of(H, L, nope, v)
+    end = (pos + n - 1) // PAGE * PAGE + PAGE
+    got = head_rows.head_rows(target(), paged.step, paged.pool, k_b, v_b).numpy()[:end].astype(np.float64)
+    rows = paged.rows[:end, :L]
+    want = np.concatenate([np.einsum("cl,hln->chn", rows, k).reshape(end, -1), np.einsum("cl,hvl->chv", rows, values).reshape(end, -1) / 64], 1)
+    assert nmse(got[:, :H * nope], want[:, :H * nope]) < HALF and nmse(got[:, H * nope:], want[:, H * nope:]) < HALF
+
+# … a step at the cache's start; tokens that are no whole block; the shapes of GLM-4.7-Flash and of DeepSeek; a page's middle
+@pytest.mark.parametrize("n,H,L,R,nope,v,pos,C,arch", [
+  (32, 2, 128, 64, 64, 64, 0, 96, "sm_90"), (150, 3, 128, 32, 64, 48, 47, 256, "sm_90"), (130, 2, 512, 64, 192, 256, 70, 256, "sm_90"),
+  (33, 2, 512, 64, 192, 256, 60, 128, "sm_89"), (70, 2, 512, 64, 128, 128, 129, 256, "sm_80")])
+def test_unabsorbed(n: int, H: int, L: int, R: int, nope: int, v: int, pos: int, C: int, arch: str):
+  with on_cuda(arch):
+    check_unabsorbed(n, H, L, R, nope, v, pos, C)
+
+def check_unabsorbed(n: int, H: int, L: int, R: int, nope: int, v: int, pos: int, C: int) -> None:
+  paged, (k_b, k, v_b, values), q, scale = Paged.of(pos, n, C, L + R), heads_of(H, L, nope, v), halves(n, H * (nope + R)), .002 / L ** .5
+  got = unabsorbed(target(), Tensor(q), paged.pool, k_b, v_b, paged.step, scale)
+  latent, rotated = paged.rows[:, :L], paged.rows[:, L:]
+  keys = np.concatenate([np.einsum("cl,hln->hcn", latent, k), np.broadcast_to(rotated, (H, *rotated.shape))], -1)
+  scores = np.einsum("thd,hcd->thc", q.reshape(n, H, -1).astype(np.float64), keys) * scale
+  scores[np.broadcast_to((np.arange(len(latent)) > pos + np.arange(n)[:, None])[:, None], scores.shape)] = -np.inf
+  weights = np.exp(scores - scores.max(-1, keepdims=True))
+  want = np.einsum("thc,hcv->thv", weights / weights.sum(-1, keepdims=True), np.einsum("cl,hvl->hcv", latent, values))
+  assert nmse(values_of(got).reshape(n, H, v), want) < 4 * HALF   # keys and values are halves, too
+
+@pytest.mark.parametrize("arch,key,value,want", [("sm_90", 256, 256, (128, 64)), ("sm_80", 256, 256, (128, 64)), ("sm_89", 256, 256, (64, 64)),
+                                                 ("sm_120", 192, 128, (128, 64)), ("sm_89", 320, 256, (64, 32)), ("sm_75", 192, 128, None)])
+def test_unabsorbed_blocks(arch: str, key: int, value: int, want: tuple[int, int] | None):
+  assert mla_unabsorbed.block_shape(of_arch(arch), key, value) == want
+
+@pytest.mark.parametrize("family,least", [("glm", 512), ("ds2lite", 256), ("youtu", 256), ("kimi", 256)])
+def test_chunks_that_are_not_absorbed(family: str, least: int):
+  """From a size on; what the longest make for each position is taken into account"""
+  with no_device("CUDA"):
+    model = Transformer.from_gguf(with_blocks(stand_in(family), [0, 1]), 4096)
+    runner = Runner(model)
+    def names(size: int) -> list[str]: return [call.src[0].arg.name for call in runner.record_chunk(size, compiled=False).calls]
+    own = {size: any(name.startswith("head_rows") for name in names(size)) for size in runner.sizes if size < 1024}
+    assert own == {size: size >= least for size in own}
+    c = model.config
+    assert model.head_row_bytes == 2 * model.pages * PAGE * c.n_heads * (c.nope_dim + c.v_dim)
+  with no_device("METAL"): assert Transformer.from_gguf(with_blocks(stand_in(family), [0]), 4096).head_row_bytes == 0
+
 @pytest.mark.parametrize("kernel,test,args,place", [
   ("matmul", test_every_type, (T.F16,), np.s_[32:]), ("matmul", test_every_type, (T.F16,), np.s_[:, 64:]),
   ("mla_prefill", test_attention, (20, 3, 128, 32, 64, 47, 67), np.s_[16:]),
@@ -271,4 +350,4 @@ def test_launches():
     def count(blocks: list[int]) -> int:
       model = Transformer.from_gguf(with_blocks(file, blocks), 1024)
       return len(Runner(model).record_chunk(512, compiled=False).calls)
-    assert count([0, 1, 2]) - count([0, 1]) == 20
+    assert count([0, 1, 2]) - count([0, 1]) == 21

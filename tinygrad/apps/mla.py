@@ -29,7 +29,7 @@ from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.latent_cache import CODES, LATENT_GROUP, ROTATED_GROUP, RowFormat
 from tinygrad.nn.lora_query import QueryWeights
-from tinygrad.nn.mla_attention import LatentWeights, attention, attention_plan, lora_attention, plan_shape
+from tinygrad.nn.mla_attention import LatentWeights, attention, attention_plan, bytes_of_heads, lora_attention, plan_shape
 from tinygrad.nn.moe import FeedForward, feed_forward, mixture
 from tinygrad.nn.norm_linear import norm_linear
 from tinygrad.nn.primitive import PLAIN, rehearsal
@@ -313,6 +313,11 @@ class Transformer:
     self.rope = self.ropes[self.device]
     self.cache = self.cache_of(self.cache_devices)
 
+  @property
+  def head_row_bytes(self) -> int:
+    """Of a device with blocks: what its longest chunks have of a sequence beside the cache, keys and values of all heads"""
+    attn = self.blk[0].attn
+    return bytes_of_heads(self.prefill_sizes[-1], attn.attn_k_b, attn.attn_v_b, self.config.rope_dim, self.pages * PAGE)
   def rope_on(self, device:str) -> Rope:
     c = self.config
     rotation = c.rope_dim, c.rope_base, self.pages * PAGE, c.yarn, device

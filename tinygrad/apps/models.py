@@ -337,7 +337,7 @@ def pool_pages(model:Transformer, cache_tokens:int|None, more:int=0, brought:Cou
   contexts, share = HOST_POOL if is_cpu(model.device) else CARD_POOL
   a_page = model.row_bytes // len(model.blk) * PAGE
   blocks = Counter(map(memory_of, [*model.cache_devices, *[model.device] * more]))
-  def left(memory:str) -> int: return int((free_memory(memory) or 0) * share) - (brought or Counter())[memory]
+  def left(memory:str) -> int: return int((free_memory(memory) or 0) * share) - (brought or Counter())[memory] - model.head_row_bytes
   fitting = min(left(memory) // (count * a_page) for memory, count in blocks.items())
   return max(min(contexts * model.pages, fitting), model.pages) + 1
 

@@ -4,13 +4,13 @@
 
 A head's query is brought into the cache's space by k_b; its rotated part is rotated already. A token of each sequence on a target with kernels: the
 queries and the tokens' rows of the cache in a launch, then nn/split_kv.py, by a plan where there are several (nn/split_plan.py). Many tokens on one
-with tensor cores: nn/mla_prefill_heads.py where shared memory holds its rows, else nn/mla_prefill.py. Where a row lies and how it is written is
-nn/latent_cache.py's; on the CPU, nn/cpu.py and nn/cpu_prefill.py.
+with tensor cores: nn/mla_prefill_heads.py where shared memory holds its rows, else nn/mla_prefill.py; so many that keys and values of every head's own
+are less work: nn/mla_unabsorbed.py. Where a row lies and how it is written is nn/latent_cache.py's; on the CPU, nn/cpu.py and nn/cpu_prefill.py.
 """
 from __future__ import annotations
 from typing import NamedTuple
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens, lora_query, mla_prefill, mla_prefill_heads, split_kv, split_plan
+from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens, head_rows, lora_query, mla_prefill, mla_prefill_heads, mla_unabsorbed, split_kv, split_plan
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Norm, Rope, Weight, empty, launch, load4
 from tinygrad.nn.latent_cache import CacheRow, Pages, RowFormat, cache_row, expanded, visible_rows, write_rows
@@ -203,19 +203,47 @@ def latent_query(target:Target, step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm
   q_latent, cache = launch(f"{'few_' * few}latent_query_{T}_{k_b.label}", {"q_latent": q_latent, "cache": cache}, ins, body, mem)
   return q_latent, cache
 
-@latent_attention.form("prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
-                       (target := prefill_target(step, k_b, k_b.shape[2])) and mla_prefill.takes(target, RowFormat.of(cache, k_b.shape[1])))
-def latent_attention_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
-  """Three launches: the cache's rows; queries; attention; and where rows have 8 bits one that expands them. float32 or half q -> half (T, H, L)"""
-  (H, L, _), pages, target, threads = k_b.shape, Pages.of(cache, step.tables, k_b.shape[1]), target_of(k_b.device), 128
-  assert target is not None
+def with_rows(target:Target, step:Step, kv:Tensor, norm:Norm, cache:Tensor, rope:Rope) -> Tensor:
+  """The cache with the rows of a prompt's tokens written: a launch, a block a token"""
+  pages, threads = Pages.of(cache, step.tables, norm.weight.shape[0]), 128
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, thread = UOp.special(step.tokens, "gidx0"), UOp.special(threads, "lidx0")
     return cache_row(CacheRow(target, pages, norm.eps, threads, slot=0), buffers, token, thread, token * 0)
   ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, "tables": step.tables}
-  cache = launch(f"cache_rows_{step.tokens}_{pages.dim}", {"cache": cache}, ins, body)[0]
+  return launch(f"cache_rows_{step.tokens}_{pages.dim}", {"cache": cache}, ins, body)[0]
+
+@latent_attention.form("prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
+                       (target := prefill_target(step, k_b, k_b.shape[2])) and mla_prefill.takes(target, RowFormat.of(cache, k_b.shape[1])))
+def latent_attention_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
+  """Three launches: the cache's rows; queries; attention; and where rows have 8 bits one that expands them. float32 or half q -> half (T, H, L)"""
+  (H, L, _), target = k_b.shape, target_of(k_b.device)
+  assert target is not None
+  cache = with_rows(target, step, kv, norm, cache, rope)
   q_latent = matmul(target, as_half(q).reshape(-1, H, q.shape[1] // H), k_b, dtype=dtypes.half)
   rows, of_rows = expanded(step, cache, L)
   shares_rows = mla_prefill_heads.takes(target, RowFormat.of(rows, L), step.tokens, H)
   form = mla_prefill_heads.mla_prefill_heads if shares_rows else mla_prefill.mla_prefill
   return form(target, q_latent, q, rows, of_rows, scale), cache
+
+def unabsorbed_target(step:Step, weights:LatentWeights, cache:Tensor) -> Target|None:
+  """The target that attends to keys and values of every head's own in such a step"""
+  (_, latent, nope), v_b = weights.k_b.shape, weights.v_b
+  target = prefill_target(step, weights.k_b, nope, latent, weights.output.shape[1])
+  rotated = RowFormat.of(cache, latent).rotated
+  return target if target is not None and mla_unabsorbed.takes(target, step.tokens, weights.k_b, v_b, rotated) else None
+
+@attention.form("prefill", takes=lambda step, residual, q, kv, weights, cache, rope: unabsorbed_target(step, weights, cache))
+def attention_prefill(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+  """Six launches: the cache's rows; k_b and v_b as halves; keys and values of all heads; attention; output + residual; and where rows have 8 bits one
+  that expands them"""
+  target = target_of(weights.k_b.device)
+  assert target is not None
+  cache = with_rows(target, step, kv, weights.norm, cache, rope)
+  rows, of_rows = expanded(step, cache, weights.k_b.shape[1])
+  heads = mla_unabsorbed.unabsorbed(target, as_half(q), rows, weights.k_b, weights.v_b, of_rows, weights.scale)
+  return matmul(target, heads, weights.output, residual), cache
+
+def bytes_of_heads(tokens:int, k_b:Weight, v_b:Weight, rotated:int, positions:int) -> int:
+  """Of keys and values of all heads, of so many positions, which a chunk of so many tokens attends to; 0 where it does so absorbed"""
+  target = target_of(k_b.device)
+  return 0 if target is None or not mla_unabsorbed.takes(target, tokens, k_b, v_b, rotated) else head_rows.nbytes(k_b, v_b, positions)

@@ -1,0 +1,257 @@
+"""Attention of many tokens over keys and values of their own for every head, by tensor cores: what long chunks of a prompt take.
+
+  heads = softmax(query · keys · scale) · values        # a position's keys and values of all heads: nn/head_rows.py
+
+A score and a weighted value are nope + R + v products here, and 2·L + R absorbed (nn/mla_prefill_heads.py): 512 and 1088 of GLM-4.7-Flash, 320 and
+1088 of DeepSeek's. To make a position's keys and values takes L·(nope + v) more, which all tokens of a chunk share.
+
+A block takes 128 tokens of a head, a warp 16 of them: their scores, weights and sums stay in its registers. It goes along the positions 64 at a time:
+their values are copied to shared memory beside the products with the keys, the next keys beside those with the values.
+"""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Callable, NamedTuple
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import AddrSpace
+from tinygrad.nn import head_rows
+from tinygrad.nn.intrinsics import MMA_CUDA, Target, copied, copy, exp2, group_reduce, half_pair
+from tinygrad.nn.kernel import LOG2_E, UNIT, Weight, empty, gated, launch, local, total
+from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages
+from tinygrad.nn.matmul import Scaled
+from tinygrad.nn.matrices import MatrixThread
+from tinygrad.nn.mla_prefill import block_of_tokens
+from tinygrad.nn.step import Step
+from tinygrad.uop.ops import Ops
+
+WARP_TOKENS = 16
+SHAPES = (128, 64), (64, 64), (64, 32)   # of a block: tokens, and positions of a step
+PIECE = 8                                # halves that are copied at once, 16 bytes
+QUAD = 4                                 # lanes that share a row of a product
+MOST_VALUES = 256                        # numbers of a head's value, by the registers of a warp's sums
+
+@dataclass(frozen=True)
+class HeadShape:
+  """What the code of the attention depends on"""
+  target: Target
+  pages: Pages
+  tokens: int      # T
+  heads: int       # H
+  nope: int        # numbers of a head's key without position; R with one follow
+  value: int       # … of its value
+  scale: float     # of the scores
+  own_tokens: int  # of a block
+  positions: int   # of a step
+  @property
+  def made(self) -> int:
+    """Numbers of a position, of all heads, see head_rows"""
+    return self.heads * (self.nope + self.value)
+  @property
+  def key(self) -> int: return self.nope + self.pages.format.rotated
+
+def block_shape(target:Target, key:int, value:int) -> tuple[int, int]|None:
+  """Tokens of a block, and positions of a step, so that shared memory holds queries, keys and values. None: it does not"""
+  def held(tokens:int, positions:int) -> int: return 2 * (pitch(key) * (tokens + positions) + pitch(value) * positions)
+  return next((shape for shape in SHAPES if held(*shape) <= target.most_shared_bytes), None)
+
+def pitch(width:int) -> int:
+  """Halves from a row to the next one in shared memory, so that the rows of a matrix begin in other banks"""
+  return width + PIECE
+
+def pays(tokens:int, latent:int, rotated:int, nope:int, value:int) -> bool:
+  """Whether so many tokens of a chunk multiply less than absorbed, however many positions there are"""
+  return latent * (nope + value) <= tokens * (2 * latent - nope - value)
+
+def takes(target:Target, tokens:int, k_b:Weight, v_b:Weight, rotated:int) -> bool:
+  """Whether it pays, rows are whole products and shared memory suffices"""
+  (_, latent, nope), value = k_b.shape, v_b.shape[1]
+  whole = nope % UNIT == 0 and rotated % 16 == 0 and value % 16 == 0 and latent % UNIT == 0 and value <= MOST_VALUES
+  return target.mma is MMA_CUDA and head_rows.takes(target, k_b) and whole and pays(tokens, latent, rotated, nope, value) and block_shape(target, nope + rotated, value) is not None
+
+# ---- attention ----
+
+def unabsorbed(target:Target, q:Tensor, rows:Tensor, k_b:Weight, v_b:Weight, step:Step, scale:float) -> Scaled:
+  """q: half (T, H·(nope+R)), each head's last R numbers rotated; rows: half (C, L+R), the cache with the step's tokens written; k_b: (H, L, nope);
+  v_b: (H, v, L) -> (T, H·v), softmax(q·key·scale)·value, a token attending to the positions up to its own"""
+  (H, L, nope), value = k_b.shape, v_b.shape[1]
+  pages = Pages.of(rows, step.tables, L)
+  fitting = block_shape(target, nope + pages.format.rotated, value)
+  assert fitting is not None
+  made = head_rows.head_rows(target, step, rows, k_b, v_b)
+  shape = HeadShape(target, pages, step.tokens, H, nope, value, scale, *fitting)
+  def body(buffers:dict[str, UOp]) -> list[UOp]: return unabsorbed_kernel(shape, buffers)
+  ins = {"q": q, "made": made, "rows": rows, "start": step.start, "tables": step.tables}
+  name = f"unabsorbed_{step.tokens}_{H}_{nope}_{pages.format.rotated}_{value}"
+  return Scaled(launch(name, {"heads": empty(q, step.tokens, H * value, dtype=dtypes.half)}, ins, body, made.nbytes())[0])
+
+def unabsorbed_kernel(shape:HeadShape, buffers:dict[str, UOp]) -> list[UOp]:
+  """A block's stores.
+    queries -> shared memory; the first 64 keys begin their way there
+    row_max, weight_sum, sums = MASKED_SCORE, 0, 0
+    for each 64 positions up to the block's last token:
+      wait for their keys; barrier; their values begin their way
+      scores = queries · keys; MASKED_SCORE behind a token's own position
+      rescale, row_max = 2^(row_max - max(row_max, scores)), max(row_max, scores)      # in base 2, of scale · scores
+      weights = 2^(scores - row_max); weight_sum = weight_sum · rescale + Σ weights
+      wait for the values; barrier; the next keys begin their way
+      sums = sums · rescale + weights · values
+    heads = sums / weight_sum"""
+  thread = HeadThread(shape, buffers)
+  first = thread.copy_keys(thread.keys, UOp.const(0), thread.first_page, thread.copy_queries())
+  state, sums = thread.initial_state(), thread.initial_sums()
+  step = UOp.range(thread.last_position() // shape.positions + 1, 0)
+  have_keys = thread.wait(step, step, first)
+  begun = thread.copy_values(thread.values.after(have_keys), step)
+  scores, multiplied = thread.scores(thread.queries.after(have_keys, begun), thread.keys.after(have_keys, begun), step)
+  page = thread.ahead.read(step)
+  following = thread.page_of(step + 2)
+  softmax = thread.softmax(state.after(step), scores, step)
+  have_values = thread.wait(step, step + 1, multiplied, following)
+  begun = thread.copy_keys(thread.keys.after(have_values), step + 1, page)
+  updated = thread.update_sums(sums.after(step), softmax, thread.values.after(have_values, begun))
+  done = UOp.group(updated, thread.ahead.update(step, page, following), *softmax.stores).end(step)
+  return thread.store_heads(sums.after(done), state.after(done))
+
+class HeadSoftmax(NamedTuple):
+  """A step's: the words of weights that tensor cores take, by 16 positions; what the sums of the lane's two rows are multiplied with; the state's stores"""
+  words: list[list[UOp]]
+  rescales: list[UOp]
+  stores: list[UOp]
+
+class HeadThread(MatrixThread):
+  """A thread of the attention. A lane has of two rows of its warp's 16, tokens, two of each eight positions or numbers."""
+  def __init__(self, shape:HeadShape, buffers:dict[str, UOp]):
+    self.threads = shape.own_tokens // WARP_TOKENS * 32
+    super().__init__(shape.target, self.threads)
+    self.shape, self.buffers = shape, buffers
+    self.head, self.block = UOp.special(shape.heads, "gidx0"), block_of_tokens(shape.tokens, shape.own_tokens)
+    self.first_row = self.warp * WARP_TOKENS
+    self.first_position = shape.pages.position(buffers)
+    self.queries = local(shape.own_tokens * pitch(shape.key), dtypes.half, 0)
+    self.keys = local(shape.positions * pitch(shape.key), dtypes.half, 1)
+    self.values = local(shape.positions * pitch(shape.value), dtypes.half, 2)
+    self.first_page = self.page_of(UOp.const(0))
+    self.ahead = PageAhead(self.page_of(UOp.const(1)), slot=0)
+
+  # ---- where things are ----
+
+  def token(self, row:UOp) -> UOp:
+    """Of a row of the block; the last token, where there is none"""
+    return (self.block * self.shape.own_tokens + row).minimum(self.shape.tokens - 1)
+  def own_row(self, half:int) -> UOp:
+    """Of the lane's two"""
+    return self.first_row + self.lane // QUAD + half * 8
+  def last_position(self) -> UOp:
+    """Of the block's tokens"""
+    return self.first_position + self.token(UOp.const(self.shape.own_tokens - 1))
+  def page_of(self, step:UOp) -> UOp: return self.shape.pages.page(self.buffers, step * self.shape.positions)
+
+  # ---- copies ----
+
+  def copy_rows(self, shared:UOp, source:UOp, first:UOp, row_pitch:int, rows:int, width:int, to:int, shared_pitch:int, slot:int,
+                of_row:Callable[[UOp], UOp]=lambda row: row) -> UOp:
+    """The store behind the beginning of the copies of so many rows, `width` numbers each, from the index `first` on. to: where in a row of shared
+    memory; of_row: the number of a row at the source"""
+    zeros, pieces = self.registers(slot), rows * width // PIECE
+    for start in range(0, pieces, self.threads):
+      piece = self.thread + start
+      inside = None if start + self.threads <= pieces else piece < pieces
+      row, number = piece // (width // PIECE), piece % (width // PIECE) * PIECE
+      at = first + of_row(row) * row_pitch + number
+      if inside is not None: at = inside.where(at, first)
+      begun = zeros[4].store(copy(self.target, shared[row * shared_pitch + to + number], source[at], inside))
+      zeros = zeros.after(begun)
+    return begun
+
+  def copy_queries(self) -> UOp:
+    shape = self.shape
+    return self.copy_rows(self.queries, self.buffers["q"], self.head * shape.key, shape.heads * shape.key, shape.own_tokens, shape.key, 0,
+                          pitch(shape.key), 1, self.token)
+  def copy_keys(self, keys:UOp, step:UOp, page:UOp, *before:UOp) -> UOp:
+    """Of a step's positions; of the last ones that there are, behind them"""
+    shape, pages = self.shape, self.shape.pages
+    position = (step * shape.positions).minimum(pages.capacity - shape.positions)
+    begun = self.copy_rows(keys.after(*before) if before else keys, self.buffers["made"], position * shape.made + self.head * shape.nope,
+                           shape.made, shape.positions, shape.nope, 0, pitch(shape.key), 6)
+    return self.copy_rows(keys.after(begun), self.buffers["rows"], pages.row(page, position) + pages.format.latent, pages.dim, shape.positions,
+                          pages.format.rotated, shape.nope, pitch(shape.key), 6)
+  def copy_values(self, values:UOp, step:UOp) -> UOp:
+    shape = self.shape
+    first = step * shape.positions * shape.made + shape.heads * shape.nope + self.head * shape.value
+    return self.copy_rows(values, self.buffers["made"], first, shape.made, shape.positions, shape.value, 0, pitch(shape.value), 7)
+  def wait(self, step:UOp, at:UOp, *before:UOp) -> UOp:
+    """The barrier behind which all have what was copied, and `before` is done. at: a number that no other wait of the step has"""
+    zeros = self.registers(8, step, *before)
+    return UOp(Ops.BARRIER, src=(zeros[4].store(copied(self.target, at.cast(dtypes.int))),))
+
+  # ---- registers ----
+
+  def initial_state(self) -> UOp:
+    """row_max, then weight_sum, of the lane's two rows. weight_sum is of the lane's positions"""
+    state = UOp.placeholder((4,), dtypes.float, slot=2, addrspace=AddrSpace.REG)
+    return state.after(UOp.group(*[state[i].store(MASKED_SCORE if i < 2 else 0.0) for i in range(4)]))
+  def initial_sums(self) -> UOp:
+    """By eight numbers of the value, and one behind them that takes the zeros that are stored behind statements"""
+    count = self.shape.value // 8 * 4
+    sums = UOp.placeholder((count + 1,), dtypes.float, slot=3, addrspace=AddrSpace.REG)
+    return sums.after(UOp.group(*[sums[i].store(0.0) for i in range(count)]))
+
+  # ---- a step ----
+
+  def scores(self, queries:UOp, keys:UOp, step:UOp) -> tuple[UOp, UOp]:
+    """(registers of the lane's elements of c by eight positions; the store behind them)"""
+    shape, count = self.shape, self.shape.positions // 8 * 4
+    scores = UOp.placeholder((count + 1,), dtypes.float, slot=5, addrspace=AddrSpace.REG).after(step)
+    done = UOp.group(*[scores[i].store(0.0) for i in range(count)])
+    for number in range(0, shape.key, 16):
+      query = self.words(queries, self.a_place(self.first_row, number, pitch(shape.key)), self.registers(9, done))
+      for position in range(0, shape.positions, 16):
+        key = self.words(keys, self.b_place(position, number, pitch(shape.key)), self.registers(10, done))
+        done = self.accumulate(scores, position // 8 * 4, query, key, done)
+    return scores.after(done), done
+
+  def softmax(self, state:UOp, scores:UOp, step:UOp) -> HeadSoftmax:
+    shape, tiles, factor = self.shape, self.shape.positions // 8, self.shape.scale * LOG2_E
+    weights:dict[tuple[int, int, int], UOp] = {}
+    rescales, stores = [], []
+    for half in range(2):
+      last, found = self.first_position + self.token(self.own_row(half)) - step * shape.positions, {}
+      for tile in range(tiles):
+        for i in range(2):
+          position = tile * 8 + self.lane % QUAD * 2 + i
+          found[tile, i] = (position <= last).where(scores[tile * 4 + half * 2 + i].load(), MASKED_SCORE)
+      old, weight_sum = state[half].load(), state[2 + half]
+      row_max = old.maximum(group_reduce(self.target, total([*found.values()], UOp.maximum), QUAD, UOp.maximum))
+      rescale, shift = exp2(self.target, (old - row_max) * factor), row_max * factor
+      own = {place: exp2(self.target, score * factor - shift) for place, score in found.items()}
+      weights |= {(tile, half, i): weight for (tile, i), weight in own.items()}
+      rescales.append(rescale)
+      stores += [state[half].store(row_max), weight_sum.store(weight_sum.load() * rescale + total([*own.values()], UOp.add))]
+    words = [[half_pair(self.target, weights[tile + right, half, 0], weights[tile + right, half, 1]) for right in range(2) for half in range(2)]
+             for tile in range(0, tiles, 2)]
+    return HeadSoftmax(words, rescales, stores)
+
+  def update_sums(self, sums:UOp, softmax:HeadSoftmax, values:UOp) -> UOp:
+    """The store behind the update of the lane's weighted sums"""
+    shape, count = self.shape, self.shape.value // 8 * 4
+    done = UOp.group(*[sums[i].store(sums[i].load() * softmax.rescales[i // 2 % 2]) for i in range(count)])
+    for depth, words in enumerate(softmax.words):
+      for number in range(0, shape.value, 16):
+        # positions are the inner numbers here: the first two matrices are those of a product
+        of_values = self.words(values, self.a_place(depth * 16, number, pitch(shape.value)), self.registers(11, done), transposed=True)
+        done = self.accumulate(sums, number // 8 * 4, words, of_values, done)
+    return done
+
+  # ---- behind the loop ----
+
+  def store_heads(self, sums:UOp, state:UOp) -> list[UOp]:
+    shape, stores = self.shape, []
+    for half in range(2):
+      inverse = 1.0 / group_reduce(self.target, state[2 + half].load(), QUAD, UOp.add)
+      token = self.block * shape.own_tokens + self.own_row(half)
+      exists = None if shape.tokens % shape.own_tokens == 0 else token < shape.tokens
+      for number in range(0, shape.value, 8):
+        for i in range(2):
+          index = (token * shape.heads + self.head) * shape.value + number + self.lane % QUAD * 2 + i
+          value = sums[number // 8 * 4 + half * 2 + i].load() * inverse
+          stores.append(self.buffers["heads"][gated(index, exists)].store(value.cast(dtypes.half)))
+    return stores
