@@ -13,7 +13,6 @@ static inline half hsqrt(half x) { return (half)sqrt((float)x); }
 static inline half hrcp(half x) { return (half)(1.0f / (float)x); }
 static inline half htrunc(half x) { return (half)trunc((float)x); }
 static inline half2 __hfma2(half2 a, half2 b, half2 c) { return {(half)((float)a.x * (float)b.x + (float)c.x), (half)((float)a.y * (float)b.y + (float)c.y)}; }
-static inline half2 __floats2half2_rn(float x, float y) { return {(half)x, (half)y}; }
 // mock_mma on words of two halves
 template <int K, class... W> static inline void mock_mma_words(float& c0, float& c1, float& c2, float& c3, W... words) {
   struct Halves { half x, y; };

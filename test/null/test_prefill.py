@@ -279,13 +279,20 @@ def test_head_rows(arch: str, n: int, H: int, L: int, R: int, nope: int, v: int,
     want = np.concatenate([np.einsum("cl,hln->chn", rows, k).reshape(end, -1), np.einsum("cl,hvl->chv", rows, values).reshape(end, -1) / 64], 1)
     assert nmse(got[:, :H * nope], want[:, :H * nope]) < HALF and nmse(got[:, H * nope:], want[:, H * nope:]) < HALF
 
-# … a step at the cache's start; tokens that are no whole block; the shapes of GLM-4.7-Flash and of DeepSeek; a page's middle
-@pytest.mark.parametrize("n,H,L,R,nope,v,pos,C,arch", [
-  (32, 2, 128, 64, 64, 64, 0, 96, "sm_90"), (150, 3, 128, 32, 64, 48, 47, 256, "sm_90"), (130, 2, 512, 64, 192, 256, 70, 256, "sm_90"),
-  (33, 2, 512, 64, 192, 256, 60, 128, "sm_89"), (70, 2, 512, 64, 128, 128, 129, 256, "sm_80")])
-def test_unabsorbed(n: int, H: int, L: int, R: int, nope: int, v: int, pos: int, C: int, arch: str):
-  with on_cuda(arch):
-    check_unabsorbed(n, H, L, R, nope, v, pos, C)
+# … a step at the cache's start; tokens that are no whole block; the shapes of GLM-4.7-Flash and of DeepSeek; a page's middle. Blocks have all of their
+# positions (1), some have parts (4), all have (132)
+SMALL_HEADS = (32, 2, 128, 64, 64, 64, 0, 96), (150, 3, 128, 32, 64, 48, 47, 256)
+@pytest.mark.parametrize("multiprocessors,arch,sizes", [
+  *[(count, "sm_90", sizes) for sizes in SMALL_HEADS for count in (1, 4, 132)], (132, "sm_90", (130, 2, 512, 64, 192, 256, 70, 256)),
+  (132, "sm_89", (33, 2, 512, 64, 192, 256, 60, 128)), (1, "sm_80", (70, 2, 512, 64, 128, 128, 129, 256))])
+def test_unabsorbed(multiprocessors: int, arch: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+  monkeypatch.setattr(mla_unabsorbed, "MULTIPROCESSORS", multiprocessors)
+  with on_cuda(arch): check_unabsorbed(*sizes)
+
+@pytest.mark.parametrize("jobs,want", [(320, (264, 56, 2)), (256, (256, 0, 1)), (64, (0, 64, 2)), (132, (132, 0, 1)), (8, (0, 8, 8))])
+def test_shares(jobs: int, want: tuple[int, int, int]):
+  shares = mla_unabsorbed.Shares.of(jobs)
+  assert (shares.whole, shares.rest, shares.parts) == want
 
 def check_unabsorbed(n: int, H: int, L: int, R: int, nope: int, v: int, pos: int, C: int) -> None:
   paged, (k_b, k, v_b, values), q, scale = Paged.of(pos, n, C, L + R), heads_of(H, L, nope, v), halves(n, H * (nope + R)), .002 / L ** .5

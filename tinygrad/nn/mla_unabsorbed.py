@@ -6,7 +6,8 @@ A score and a weighted value are nope + R + v products here, and 2·L + R absorb
 1088 of DeepSeek's. To make a position's keys and values takes L·(nope + v) more, which all tokens of a chunk share.
 
 A block takes 128 tokens of a head, a warp 16 of them: their scores, weights and sums stay in its registers. It goes along the positions 64 at a time:
-their values are copied to shared memory beside the products with the keys, the next keys beside those with the values.
+their values are copied to shared memory beside the products with the keys, the next keys beside those with the values. A multiprocessor has one block.
+Where the last blocks would leave most of them idle, these are shared out by positions (Shares), and another launch combines their sums.
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -15,19 +16,36 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn import head_rows
 from tinygrad.nn.intrinsics import MMA_CUDA, Target, copied, copy, exp2, group_reduce, half_pair
-from tinygrad.nn.kernel import LOG2_E, UNIT, Weight, empty, gated, launch, local, total
+from tinygrad.nn.kernel import LOG2_E, MULTIPROCESSORS, UNIT, Weight, empty, gated, launch, local, total
 from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages
 from tinygrad.nn.matmul import Scaled
 from tinygrad.nn.matrices import MatrixThread
-from tinygrad.nn.mla_prefill import block_of_tokens
 from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
 
 WARP_TOKENS = 16
+LEAST_MAX = MASKED_SCORE / 2 ** 16       # of a row: what is masked weighs nothing beside it, where a part has nothing else, too
+MOST_PARTS = 8                           # of a block's positions
+COMBINED = 4                             # numbers of a thread that combines parts
 SHAPES = (128, 64), (64, 64), (64, 32)   # of a block: tokens, and positions of a step
 PIECE = 8                                # halves that are copied at once, 16 bytes
 QUAD = 4                                 # lanes that share a row of a product
 MOST_VALUES = 256                        # numbers of a head's value, by the registers of a warp's sums
+
+@dataclass(frozen=True)
+class Shares:
+  """What blocks have: so many `whole` jobs, a head's tokens each; the positions of each of the `rest` are shared by so many `parts`, blocks of their own"""
+  whole: int
+  rest: int
+  parts: int
+  @staticmethod
+  def of(jobs:int) -> Shares:
+    """The blocks of a large GPU, one a multiprocessor, in rounds of the same length: those of the last one, where it has room for parts of them"""
+    rest = jobs % MULTIPROCESSORS
+    parts = min(MULTIPROCESSORS // rest, MOST_PARTS) if rest else 1
+    return Shares(jobs, 0, 1) if parts == 1 else Shares(jobs - rest, rest, parts)
+  @property
+  def blocks(self) -> int: return self.whole + self.rest * self.parts
 
 @dataclass(frozen=True)
 class HeadShape:
@@ -45,6 +63,8 @@ class HeadShape:
   def made(self) -> int:
     """Numbers of a position, of all heads, see head_rows"""
     return self.heads * (self.nope + self.value)
+  @property
+  def shares(self) -> Shares: return Shares.of(self.heads * -(-self.tokens // self.own_tokens))
   @property
   def key(self) -> int: return self.nope + self.pages.format.rotated
 
@@ -79,14 +99,48 @@ def unabsorbed(target:Target, q:Tensor, rows:Tensor, k_b:Weight, v_b:Weight, ste
   made = head_rows.head_rows(target, step, rows, k_b, v_b)
   shape = HeadShape(target, pages, step.tokens, H, nope, value, scale, *fitting)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return unabsorbed_kernel(shape, buffers)
+  shares, heads = shape.shares, empty(q, step.tokens, H * value, dtype=dtypes.half)
+  outs = {"heads": heads} if shares.whole else {}   # no kernel has a buffer that it leaves alone
+  if shares.rest:
+    rows_of_parts = shares.rest * shares.parts * shape.own_tokens
+    outs |= {"sums": empty(q, rows_of_parts, value), "stats": empty(q, rows_of_parts, 2)}
   ins = {"q": q, "made": made, "rows": rows, "start": step.start, "tables": step.tables}
   name = f"unabsorbed_{step.tokens}_{H}_{nope}_{pages.format.rotated}_{value}"
-  return Scaled(launch(name, {"heads": empty(q, step.tokens, H * value, dtype=dtypes.half)}, ins, body, made.nbytes())[0])
+  written = dict(zip(outs, launch(name, outs, ins, body, made.nbytes())))
+  heads = written.pop("heads", heads)
+  return Scaled(combined(shape, heads, **written) if shares.rest else heads)
+
+def combined(shape:HeadShape, heads:Tensor, sums:Tensor, stats:Tensor) -> Tensor:
+  """The heads, with those that several blocks shared. sums: float32 (rest · parts · own tokens, v), of a part's positions; stats: float32 (…, 2), the row's
+  maximum and the sum of its weights"""
+  shares, own, value = shape.shares, shape.own_tokens, shape.value
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    job, row, thread = UOp.special(shares.rest, "gidx1"), UOp.special(own, "gidx0"), UOp.special(-(-value // COMBINED), "lidx0")
+    rows = [(job * shares.parts + part) * own + row for part in range(shares.parts)]
+    maxima, weight_sums = ([buffers["stats"][row * 2 + i].load() for row in rows] for i in range(2))
+    row_max = total(maxima, UOp.maximum)
+    shifts = [((of_part - row_max) * (shape.scale * LOG2_E)).exp2() for of_part in maxima]
+    inverse = 1.0 / total([shift * weight_sum for shift, weight_sum in zip(shifts, weight_sums)], UOp.add)
+    head, block = job_of(shape, shares.whole + job)
+    token, stores = block * own + row, []
+    for i in range(COMBINED):
+      number = thread * COMBINED + i
+      of_parts = [buffers["sums"][row * value + number].load() * shift for row, shift in zip(rows, shifts)]
+      place = gated((token * shape.heads + head) * value + number, None if shape.tokens % own == 0 else token < shape.tokens)
+      stores.append(buffers["heads"][place].store((total(of_parts, UOp.add) * inverse).cast(dtypes.half)))
+    return stores
+  name = f"combined_{shape.tokens}_{shape.heads}_{value}_{shares.rest}_{shares.parts}"
+  return launch(name, {"heads": heads}, {"sums": sums, "stats": stats}, body, sums.nbytes())[0]
+
+def job_of(shape:HeadShape, number:UOp) -> tuple[UOp, UOp]:
+  """(head, block of tokens) of a job: those that read the most positions come first"""
+  count = -(-shape.tokens // shape.own_tokens)
+  return number % shape.heads, count - 1 - number // shape.heads
 
 def unabsorbed_kernel(shape:HeadShape, buffers:dict[str, UOp]) -> list[UOp]:
   """A block's stores.
     queries -> shared memory; the first 64 keys begin their way there
-    row_max, weight_sum, sums = MASKED_SCORE, 0, 0
+    row_max, weight_sum, sums = LEAST_MAX, 0, 0
     for each 64 positions up to the block's last token:
       wait for their keys; barrier; their values begin their way
       scores = queries · keys; MASKED_SCORE behind a token's own position
@@ -94,22 +148,23 @@ def unabsorbed_kernel(shape:HeadShape, buffers:dict[str, UOp]) -> list[UOp]:
       weights = 2^(scores - row_max); weight_sum = weight_sum · rescale + Σ weights
       wait for the values; barrier; the next keys begin their way
       sums = sums · rescale + weights · values
-    heads = sums / weight_sum"""
+    heads = sums / weight_sum, or sums, row_max and weight_sum of a part"""
   thread = HeadThread(shape, buffers)
-  first = thread.copy_keys(thread.keys, UOp.const(0), thread.first_page, thread.copy_queries())
+  first = thread.copy_keys(thread.keys, thread.first_step, thread.first_page, thread.copy_queries())
   state, sums = thread.initial_state(), thread.initial_sums()
-  step = UOp.range(thread.last_position() // shape.positions + 1, 0)
-  have_keys = thread.wait(step, step, first)
+  turn = UOp.range(thread.last_step - thread.first_step, 0)
+  step = thread.first_step + turn
+  have_keys = thread.wait(turn, step, first)
   begun = thread.copy_values(thread.values.after(have_keys), step)
-  scores, multiplied = thread.scores(thread.queries.after(have_keys, begun), thread.keys.after(have_keys, begun), step)
-  page = thread.ahead.read(step)
+  scores, multiplied = thread.scores(thread.queries.after(have_keys, begun), thread.keys.after(have_keys, begun), turn)
+  page = thread.ahead.read(turn)
   following = thread.page_of(step + 2)
-  softmax = thread.softmax(state.after(step), scores, step)
-  have_values = thread.wait(step, step + 1, multiplied, following)
+  softmax = thread.softmax(state.after(turn), scores, step)
+  have_values = thread.wait(turn, step + 1, multiplied, following)
   begun = thread.copy_keys(thread.keys.after(have_values), step + 1, page)
-  updated = thread.update_sums(sums.after(step), softmax, thread.values.after(have_values, begun))
-  done = UOp.group(updated, thread.ahead.update(step, page, following), *softmax.stores).end(step)
-  return thread.store_heads(sums.after(done), state.after(done))
+  updated = thread.update_sums(sums.after(turn), softmax, thread.values.after(have_values, begun))
+  done = UOp.group(updated, thread.ahead.update(turn, page, following), *softmax.stores).end(turn)
+  return thread.store(sums.after(done), state.after(done))
 
 class HeadSoftmax(NamedTuple):
   """A step's: the words of weights that tensor cores take, by 16 positions; what the sums of the lane's two rows are multiplied with; the state's stores"""
@@ -123,14 +178,22 @@ class HeadThread(MatrixThread):
     self.threads = shape.own_tokens // WARP_TOKENS * 32
     super().__init__(shape.target, self.threads)
     self.shape, self.buffers = shape, buffers
-    self.head, self.block = UOp.special(shape.heads, "gidx0"), block_of_tokens(shape.tokens, shape.own_tokens)
+    shares, number = shape.shares, UOp.special(shape.shares.blocks, "gidx0")
+    self.part_number = (number - shares.whole).maximum(0)   # of those that are parts
+    self.is_part = number >= shares.whole
+    self.head, self.block = job_of(shape, number.minimum(shares.whole) + self.part_number // shares.parts if shares.rest else number)
     self.first_row = self.warp * WARP_TOKENS
     self.first_position = shape.pages.position(buffers)
     self.queries = local(shape.own_tokens * pitch(shape.key), dtypes.half, 0)
     self.keys = local(shape.positions * pitch(shape.key), dtypes.half, 1)
     self.values = local(shape.positions * pitch(shape.value), dtypes.half, 2)
-    self.first_page = self.page_of(UOp.const(0))
-    self.ahead = PageAhead(self.page_of(UOp.const(1)), slot=0)
+    steps = self.last_position() // shape.positions + 1
+    self.first_step, self.last_step = UOp.const(0), steps
+    if shares.rest:
+      part = self.part_number % shares.parts
+      self.first_step, self.last_step = (self.is_part.where(steps * end // shares.parts, whole) for end, whole in ((part, 0), (part + 1, steps)))
+    self.first_page = self.page_of(self.first_step)
+    self.ahead = PageAhead(self.page_of(self.first_step + 1), slot=0)
 
   # ---- where things are ----
 
@@ -178,9 +241,9 @@ class HeadThread(MatrixThread):
     shape = self.shape
     first = step * shape.positions * shape.made + shape.heads * shape.nope + self.head * shape.value
     return self.copy_rows(values, self.buffers["made"], first, shape.made, shape.positions, shape.value, 0, pitch(shape.value), 7)
-  def wait(self, step:UOp, at:UOp, *before:UOp) -> UOp:
-    """The barrier behind which all have what was copied, and `before` is done. at: a number that no other wait of the step has"""
-    zeros = self.registers(8, step, *before)
+  def wait(self, turn:UOp, at:UOp, *before:UOp) -> UOp:
+    """The barrier behind which all have what was copied, and `before` is done. at: a number that no other wait of the turn has"""
+    zeros = self.registers(8, turn, *before)
     return UOp(Ops.BARRIER, src=(zeros[4].store(copied(self.target, at.cast(dtypes.int))),))
 
   # ---- registers ----
@@ -188,7 +251,7 @@ class HeadThread(MatrixThread):
   def initial_state(self) -> UOp:
     """row_max, then weight_sum, of the lane's two rows. weight_sum is of the lane's positions"""
     state = UOp.placeholder((4,), dtypes.float, slot=2, addrspace=AddrSpace.REG)
-    return state.after(UOp.group(*[state[i].store(MASKED_SCORE if i < 2 else 0.0) for i in range(4)]))
+    return state.after(UOp.group(*[state[i].store(LEAST_MAX if i < 2 else 0.0) for i in range(4)]))
   def initial_sums(self) -> UOp:
     """By eight numbers of the value, and one behind them that takes the zeros that are stored behind statements"""
     count = self.shape.value // 8 * 4
@@ -197,10 +260,10 @@ class HeadThread(MatrixThread):
 
   # ---- a step ----
 
-  def scores(self, queries:UOp, keys:UOp, step:UOp) -> tuple[UOp, UOp]:
+  def scores(self, queries:UOp, keys:UOp, turn:UOp) -> tuple[UOp, UOp]:
     """(registers of the lane's elements of c by eight positions; the store behind them)"""
     shape, count = self.shape, self.shape.positions // 8 * 4
-    scores = UOp.placeholder((count + 1,), dtypes.float, slot=5, addrspace=AddrSpace.REG).after(step)
+    scores = UOp.placeholder((count + 1,), dtypes.float, slot=5, addrspace=AddrSpace.REG).after(turn)
     done = UOp.group(*[scores[i].store(0.0) for i in range(count)])
     for number in range(0, shape.key, 16):
       query = self.words(queries, self.a_place(self.first_row, number, pitch(shape.key)), self.registers(9, done))
@@ -243,7 +306,25 @@ class HeadThread(MatrixThread):
 
   # ---- behind the loop ----
 
-  def store_heads(self, sums:UOp, state:UOp) -> list[UOp]:
+  def store(self, sums:UOp, state:UOp) -> list[UOp]:
+    """The stores of the heads, or of a part's sums and of its rows' state"""
+    shares = self.shape.shares
+    if not shares.rest: return self.store_heads(sums, state, None)
+    of_parts = self.store_part(sums, state, self.is_part)
+    return of_parts if not shares.whole else of_parts + self.store_heads(sums, state, ~self.is_part)
+  def store_part(self, sums:UOp, state:UOp, inside:UOp) -> list[UOp]:
+    shape, stores = self.shape, []
+    for half in range(2):
+      row = self.part_number * shape.own_tokens + self.own_row(half)
+      weight_sum = group_reduce(self.target, state[2 + half].load(), QUAD, UOp.add)
+      is_first = inside & (self.lane % QUAD).eq(0)
+      stores += [self.buffers["stats"][(row * 2 + i).valid(is_first)].store(value) for i, value in enumerate((state[half].load(), weight_sum))]
+      for number in range(0, shape.value, 8):
+        for i in range(2):
+          index = row * shape.value + number + self.lane % QUAD * 2 + i
+          stores.append(self.buffers["sums"][index.valid(inside)].store(sums[number // 8 * 4 + half * 2 + i].load()))
+    return stores
+  def store_heads(self, sums:UOp, state:UOp, inside:UOp|None) -> list[UOp]:
     shape, stores = self.shape, []
     for half in range(2):
       inverse = 1.0 / group_reduce(self.target, state[2 + half].load(), QUAD, UOp.add)
@@ -253,5 +334,5 @@ class HeadThread(MatrixThread):
         for i in range(2):
           index = (token * shape.heads + self.head) * shape.value + number + self.lane % QUAD * 2 + i
           value = sums[number // 8 * 4 + half * 2 + i].load() * inverse
-          stores.append(self.buffers["heads"][gated(index, exists)].store(value.cast(dtypes.half)))
+          stores.append(self.buffers["heads"][gated(index, exists, inside)].store(value.cast(dtypes.half)))
     return stores
