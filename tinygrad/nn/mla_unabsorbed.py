@@ -78,8 +78,9 @@ def pitch(width:int) -> int:
   return width + PIECE
 
 def pays(tokens:int, latent:int, rotated:int, nope:int, value:int) -> bool:
-  """Whether so many tokens of a chunk multiply less than absorbed, however many positions there are"""
-  return latent * (nope + value) <= tokens * (2 * latent - nope - value)
+  """Whether so many tokens of a chunk multiply less than absorbed, however many positions there are, if a product of what they share counts for one and a
+  half: it is stored and read"""
+  return 3 * latent * (nope + value) <= 2 * tokens * (2 * latent - nope - value)
 
 def takes(target:Target, tokens:int, k_b:Weight, v_b:Weight, rotated:int) -> bool:
   """Whether it pays, rows are whole products and shared memory suffices"""
