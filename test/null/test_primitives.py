@@ -96,8 +96,8 @@ def output(kind: T) -> Callable:
   def of(tokens: int) -> tuple:
     return step_of(tokens), floats(tokens, 3, 64), load(T.Q8_0, 3, 32, 64), load(kind, 50, 96), residual(tokens, 50, 3e4)
   return of
-def attention_of_a_block(tokens: int, coded: bool = False) -> tuple:
-  step, q, kv, k_b, norm_of_kv, cache, rope, _ = attention(3, 128, 32, 40, coded)(tokens)
+def attention_of_a_block(tokens: int, coded: bool = False, start: int = 40) -> tuple:
+  step, q, kv, k_b, norm_of_kv, cache, rope, _ = attention(3, 128, 32, start, coded)(tokens)
   scale = 1e-4   # what the queries' int8 costs is latent_attention's case
   weights = mla_attention.LatentWeights(norm_of_kv, k_b, load(T.Q8_0, 3, 32, 128), load(T.Q4_0, 50, 96), scale)
   return step, residual(tokens, 50, 8e3), q, kv, weights, cache, rope
@@ -220,6 +220,8 @@ CASES = [
   Case(mla_attention.latent_attention, "8 bits", attention(5, 128, 32, 40, True), cpu_() + gpus((), (17,)) + sequences(2)[:1]),
   *(Case(mla_attention.attention_plan, f"{blocks} blocks", plan(blocks, 16), gpus((Sequences(n),))) for blocks, n in ((2, 3), (200, 33), (130, 64))),
   Case(mla_attention.attention, "of a block", attention_of_a_block, INT8[:1]),
+  *(Case(mla_attention.attention, f"of a long chunk{', 8 bits' * coded}", lambda tokens, coded=coded: attention_of_a_block(tokens, coded, 3),
+         [("CUDA", "prefill", 120)]) for coded in (False, True)),
   Case(mla_attention.lora_attention, "of a block", attention_by_rank, [("HOPPER", "decode", 1)]),
   Case(norm_linear.side_by_side, "two norms and one", two_and_one, [("CUDA", "decode", 1), ("CUDA", "decode", 3), ("METAL", "decode", 2)]),
   Case(norm_linear.attention_output, "heads", output(T.Q4_0), INT8 + gpus((), (33,))),

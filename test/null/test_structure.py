@@ -67,8 +67,8 @@ LAYERS: dict[str, str] = {
   "launches": "nn/kernel nn/halves nn/matrices",
   "parts of several primitives": "nn/routing nn/latent_cache",
   "products of many tokens": "nn/tiles nn/*_walk nn/matmul",
-  "tool boxes and back ends": "nn/matvec nn/few_tokens nn/online_softmax nn/mla_prefill* nn/split_kv nn/split_plan nn/lora_query nn/cpu* "
-                              "nn/metal_mul_mat_id",
+  "tool boxes and back ends": "nn/matvec nn/few_tokens nn/online_softmax nn/mla_prefill* nn/mla_unabsorbed nn/head_rows nn/split_kv nn/split_plan "
+                              "nn/lora_query nn/cpu* nn/metal_mul_mat_id",
   "primitives": "nn/norm_linear nn/moe nn/mla_attention nn/embedding nn/noise nn/cutoff nn/nucleus nn/draw nn/drafts nn/likeliest nn/all_reduce",
   "files, recordings, the machine, its devices": "apps/gguf apps/capture apps/machine apps/shard",
   "weights and rotation": "apps/quantized apps/rope",

@@ -8,7 +8,7 @@ from typing import Any, Iterator
 import numpy as np, pytest
 from drafting import CONTEXT, PAGES
 from mockcuda import on_cuda
-from oracle import Judge
+from oracle import Judge, nmse
 from extra.mkgguf import write_model
 from helpers import SMALL
 from tinygrad import Device, Tensor, UOp, dtypes
@@ -353,7 +353,8 @@ def test_experts_come_for_a_prompt(cards: Cards, monkeypatch: pytest.MonkeyPatch
   assert not ffn.brings(Step(Phase.DECODE, 64, model.rope.table, model.rope.table)) and not cards.on(1).blk[1].ffn.can_bring
 
 def test_chunks_share_their_memory(cards: Cards):
-  """Where they have experts copied, whichever size comes first. Then the sizes make the same tokens' rows"""
+  """Where they have experts copied, whichever size comes first. Then the sizes make the same tokens' rows, but for the halves that a long chunk's
+  attention rounds elsewhere"""
   runner = Runner(cards.on(1, 1))
   assert runner.sizes == (32, 64, 128) and runner.model.brings and not cards.on(1).brings
   def used(size: int) -> set[UOp]:
@@ -365,7 +366,7 @@ def test_chunks_share_their_memory(cards: Cards):
     rows.append(runner.model.cache[1].numpy()[(1 + page) * PAGE:][:9])
     shared.append(dict(runner.scratch))
   assert shared[0] == shared[1] != {} and used(32) == used(128) == {*shared[0].values()}
-  assert np.array_equal(*rows) and rows[0].any()
+  assert nmse(*rows) < 1e-5 and rows[0].any()
 
 def test_two_cards(cards: Cards, monkeypatch: pytest.MonkeyPatch):
   """… say what one does, prompts and answers. A step is one graph, copies among its nodes"""

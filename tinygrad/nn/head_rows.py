@@ -1,7 +1,7 @@
 """Keys and values of all heads, of every position of a sequence, out of the cache's rows: what nn/mla_unabsorbed.py reads.
 
-A product of halves by tensor cores: the cache's rows, positions × L, with the weights k_b and v_b, which become halves first, k_b's transposed. A block
-makes tiles of positions × weights' rows one after another, as many as come to it, and copies what the next steps multiply beside the products.
+A product of halves by tensor cores: the cache's rows, positions × L, with the weights k_b and v_b, which become halves first, k_b's transposed. A
+block makes tiles of positions × weights' rows one after another, as many as come to it, and copies what the next steps multiply beside the products.
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -65,19 +65,20 @@ def as_halves(target:Target, weight:Weight, transposed:bool=False) -> Tensor:
     inside = None if out * units % THREADS == 0 else thread < out * units
     return [buffers["y"][gated(place(i), inside)].store(value.cast(dtypes.half)) for i, value in enumerate(weights)]
   shape = (heads * width, out) if transposed else (heads * out, width)
-  name = f"as_halves_{weight.label}{'_transposed' * transposed}"
-  return launch(name, {"y": Tensor.empty(*shape, dtype=dtypes.half, device=weight.device)}, weight.args("w"), body, weight.nbytes)[0]
+  outs = {"y": Tensor.empty(*shape, dtype=dtypes.half, device=weight.device)}
+  return launch(f"as_halves_{weight.label}{'_transposed' * transposed}", outs, weight.args("w"), body, weight.nbytes)[0]
 
 def head_rows(target:Target, step:Step, cache:Tensor, k_b:Weight, v_b:Weight) -> Tensor:
-  """cache: half (C, L+R), with the rows of a prompt's tokens written; k_b: (H, L, nope); v_b: (H, v, L) -> half (P · PAGE, H·nope + H·v), of each position
-  up to the step's last token, and the others of its page: k_b·row[:L] of all heads, then HALF_SCALE · v_b·row[:L]"""
+  """cache: half (C, L+R), with the rows of a prompt's tokens written; k_b: (H, L, nope); v_b: (H, v, L) -> half (P · PAGE, H·nope + H·v), of each
+  position up to the step's last token, and the others of its page: k_b·row[:L] of all heads, then HALF_SCALE · v_b·row[:L]"""
   (heads, latent, nope), shape = k_b.shape, block_shape(target)
   assert shape is not None
   made = RowsShape(target, Pages.of(cache, step.tables, latent), step.tokens, heads * nope, heads * v_b.shape[1], *shape)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return head_rows_kernel(made, buffers)
-  ins = {"cache": cache, "keys": as_halves(target, k_b, transposed=True), "values": as_halves(target, v_b), "start": step.start, "tables": step.tables}
+  weights = {"keys": as_halves(target, k_b, transposed=True), "values": as_halves(target, v_b)}
   outs = {"out": empty(cache, made.pages.capacity, made.rows, dtype=dtypes.half)}
-  return launch(f"head_rows_{step.tokens}_{latent}_{made.keys}_{made.values}", outs, ins, body, ins["keys"].nbytes() + ins["values"].nbytes())[0]
+  name, ins = f"head_rows_{step.tokens}_{latent}_{made.keys}_{made.values}", {"cache": cache, **weights, "start": step.start, "tables": step.tables}
+  return launch(name, outs, ins, body, sum(halves.nbytes() for halves in weights.values()))[0]
 
 def head_rows_kernel(shape:RowsShape, buffers:dict[str, UOp]) -> list[UOp]:
   """A block's stores.
@@ -159,7 +160,8 @@ class RowsThread(MatrixThread):
     """The store behind a step's products. A lane has of two of 16 positions two of eight rows' elements"""
     shape, done = self.shape, sums
     for number in range(0, DEPTH, 16):
-      of_rows = [self.words(weights, self.b_place(stage * shape.tile_rows + self.first_row + across * 16, number, PITCH), self.registers(6 + across, done))
+      first_row = stage * shape.tile_rows + self.first_row
+      of_rows = [self.words(weights, self.b_place(first_row + across * 16, number, PITCH), self.registers(6 + across, done))
                  for across in range(self.across)]
       for down in range(self.down):
         place = self.a_place(stage * shape.tile_positions + self.first_position + down * 16, number, PITCH)

@@ -4,13 +4,14 @@
 
 A head's query is brought into the cache's space by k_b; its rotated part is rotated already. A token of each sequence on a target with kernels: the
 queries and the tokens' rows of the cache in a launch, then nn/split_kv.py, by a plan where there are several (nn/split_plan.py). Many tokens on one
-with tensor cores: nn/mla_prefill_heads.py where shared memory holds its rows, else nn/mla_prefill.py; so many that keys and values of every head's own
-are less work: nn/mla_unabsorbed.py. Where a row lies and how it is written is nn/latent_cache.py's; on the CPU, nn/cpu.py and nn/cpu_prefill.py.
+with tensor cores: nn/mla_prefill_heads.py where shared memory holds its rows, else nn/mla_prefill.py; so many that keys and values of every head's
+own are less work: nn/mla_unabsorbed.py. Where a row lies and how it is written is nn/latent_cache.py's; on the CPU, nn/cpu.py and nn/cpu_prefill.py.
 """
 from __future__ import annotations
 from typing import NamedTuple
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens, head_rows, lora_query, mla_prefill, mla_prefill_heads, mla_unabsorbed, split_kv, split_plan
+from tinygrad.nn import (cpu, cpu_few, cpu_prefill, few_tokens, head_rows, lora_query, mla_prefill, mla_prefill_heads, mla_unabsorbed, split_kv,
+                         split_plan)
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Norm, Rope, Weight, empty, launch, load4
 from tinygrad.nn.latent_cache import CacheRow, Pages, RowFormat, cache_row, expanded, visible_rows, write_rows

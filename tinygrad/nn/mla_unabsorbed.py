@@ -5,13 +5,14 @@
 A score and a weighted value are nope + R + v products here, and 2·L + R absorbed (nn/mla_prefill_heads.py): 512 and 1088 of GLM-4.7-Flash, 320 and
 1088 of DeepSeek's. To make a position's keys and values takes L·(nope + v) more, which all tokens of a chunk share.
 
-A block takes 128 tokens of a head, a warp 16 of them: their scores, weights and sums stay in its registers. It goes along the positions 64 at a time:
-their values are copied to shared memory beside the products with the keys, the next keys beside those with the values. A multiprocessor has one block.
+A block takes 128 tokens of a head, or 256 where its values are short, a warp 16 or 32 of them: their scores, weights and sums stay in its registers.
+It goes along the positions 64 or 32 at a time: their values are copied to shared memory beside the products with the keys, the next keys beside those
+with the values. A multiprocessor has one block.
 Where the last blocks would leave most of them idle, these are shared out by positions (Shares), and another launch combines their sums.
 """
 from __future__ import annotations
 from dataclasses import dataclass
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn import head_rows
@@ -23,18 +24,17 @@ from tinygrad.nn.matrices import MatrixThread
 from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
 
-WARP_TOKENS = 16
 LEAST_MAX = MASKED_SCORE / 2 ** 16       # of a row: what is masked weighs nothing beside it, where a part has nothing else, too
 MOST_PARTS = 8                           # of a block's positions
 COMBINED = 4                             # numbers of a thread that combines parts
-SHAPES = (128, 64), (64, 64), (64, 32)   # of a block: tokens, and positions of a step
 PIECE = 8                                # halves that are copied at once, 16 bytes
 QUAD = 4                                 # lanes that share a row of a product
-MOST_VALUES = 256                        # numbers of a head's value, by the registers of a warp's sums
+MOST_SUMS = 256                          # numbers of a value, of all tiles of a warp, by its registers
 
 @dataclass(frozen=True)
 class Shares:
-  """What blocks have: so many `whole` jobs, a head's tokens each; the positions of each of the `rest` are shared by so many `parts`, blocks of their own"""
+  """What blocks have: so many `whole` jobs, a head's tokens each; the positions of each of the `rest` are shared by so many `parts`, blocks of their
+  own"""
   whole: int
   rest: int
   parts: int
@@ -47,6 +47,22 @@ class Shares:
   @property
   def blocks(self) -> int: return self.whole + self.rest * self.parts
 
+class BlockShape(NamedTuple):
+  warps: int
+  down: int        # tiles of 16 tokens of a warp
+  positions: int   # of a step
+  @property
+  def tokens(self) -> int: return self.warps * self.down * 16
+
+SHAPES = BlockShape(8, 2, 32), BlockShape(4, 2, 32), BlockShape(8, 1, 64), BlockShape(4, 1, 64), BlockShape(4, 1, 32)
+
+def block_shape(target:Target, key:int, value:int) -> BlockShape|None:
+  """What reads shared memory least, if it holds queries, keys and values, and registers the sums. None: they do not"""
+  def fits(shape:BlockShape) -> bool:
+    held = 2 * (pitch(key) * (shape.tokens + shape.positions) + pitch(value) * shape.positions)
+    return held <= target.most_shared_bytes and shape.down * value <= MOST_SUMS
+  return next(filter(fits, SHAPES), None)
+
 @dataclass(frozen=True)
 class HeadShape:
   """What the code of the attention depends on"""
@@ -57,8 +73,11 @@ class HeadShape:
   nope: int        # numbers of a head's key without position; R with one follow
   value: int       # … of its value
   scale: float     # of the scores
-  own_tokens: int  # of a block
-  positions: int   # of a step
+  block: BlockShape
+  @property
+  def own_tokens(self) -> int: return self.block.tokens
+  @property
+  def positions(self) -> int: return self.block.positions
   @property
   def made(self) -> int:
     """Numbers of a position, of all heads, see head_rows"""
@@ -68,25 +87,20 @@ class HeadShape:
   @property
   def key(self) -> int: return self.nope + self.pages.format.rotated
 
-def block_shape(target:Target, key:int, value:int) -> tuple[int, int]|None:
-  """Tokens of a block, and positions of a step, so that shared memory holds queries, keys and values. None: it does not"""
-  def held(tokens:int, positions:int) -> int: return 2 * (pitch(key) * (tokens + positions) + pitch(value) * positions)
-  return next((shape for shape in SHAPES if held(*shape) <= target.most_shared_bytes), None)
-
 def pitch(width:int) -> int:
   """Halves from a row to the next one in shared memory, so that the rows of a matrix begin in other banks"""
   return width + PIECE
 
-def pays(tokens:int, latent:int, rotated:int, nope:int, value:int) -> bool:
-  """Whether so many tokens of a chunk multiply less than absorbed, however many positions there are, if a product of what they share counts for one and a
-  half: it is stored and read"""
-  return 3 * latent * (nope + value) <= 2 * tokens * (2 * latent - nope - value)
+def pays(tokens:int, latent:int, nope:int, value:int) -> bool:
+  """Whether so many tokens of a chunk multiply less than absorbed, however many positions there are, if a product of what they share counts for one
+  and a half: it is stored and read"""
+  return 3 * latent * (nope + value) < 2 * tokens * (2 * latent - nope - value)
 
 def takes(target:Target, tokens:int, k_b:Weight, v_b:Weight, rotated:int) -> bool:
   """Whether it pays, rows are whole products and shared memory suffices"""
   (_, latent, nope), value = k_b.shape, v_b.shape[1]
-  whole = nope % UNIT == 0 and rotated % 16 == 0 and value % 16 == 0 and latent % UNIT == 0 and value <= MOST_VALUES
-  return target.mma is MMA_CUDA and head_rows.takes(target, k_b) and whole and pays(tokens, latent, rotated, nope, value) and block_shape(target, nope + rotated, value) is not None
+  if target.mma is not MMA_CUDA or not head_rows.takes(target, k_b) or not pays(tokens, latent, nope, value): return False
+  return nope % UNIT == 0 and rotated % 16 == 0 and value % 16 == 0 and block_shape(target, nope + rotated, value) is not None
 
 # ---- attention ----
 
@@ -98,7 +112,7 @@ def unabsorbed(target:Target, q:Tensor, rows:Tensor, k_b:Weight, v_b:Weight, ste
   fitting = block_shape(target, nope + pages.format.rotated, value)
   assert fitting is not None
   made = head_rows.head_rows(target, step, rows, k_b, v_b)
-  shape = HeadShape(target, pages, step.tokens, H, nope, value, scale, *fitting)
+  shape = HeadShape(target, pages, step.tokens, H, nope, value, scale, fitting)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return unabsorbed_kernel(shape, buffers)
   shares, heads = shape.shares, empty(q, step.tokens, H * value, dtype=dtypes.half)
   outs = {"heads": heads} if shares.whole else {}   # no kernel has a buffer that it leaves alone
@@ -112,8 +126,8 @@ def unabsorbed(target:Target, q:Tensor, rows:Tensor, k_b:Weight, v_b:Weight, ste
   return Scaled(combined(shape, heads, **written) if shares.rest else heads)
 
 def combined(shape:HeadShape, heads:Tensor, sums:Tensor, stats:Tensor) -> Tensor:
-  """The heads, with those that several blocks shared. sums: float32 (rest · parts · own tokens, v), of a part's positions; stats: float32 (…, 2), the row's
-  maximum and the sum of its weights"""
+  """The heads, with those that several blocks shared. sums: float32 (rest · parts · own tokens, v), of a part's positions; stats: float32 (…, 2), the
+  row's maximum and the sum of its weights"""
   shares, own, value = shape.shares, shape.own_tokens, shape.value
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     job, row, thread = UOp.special(shares.rest, "gidx1"), UOp.special(own, "gidx0"), UOp.special(-(-value // COMBINED), "lidx0")
@@ -167,23 +181,34 @@ def unabsorbed_kernel(shape:HeadShape, buffers:dict[str, UOp]) -> list[UOp]:
   done = UOp.group(updated, thread.ahead.update(turn, page, following), *softmax.stores).end(turn)
   return thread.store(sums.after(done), state.after(done))
 
+class Rows(NamedTuple):
+  """`count` rows of a buffer, `width` numbers each, from the index `first` on, one every `pitch`. last: the last that there is; others are copies of it"""
+  it"""
+  buffer: UOp
+  first: UOp
+  pitch: int
+  count: int
+  width: int
+  last: UOp|None = None
+
 class HeadSoftmax(NamedTuple):
-  """A step's: the words of weights that tensor cores take, by 16 positions; what the sums of the lane's two rows are multiplied with; the state's stores"""
-  words: list[list[UOp]]
+  """A step's: the words of weights that tensor cores take, by 16 positions and tile; what the sums of the lane's rows are multiplied with; the
+  state's stores"""
+  words: list[list[list[UOp]]]
   rescales: list[UOp]
   stores: list[UOp]
 
 class HeadThread(MatrixThread):
-  """A thread of the attention. A lane has of two rows of its warp's 16, tokens, two of each eight positions or numbers."""
+  """A thread of the attention. A lane has of two rows of each of its warp's tiles, 16 tokens, two of each eight positions or numbers."""
   def __init__(self, shape:HeadShape, buffers:dict[str, UOp]):
-    self.threads = shape.own_tokens // WARP_TOKENS * 32
+    self.threads, self.down, self.rows = shape.block.warps * 32, shape.block.down, shape.block.down * 2
     super().__init__(shape.target, self.threads)
     self.shape, self.buffers = shape, buffers
     shares, number = shape.shares, UOp.special(shape.shares.blocks, "gidx0")
     self.part_number = (number - shares.whole).maximum(0)   # of those that are parts
     self.is_part = number >= shares.whole
     self.head, self.block = job_of(shape, number.minimum(shares.whole) + self.part_number // shares.parts if shares.rest else number)
-    self.first_row = self.warp * WARP_TOKENS
+    self.first_row = self.warp * (self.down * 16)
     self.first_position = shape.pages.position(buffers)
     self.queries = local(shape.own_tokens * pitch(shape.key), dtypes.half, 0)
     self.keys = local(shape.positions * pitch(shape.key), dtypes.half, 1)
@@ -201,9 +226,9 @@ class HeadThread(MatrixThread):
   def token(self, row:UOp) -> UOp:
     """Of a row of the block; the last token, where there is none"""
     return (self.block * self.shape.own_tokens + row).minimum(self.shape.tokens - 1)
-  def own_row(self, half:int) -> UOp:
-    """Of the lane's two"""
-    return self.first_row + self.lane // QUAD + half * 8
+  def own_row(self, number:int) -> UOp:
+    """Of the lane's"""
+    return self.first_row + self.lane // QUAD + number * 8
   def last_position(self) -> UOp:
     """Of the block's tokens"""
     return self.first_position + self.token(UOp.const(self.shape.own_tokens - 1))
@@ -211,37 +236,36 @@ class HeadThread(MatrixThread):
 
   # ---- copies ----
 
-  def copy_rows(self, shared:UOp, source:UOp, first:UOp, row_pitch:int, rows:int, width:int, to:int, shared_pitch:int, slot:int,
-                of_row:Callable[[UOp], UOp]=lambda row: row) -> UOp:
-    """The store behind the beginning of the copies of so many rows, `width` numbers each, from the index `first` on. to: where in a row of shared
-    memory; of_row: the number of a row at the source"""
-    zeros, pieces = self.registers(slot), rows * width // PIECE
-    for start in range(0, pieces, self.threads):
+  def copy_rows(self, shared:UOp, to:int, shared_pitch:int, rows:Rows, slot:int) -> UOp:
+    """The store behind the beginning of their copies, each to the numbers of a row of shared memory from `to` on"""
+    zeros, per_row = self.registers(slot), rows.width // PIECE
+    for start in range(0, rows.count * per_row, self.threads):
       piece = self.thread + start
-      inside = None if start + self.threads <= pieces else piece < pieces
-      row, number = piece // (width // PIECE), piece % (width // PIECE) * PIECE
-      at = first + of_row(row) * row_pitch + number
-      if inside is not None: at = inside.where(at, first)
-      begun = zeros[4].store(copy(self.target, shared[row * shared_pitch + to + number], source[at], inside))
+      inside = None if start + self.threads <= rows.count * per_row else piece < rows.count * per_row
+      row, number = piece // per_row, piece % per_row * PIECE
+      source = rows.first + (row if rows.last is None else row.minimum(rows.last)) * rows.pitch + number
+      at = rows.buffer[source if inside is None else inside.where(source, rows.first)]
+      begun = zeros[4].store(copy(self.target, shared[row * shared_pitch + to + number], at, inside))
       zeros = zeros.after(begun)
     return begun
 
   def copy_queries(self) -> UOp:
-    shape = self.shape
-    return self.copy_rows(self.queries, self.buffers["q"], self.head * shape.key, shape.heads * shape.key, shape.own_tokens, shape.key, 0,
-                          pitch(shape.key), 1, self.token)
+    shape, first = self.shape, self.block * self.shape.own_tokens
+    head = (first * shape.heads + self.head) * shape.key
+    rows = Rows(self.buffers["q"], head, shape.heads * shape.key, shape.own_tokens, shape.key, shape.tokens - 1 - first)
+    return self.copy_rows(self.queries, 0, pitch(shape.key), rows, 1)
   def copy_keys(self, keys:UOp, step:UOp, page:UOp, *before:UOp) -> UOp:
     """Of a step's positions; of the last ones that there are, behind them"""
     shape, pages = self.shape, self.shape.pages
     position = (step * shape.positions).minimum(pages.capacity - shape.positions)
-    begun = self.copy_rows(keys.after(*before) if before else keys, self.buffers["made"], position * shape.made + self.head * shape.nope,
-                           shape.made, shape.positions, shape.nope, 0, pitch(shape.key), 6)
-    return self.copy_rows(keys.after(begun), self.buffers["rows"], pages.row(page, position) + pages.format.latent, pages.dim, shape.positions,
-                          pages.format.rotated, shape.nope, pitch(shape.key), 6)
+    own = Rows(self.buffers["made"], position * shape.made + self.head * shape.nope, shape.made, shape.positions, shape.nope)
+    begun = self.copy_rows(keys.after(*before) if before else keys, 0, pitch(shape.key), own, 6)
+    rotated = Rows(self.buffers["rows"], pages.row(page, position) + pages.format.latent, pages.dim, shape.positions, pages.format.rotated)
+    return self.copy_rows(keys.after(begun), shape.nope, pitch(shape.key), rotated, 6)
   def copy_values(self, values:UOp, step:UOp) -> UOp:
     shape = self.shape
     first = step * shape.positions * shape.made + shape.heads * shape.nope + self.head * shape.value
-    return self.copy_rows(values, self.buffers["made"], first, shape.made, shape.positions, shape.value, 0, pitch(shape.value), 7)
+    return self.copy_rows(values, 0, pitch(shape.value), Rows(self.buffers["made"], first, shape.made, shape.positions, shape.value), 7)
   def wait(self, turn:UOp, at:UOp, *before:UOp) -> UOp:
     """The barrier behind which all have what was copied, and `before` is done. at: a number that no other wait of the turn has"""
     zeros = self.registers(8, turn, *before)
@@ -250,59 +274,65 @@ class HeadThread(MatrixThread):
   # ---- registers ----
 
   def initial_state(self) -> UOp:
-    """row_max, then weight_sum, of the lane's two rows. weight_sum is of the lane's positions"""
-    state = UOp.placeholder((4,), dtypes.float, slot=2, addrspace=AddrSpace.REG)
-    return state.after(UOp.group(*[state[i].store(LEAST_MAX if i < 2 else 0.0) for i in range(4)]))
+    """row_max, then weight_sum, of the lane's rows. weight_sum is of the lane's positions"""
+    state = UOp.placeholder((2 * self.rows,), dtypes.float, slot=2, addrspace=AddrSpace.REG)
+    return state.after(UOp.group(*[state[i].store(LEAST_MAX if i < self.rows else 0.0) for i in range(2 * self.rows)]))
   def initial_sums(self) -> UOp:
-    """By eight numbers of the value, and one behind them that takes the zeros that are stored behind statements"""
-    count = self.shape.value // 8 * 4
+    """By tile and eight numbers of the value, and one behind them that takes the zeros that are stored behind statements"""
+    count = self.down * self.shape.value // 8 * 4
     sums = UOp.placeholder((count + 1,), dtypes.float, slot=3, addrspace=AddrSpace.REG)
     return sums.after(UOp.group(*[sums[i].store(0.0) for i in range(count)]))
+  def sum_index(self, row:int, number:int, i:int) -> int:
+    """Of the register of a row's sum: i of two, from an eighth number on"""
+    return ((row // 2 * self.shape.value + number) // 8) * 4 + row % 2 * 2 + i
 
   # ---- a step ----
 
   def scores(self, queries:UOp, keys:UOp, turn:UOp) -> tuple[UOp, UOp]:
-    """(registers of the lane's elements of c by eight positions; the store behind them)"""
-    shape, count = self.shape, self.shape.positions // 8 * 4
+    """(registers of the lane's elements of c by tile and eight positions; the store behind them)"""
+    shape, count = self.shape, self.down * self.shape.positions // 8 * 4
     scores = UOp.placeholder((count + 1,), dtypes.float, slot=5, addrspace=AddrSpace.REG).after(turn)
     done = UOp.group(*[scores[i].store(0.0) for i in range(count)])
     for number in range(0, shape.key, 16):
-      query = self.words(queries, self.a_place(self.first_row, number, pitch(shape.key)), self.registers(9, done))
+      tiles = [self.words(queries, self.a_place(self.first_row + tile * 16, number, pitch(shape.key)), self.registers(20 + tile, done))
+               for tile in range(self.down)]
       for position in range(0, shape.positions, 16):
         key = self.words(keys, self.b_place(position, number, pitch(shape.key)), self.registers(10, done))
-        done = self.accumulate(scores, position // 8 * 4, query, key, done)
+        for tile, query in enumerate(tiles): done = self.accumulate(scores, (tile * shape.positions + position) // 8 * 4, query, key, done)
     return scores.after(done), done
 
   def softmax(self, state:UOp, scores:UOp, step:UOp) -> HeadSoftmax:
-    shape, tiles, factor = self.shape, self.shape.positions // 8, self.shape.scale * LOG2_E
-    weights:dict[tuple[int, int, int], UOp] = {}
+    shape, factor = self.shape, self.shape.scale * LOG2_E
+    weights:list[list[tuple[UOp, UOp]]] = []   # by row and eight positions
     rescales, stores = [], []
-    for half in range(2):
-      last, found = self.first_position + self.token(self.own_row(half)) - step * shape.positions, {}
-      for tile in range(tiles):
+    for row in range(self.rows):
+      last, found = self.first_position + self.token(self.own_row(row)) - step * shape.positions, []
+      for first in range(0, shape.positions, 8):
         for i in range(2):
-          position = tile * 8 + self.lane % QUAD * 2 + i
-          found[tile, i] = (position <= last).where(scores[tile * 4 + half * 2 + i].load(), MASKED_SCORE)
-      old, weight_sum = state[half].load(), state[2 + half]
-      row_max = old.maximum(group_reduce(self.target, total([*found.values()], UOp.maximum), QUAD, UOp.maximum))
+          score = scores[(row // 2 * shape.positions + first) // 8 * 4 + row % 2 * 2 + i].load()
+          found.append((first + self.lane % QUAD * 2 + i <= last).where(score, MASKED_SCORE))
+      old, weight_sum = state[row].load(), state[self.rows + row]
+      row_max = old.maximum(group_reduce(self.target, total(found, UOp.maximum), QUAD, UOp.maximum))
       rescale, shift = exp2(self.target, (old - row_max) * factor), row_max * factor
-      own = {place: exp2(self.target, score * factor - shift) for place, score in found.items()}
-      weights |= {(tile, half, i): weight for (tile, i), weight in own.items()}
+      own = [exp2(self.target, score * factor - shift) for score in found]
+      weights.append([*zip(own[::2], own[1::2])])
       rescales.append(rescale)
-      stores += [state[half].store(row_max), weight_sum.store(weight_sum.load() * rescale + total([*own.values()], UOp.add))]
-    words = [[half_pair(self.target, weights[tile + right, half, 0], weights[tile + right, half, 1]) for right in range(2) for half in range(2)]
-             for tile in range(0, tiles, 2)]
+      stores += [state[row].store(row_max), weight_sum.store(weight_sum.load() * rescale + total(own, UOp.add))]
+    words = [[[half_pair(self.target, *weights[tile * 2 + half][eight + right]) for right in range(2) for half in range(2)]
+              for tile in range(self.down)] for eight in range(0, shape.positions // 8, 2)]
     return HeadSoftmax(words, rescales, stores)
 
   def update_sums(self, sums:UOp, softmax:HeadSoftmax, values:UOp) -> UOp:
     """The store behind the update of the lane's weighted sums"""
-    shape, count = self.shape, self.shape.value // 8 * 4
-    done = UOp.group(*[sums[i].store(sums[i].load() * softmax.rescales[i // 2 % 2]) for i in range(count)])
-    for depth, words in enumerate(softmax.words):
+    shape = self.shape
+    places = [(sums[self.sum_index(row, number, i)], rescale) for row, rescale in enumerate(softmax.rescales)
+              for number in range(0, shape.value, 8) for i in range(2)]
+    done = UOp.group(*[place.store(place.load() * rescale) for place, rescale in places])
+    for depth, tiles in enumerate(softmax.words):
       for number in range(0, shape.value, 16):
         # positions are the inner numbers here: the first two matrices are those of a product
         of_values = self.words(values, self.a_place(depth * 16, number, pitch(shape.value)), self.registers(11, done), transposed=True)
-        done = self.accumulate(sums, number // 8 * 4, words, of_values, done)
+        for tile, words in enumerate(tiles): done = self.accumulate(sums, self.sum_index(tile * 2, number, 0), words, of_values, done)
     return done
 
   # ---- behind the loop ----
@@ -315,25 +345,25 @@ class HeadThread(MatrixThread):
     return of_parts if not shares.whole else of_parts + self.store_heads(sums, state, ~self.is_part)
   def store_part(self, sums:UOp, state:UOp, inside:UOp) -> list[UOp]:
     shape, stores = self.shape, []
-    for half in range(2):
-      row = self.part_number * shape.own_tokens + self.own_row(half)
-      weight_sum = group_reduce(self.target, state[2 + half].load(), QUAD, UOp.add)
+    for row in range(self.rows):
+      place = self.part_number * shape.own_tokens + self.own_row(row)
+      weight_sum = group_reduce(self.target, state[self.rows + row].load(), QUAD, UOp.add)
       is_first = inside & (self.lane % QUAD).eq(0)
-      stores += [self.buffers["stats"][(row * 2 + i).valid(is_first)].store(value) for i, value in enumerate((state[half].load(), weight_sum))]
+      stores += [self.buffers["stats"][(place * 2 + i).valid(is_first)].store(value) for i, value in enumerate((state[row].load(), weight_sum))]
       for number in range(0, shape.value, 8):
         for i in range(2):
-          index = row * shape.value + number + self.lane % QUAD * 2 + i
-          stores.append(self.buffers["sums"][index.valid(inside)].store(sums[number // 8 * 4 + half * 2 + i].load()))
+          index = place * shape.value + number + self.lane % QUAD * 2 + i
+          stores.append(self.buffers["sums"][index.valid(inside)].store(sums[self.sum_index(row, number, i)].load()))
     return stores
   def store_heads(self, sums:UOp, state:UOp, inside:UOp|None) -> list[UOp]:
     shape, stores = self.shape, []
-    for half in range(2):
-      inverse = 1.0 / group_reduce(self.target, state[2 + half].load(), QUAD, UOp.add)
-      token = self.block * shape.own_tokens + self.own_row(half)
+    for row in range(self.rows):
+      inverse = 1.0 / group_reduce(self.target, state[self.rows + row].load(), QUAD, UOp.add)
+      token = self.block * shape.own_tokens + self.own_row(row)
       exists = None if shape.tokens % shape.own_tokens == 0 else token < shape.tokens
       for number in range(0, shape.value, 8):
         for i in range(2):
           index = (token * shape.heads + self.head) * shape.value + number + self.lane % QUAD * 2 + i
-          value = sums[number // 8 * 4 + half * 2 + i].load() * inverse
+          value = sums[self.sum_index(row, number, i)].load() * inverse
           stores.append(self.buffers["heads"][gated(index, exists, inside)].store(value.cast(dtypes.half)))
     return stores
