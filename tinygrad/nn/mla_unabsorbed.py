@@ -5,9 +5,8 @@
 A score and a weighted value are nope + R + v products here, and 2·L + R absorbed (nn/mla_prefill_heads.py): 512 and 1088 of GLM-4.7-Flash, 320 and
 1088 of DeepSeek's. To make a position's keys and values takes L·(nope + v) more, which all tokens of a chunk share.
 
-A block takes 128 tokens of a head, or 256 where its values are short, a warp 16 or 32 of them: their scores, weights and sums stay in its registers.
-It goes along the positions 64 or 32 at a time: their values are copied to shared memory beside the products with the keys, the next keys beside those
-with the values. A multiprocessor has one block.
+A block takes 128 tokens of a head, a warp 16 of them: their scores, weights and sums stay in its registers. It goes along the positions 64 at a time:
+their values are copied to shared memory beside the products with the keys, the next keys beside those with the values. A multiprocessor has one.
 Where the last blocks would leave most of them idle, these are shared out by positions (Shares), and another launch combines their sums.
 """
 from __future__ import annotations
@@ -29,7 +28,8 @@ MOST_PARTS = 8                           # of a block's positions
 COMBINED = 4                             # numbers of a thread that combines parts
 PIECE = 8                                # halves that are copied at once, 16 bytes
 QUAD = 4                                 # lanes that share a row of a product
-MOST_SUMS = 256                          # numbers of a value, of all tiles of a warp, by its registers
+WARP_TOKENS = 16
+MOST_SUMS = 256                          # numbers of a value, by the registers of a warp
 
 @dataclass(frozen=True)
 class Shares:
@@ -48,19 +48,16 @@ class Shares:
   def blocks(self) -> int: return self.whole + self.rest * self.parts
 
 class BlockShape(NamedTuple):
-  warps: int
-  down: int        # tiles of 16 tokens of a warp
+  tokens: int
   positions: int   # of a step
-  @property
-  def tokens(self) -> int: return self.warps * self.down * 16
 
-SHAPES = BlockShape(8, 2, 32), BlockShape(4, 2, 32), BlockShape(8, 1, 64), BlockShape(4, 1, 64), BlockShape(4, 1, 32)
+SHAPES = BlockShape(128, 64), BlockShape(64, 64), BlockShape(64, 32)
 
 def block_shape(target:Target, key:int, value:int) -> BlockShape|None:
   """What reads shared memory least, if it holds queries, keys and values, and registers the sums. None: they do not"""
   def fits(shape:BlockShape) -> bool:
     held = 2 * (pitch(key) * (shape.tokens + shape.positions) + pitch(value) * shape.positions)
-    return held <= target.most_shared_bytes and shape.down * value <= MOST_SUMS
+    return held <= target.most_shared_bytes and value <= MOST_SUMS
   return next(filter(fits, SHAPES), None)
 
 @dataclass(frozen=True)
@@ -182,8 +179,8 @@ def unabsorbed_kernel(shape:HeadShape, buffers:dict[str, UOp]) -> list[UOp]:
   return thread.store(sums.after(done), state.after(done))
 
 class Rows(NamedTuple):
-  """`count` rows of a buffer, `width` numbers each, from the index `first` on, one every `pitch`. last: the last that there is; others are copies of it"""
-  it"""
+  """`count` rows of a buffer, `width` numbers each, from the index `first` on, one every `pitch`. last: the last that there is, others are
+  copied from it"""
   buffer: UOp
   first: UOp
   pitch: int
@@ -192,23 +189,22 @@ class Rows(NamedTuple):
   last: UOp|None = None
 
 class HeadSoftmax(NamedTuple):
-  """A step's: the words of weights that tensor cores take, by 16 positions and tile; what the sums of the lane's rows are multiplied with; the
-  state's stores"""
-  words: list[list[list[UOp]]]
+  """A step's: the words of weights that tensor cores take, by 16 positions; what the sums of the lane's rows are multiplied by; its stores"""
+  words: list[list[UOp]]
   rescales: list[UOp]
   stores: list[UOp]
 
 class HeadThread(MatrixThread):
-  """A thread of the attention. A lane has of two rows of each of its warp's tiles, 16 tokens, two of each eight positions or numbers."""
+  """A thread of the attention. A lane has of two rows of its warp's 16, tokens, two of each eight positions or numbers."""
   def __init__(self, shape:HeadShape, buffers:dict[str, UOp]):
-    self.threads, self.down, self.rows = shape.block.warps * 32, shape.block.down, shape.block.down * 2
+    self.threads = shape.block.tokens // WARP_TOKENS * 32
     super().__init__(shape.target, self.threads)
     self.shape, self.buffers = shape, buffers
     shares, number = shape.shares, UOp.special(shape.shares.blocks, "gidx0")
     self.part_number = (number - shares.whole).maximum(0)   # of those that are parts
     self.is_part = number >= shares.whole
     self.head, self.block = job_of(shape, number.minimum(shares.whole) + self.part_number // shares.parts if shares.rest else number)
-    self.first_row = self.warp * (self.down * 16)
+    self.first_row = self.warp * WARP_TOKENS
     self.first_position = shape.pages.position(buffers)
     self.queries = local(shape.own_tokens * pitch(shape.key), dtypes.half, 0)
     self.keys = local(shape.positions * pitch(shape.key), dtypes.half, 1)
@@ -227,7 +223,7 @@ class HeadThread(MatrixThread):
     """Of a row of the block; the last token, where there is none"""
     return (self.block * self.shape.own_tokens + row).minimum(self.shape.tokens - 1)
   def own_row(self, number:int) -> UOp:
-    """Of the lane's"""
+    """Of the lane's two"""
     return self.first_row + self.lane // QUAD + number * 8
   def last_position(self) -> UOp:
     """Of the block's tokens"""
@@ -274,65 +270,59 @@ class HeadThread(MatrixThread):
   # ---- registers ----
 
   def initial_state(self) -> UOp:
-    """row_max, then weight_sum, of the lane's rows. weight_sum is of the lane's positions"""
-    state = UOp.placeholder((2 * self.rows,), dtypes.float, slot=2, addrspace=AddrSpace.REG)
-    return state.after(UOp.group(*[state[i].store(LEAST_MAX if i < self.rows else 0.0) for i in range(2 * self.rows)]))
+    """row_max, then weight_sum, of the lane's two rows. weight_sum is of the lane's positions"""
+    state = UOp.placeholder((4,), dtypes.float, slot=2, addrspace=AddrSpace.REG)
+    return state.after(UOp.group(*[state[i].store(LEAST_MAX if i < 2 else 0.0) for i in range(4)]))
   def initial_sums(self) -> UOp:
-    """By tile and eight numbers of the value, and one behind them that takes the zeros that are stored behind statements"""
-    count = self.down * self.shape.value // 8 * 4
+    """By eight numbers of the value, and one behind them that takes the zeros that are stored behind statements"""
+    count = self.shape.value // 8 * 4
     sums = UOp.placeholder((count + 1,), dtypes.float, slot=3, addrspace=AddrSpace.REG)
     return sums.after(UOp.group(*[sums[i].store(0.0) for i in range(count)]))
-  def sum_index(self, row:int, number:int, i:int) -> int:
-    """Of the register of a row's sum: i of two, from an eighth number on"""
-    return ((row // 2 * self.shape.value + number) // 8) * 4 + row % 2 * 2 + i
 
   # ---- a step ----
 
   def scores(self, queries:UOp, keys:UOp, turn:UOp) -> tuple[UOp, UOp]:
-    """(registers of the lane's elements of c by tile and eight positions; the store behind them)"""
-    shape, count = self.shape, self.down * self.shape.positions // 8 * 4
+    """(registers of the lane's elements of c by eight positions; the store behind them)"""
+    shape, count = self.shape, self.shape.positions // 8 * 4
     scores = UOp.placeholder((count + 1,), dtypes.float, slot=5, addrspace=AddrSpace.REG).after(turn)
     done = UOp.group(*[scores[i].store(0.0) for i in range(count)])
     for number in range(0, shape.key, 16):
-      tiles = [self.words(queries, self.a_place(self.first_row + tile * 16, number, pitch(shape.key)), self.registers(20 + tile, done))
-               for tile in range(self.down)]
+      query = self.words(queries, self.a_place(self.first_row, number, pitch(shape.key)), self.registers(9, done))
       for position in range(0, shape.positions, 16):
         key = self.words(keys, self.b_place(position, number, pitch(shape.key)), self.registers(10, done))
-        for tile, query in enumerate(tiles): done = self.accumulate(scores, (tile * shape.positions + position) // 8 * 4, query, key, done)
+        done = self.accumulate(scores, position // 8 * 4, query, key, done)
     return scores.after(done), done
 
   def softmax(self, state:UOp, scores:UOp, step:UOp) -> HeadSoftmax:
-    shape, factor = self.shape, self.shape.scale * LOG2_E
-    weights:list[list[tuple[UOp, UOp]]] = []   # by row and eight positions
+    shape, tiles, factor = self.shape, self.shape.positions // 8, self.shape.scale * LOG2_E
+    weights:dict[tuple[int, int, int], UOp] = {}
     rescales, stores = [], []
-    for row in range(self.rows):
-      last, found = self.first_position + self.token(self.own_row(row)) - step * shape.positions, []
-      for first in range(0, shape.positions, 8):
+    for half in range(2):
+      last, found = self.first_position + self.token(self.own_row(half)) - step * shape.positions, {}
+      for tile in range(tiles):
         for i in range(2):
-          score = scores[(row // 2 * shape.positions + first) // 8 * 4 + row % 2 * 2 + i].load()
-          found.append((first + self.lane % QUAD * 2 + i <= last).where(score, MASKED_SCORE))
-      old, weight_sum = state[row].load(), state[self.rows + row]
-      row_max = old.maximum(group_reduce(self.target, total(found, UOp.maximum), QUAD, UOp.maximum))
+          position = tile * 8 + self.lane % QUAD * 2 + i
+          found[tile, i] = (position <= last).where(scores[tile * 4 + half * 2 + i].load(), MASKED_SCORE)
+      old, weight_sum = state[half].load(), state[2 + half]
+      row_max = old.maximum(group_reduce(self.target, total([*found.values()], UOp.maximum), QUAD, UOp.maximum))
       rescale, shift = exp2(self.target, (old - row_max) * factor), row_max * factor
-      own = [exp2(self.target, score * factor - shift) for score in found]
-      weights.append([*zip(own[::2], own[1::2])])
+      own = {place: exp2(self.target, score * factor - shift) for place, score in found.items()}
+      weights |= {(tile, half, i): weight for (tile, i), weight in own.items()}
       rescales.append(rescale)
-      stores += [state[row].store(row_max), weight_sum.store(weight_sum.load() * rescale + total(own, UOp.add))]
-    words = [[[half_pair(self.target, *weights[tile * 2 + half][eight + right]) for right in range(2) for half in range(2)]
-              for tile in range(self.down)] for eight in range(0, shape.positions // 8, 2)]
+      stores += [state[half].store(row_max), weight_sum.store(weight_sum.load() * rescale + total([*own.values()], UOp.add))]
+    words = [[half_pair(self.target, weights[tile + right, half, 0], weights[tile + right, half, 1]) for right in range(2) for half in range(2)]
+             for tile in range(0, tiles, 2)]
     return HeadSoftmax(words, rescales, stores)
 
   def update_sums(self, sums:UOp, softmax:HeadSoftmax, values:UOp) -> UOp:
     """The store behind the update of the lane's weighted sums"""
-    shape = self.shape
-    places = [(sums[self.sum_index(row, number, i)], rescale) for row, rescale in enumerate(softmax.rescales)
-              for number in range(0, shape.value, 8) for i in range(2)]
-    done = UOp.group(*[place.store(place.load() * rescale) for place, rescale in places])
-    for depth, tiles in enumerate(softmax.words):
+    shape, count = self.shape, self.shape.value // 8 * 4
+    done = UOp.group(*[sums[i].store(sums[i].load() * softmax.rescales[i // 2 % 2]) for i in range(count)])
+    for depth, words in enumerate(softmax.words):
       for number in range(0, shape.value, 16):
         # positions are the inner numbers here: the first two matrices are those of a product
         of_values = self.words(values, self.a_place(depth * 16, number, pitch(shape.value)), self.registers(11, done), transposed=True)
-        for tile, words in enumerate(tiles): done = self.accumulate(sums, self.sum_index(tile * 2, number, 0), words, of_values, done)
+        done = self.accumulate(sums, number // 8 * 4, words, of_values, done)
     return done
 
   # ---- behind the loop ----
@@ -345,25 +335,25 @@ class HeadThread(MatrixThread):
     return of_parts if not shares.whole else of_parts + self.store_heads(sums, state, ~self.is_part)
   def store_part(self, sums:UOp, state:UOp, inside:UOp) -> list[UOp]:
     shape, stores = self.shape, []
-    for row in range(self.rows):
-      place = self.part_number * shape.own_tokens + self.own_row(row)
-      weight_sum = group_reduce(self.target, state[self.rows + row].load(), QUAD, UOp.add)
+    for half in range(2):
+      row = self.part_number * shape.own_tokens + self.own_row(half)
+      weight_sum = group_reduce(self.target, state[2 + half].load(), QUAD, UOp.add)
       is_first = inside & (self.lane % QUAD).eq(0)
-      stores += [self.buffers["stats"][(place * 2 + i).valid(is_first)].store(value) for i, value in enumerate((state[row].load(), weight_sum))]
+      stores += [self.buffers["stats"][(row * 2 + i).valid(is_first)].store(value) for i, value in enumerate((state[half].load(), weight_sum))]
       for number in range(0, shape.value, 8):
         for i in range(2):
-          index = place * shape.value + number + self.lane % QUAD * 2 + i
-          stores.append(self.buffers["sums"][index.valid(inside)].store(sums[self.sum_index(row, number, i)].load()))
+          index = row * shape.value + number + self.lane % QUAD * 2 + i
+          stores.append(self.buffers["sums"][index.valid(inside)].store(sums[number // 8 * 4 + half * 2 + i].load()))
     return stores
   def store_heads(self, sums:UOp, state:UOp, inside:UOp|None) -> list[UOp]:
     shape, stores = self.shape, []
-    for row in range(self.rows):
-      inverse = 1.0 / group_reduce(self.target, state[self.rows + row].load(), QUAD, UOp.add)
-      token = self.block * shape.own_tokens + self.own_row(row)
+    for half in range(2):
+      inverse = 1.0 / group_reduce(self.target, state[2 + half].load(), QUAD, UOp.add)
+      token = self.block * shape.own_tokens + self.own_row(half)
       exists = None if shape.tokens % shape.own_tokens == 0 else token < shape.tokens
       for number in range(0, shape.value, 8):
         for i in range(2):
           index = (token * shape.heads + self.head) * shape.value + number + self.lane % QUAD * 2 + i
-          value = sums[self.sum_index(row, number, i)].load() * inverse
+          value = sums[number // 8 * 4 + half * 2 + i].load() * inverse
           stores.append(self.buffers["heads"][gated(index, exists, inside)].store(value.cast(dtypes.half)))
     return stores
