@@ -1,4 +1,5 @@
 """Prefill through tensor cores without a GPU: every kernel against float64, a whole step against the naive forward pass, on mockcuda."""
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
@@ -13,6 +14,7 @@ from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.mla import PREFILL_SIZES, RMSNorm, Transformer
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear
 from tinygrad.apps.rope import Rope, rope_table
+from tinygrad.engine.realize import compile_linear
 from tinygrad.helpers import prod
 from tinygrad.nn.halves import half_pair
 from tinygrad.nn.kernel import UNIT, Unit, launch
@@ -26,6 +28,7 @@ from tinygrad.nn.mla_unabsorbed import unabsorbed
 from tinygrad.nn import head_rows, mla_prefill_heads, mla_unabsorbed, row_walk
 from tinygrad.nn.step import PAGE, Step
 from tinygrad.nn.routing import Gating, Routing, choose_experts, choose_experts_prefill, most_tiles, sort_by_expert, tile_of_choices
+from tinygrad.uop.ops import Ops
 
 CHUNK = PREFILL_SIZES[0]
 
@@ -253,9 +256,11 @@ class Paged(NamedTuple):
   pool: Tensor
   rows: np.ndarray   # by position, float64
   @staticmethod
-  def of(pos: int, tokens: int, rows: int, dim: int) -> "Paged":
-    pages = -(-rows // PAGE)
+  def of(pos: int, tokens: int, rows: int, latent: int, rotated: int) -> "Paged":
+    """rows: of the cache. The rotated part is as large as keys by heads_of are"""
+    pages, dim = -(-rows // PAGE), latent + rotated
     cache, table = halves(pages * PAGE, dim), rng(tokens).permutation(pages + 3)[:pages]
+    cache[:, latent:] *= 500
     pool = np.full((pages + 3, PAGE, dim), np.nan, np.float16)
     pool[table] = cache.reshape(pages, PAGE, dim)
     return Paged(prefilling(pos, tokens, tables=table[None]), Tensor(pool.reshape(-1, dim)), cache.astype(np.float64))
@@ -273,7 +278,7 @@ def heads_of(H: int, L: int, nope: int, v: int) -> tuple[QuantizedLinear, np.nda
 def test_head_rows(arch: str, n: int, H: int, L: int, R: int, nope: int, v: int, pos: int, C: int, monkeypatch: pytest.MonkeyPatch):
   monkeypatch.setattr(head_rows, "MULTIPROCESSORS", 2)   # so that a block makes several tiles
   with on_cuda(arch):
-    paged, (k_b, k, v_b, values) = Paged.of(pos, n, C, L + R), heads_of(H, L, nope, v)
+    paged, (k_b, k, v_b, values) = Paged.of(pos, n, C, L, R), heads_of(H, L, nope, v)
     end = (pos + n - 1) // PAGE * PAGE + PAGE
     got = head_rows.head_rows(target(), paged.step, paged.pool, k_b, v_b).numpy()[:end].astype(np.float64)
     rows = paged.rows[:end, :L]
@@ -296,7 +301,7 @@ def test_shares(jobs: int, want: tuple[int, int, int]):
   assert (shares.whole, shares.rest, shares.parts) == want
 
 def check_unabsorbed(n: int, H: int, L: int, R: int, nope: int, v: int, pos: int, C: int) -> None:
-  paged, (k_b, k, v_b, values), q, scale = Paged.of(pos, n, C, L + R), heads_of(H, L, nope, v), halves(n, H * (nope + R)), .002 / L ** .5
+  paged, (k_b, k, v_b, values), q, scale = Paged.of(pos, n, C, L, R), heads_of(H, L, nope, v), halves(n, H * (nope + R)), .002 / L ** .5
   got = unabsorbed(target(), Tensor(q), paged.pool, k_b, v_b, paged.step, scale)
   latent, rotated = paged.rows[:, :L], paged.rows[:, L:]
   keys = np.concatenate([np.einsum("cl,hln->hcn", latent, k), np.broadcast_to(rotated, (H, *rotated.shape))], -1)
@@ -324,6 +329,18 @@ def test_chunks_that_are_not_absorbed(family: str, least: int):
     c = model.config
     assert model.head_row_bytes == 2 * model.pages * PAGE * c.n_heads * (c.nope_dim + c.v_dim)
   with no_device("METAL"): assert Transformer.from_gguf(with_blocks(stand_in(family), [0]), 4096).head_row_bytes == 0
+
+@pytest.mark.parametrize("family,size", [("glm", 1024), ("ds2lite", 512)], ids=["some whole", "all in parts"])
+def test_kernels_have_no_more_than_they_use(family: str, size: int):
+  """A CUDA graph refuses a launch with a buffer that its kernel does not have"""
+  with no_device("CUDA"):
+    calls = Runner(Transformer.from_gguf(with_blocks(stand_in(family), [0, 1]), 2048)).record_chunk(size, compiled=False).calls
+    own = [call for call in calls if call.src[0].arg.name.startswith(("as_halves", "head_rows", "unabsorbed", "combined"))]
+    assert len({call.src[0].arg.name.split("_")[0] for call in own}) == 4
+    for call, compiled in zip(own, compile_linear(UOp(Ops.LINEAR, src=tuple(own))).src):
+      source = next(u.arg for u in compiled.src[0].src if u.op is Ops.SOURCE)
+      head = source.split("__global__", 1)[1].split(") {", 1)[0]
+      assert len(set(re.findall(r"\bdata\d+_", head))) == len(call.src) - 1, head
 
 @pytest.mark.parametrize("kernel,test,args,place", [
   ("matmul", test_every_type, (T.F16,), np.s_[32:]), ("matmul", test_every_type, (T.F16,), np.s_[:, 64:]),
