@@ -83,11 +83,12 @@ def head_rows(target:Target, step:Step, cache:Tensor, k_b:Weight, v_b:Weight) ->
 def head_rows_kernel(shape:RowsShape, buffers:dict[str, UOp]) -> list[UOp]:
   """A block's stores.
     the first two steps' numbers begin their way to shared memory
-    for each step of each of the block's tiles:
-      wait for its numbers; barrier; those of the step after next begin their way
-      sums = 0 in a tile's first step
-      sums += rows of the cache · weights
-      in a tile's last step: out = half(sums)"""
+    for each of the block's tiles:
+      sums = 0
+      for each 64 numbers of its rows:
+        wait for them; barrier; those of the step after next begin their way, of the next tile, too
+        sums += rows of the cache · weights
+      out = half(sums)"""
   thread = RowsThread(shape, buffers)
   begun = thread.first_copies()
   turn, depth = UOp.range(thread.turns, 0), UOp.range(thread.depth_steps, 1)
