@@ -221,7 +221,7 @@ CASES = [
   *(Case(mla_attention.attention_plan, f"{blocks} blocks", plan(blocks, 16), gpus((Sequences(n),))) for blocks, n in ((2, 3), (200, 33), (130, 64))),
   Case(mla_attention.attention, "of a block", attention_of_a_block, INT8[:1]),
   *(Case(mla_attention.attention, f"of a long chunk{', 8 bits' * coded}", lambda tokens, coded=coded: attention_of_a_block(tokens, coded, 3),
-         [("CUDA", "prefill", 120)]) for coded in (False, True)),
+         [("CUDA", "prefill", 120), ("CPU", "cpu_prefill", 90)]) for coded in (False, True)),
   Case(mla_attention.lora_attention, "of a block", attention_by_rank, [("HOPPER", "decode", 1)]),
   Case(norm_linear.side_by_side, "two norms and one", two_and_one, [("CUDA", "decode", 1), ("CUDA", "decode", 3), ("METAL", "decode", 2)]),
   Case(norm_linear.attention_output, "heads", output(T.Q4_0), INT8 + gpus((), (33,))),

@@ -10,12 +10,12 @@ from tinygrad.apps.machine import cpuinfo
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, interleaved, packer, split_planes
 from tinygrad.apps.rope import Rope, rope_table
-from tinygrad.nn import cpu, cpu_layout, draw, routing
+from tinygrad.nn import cpu, cpu_layout, cpu_unabsorbed, draw, routing
 from tinygrad.nn.mla_attention import latent_attention
 from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up
 from tinygrad.nn.norm_linear import norm_linear
 from tinygrad.nn.primitive import Primitive, plain_ops
-from tinygrad.nn.step import Step
+from tinygrad.nn.step import PAGE, Step
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 pytestmark = pytest.mark.skipif(not cpu.is_cpu(Device.DEFAULT), reason="not on the CPU")
@@ -198,6 +198,23 @@ def check_attention(form: str, step: Step, kept, scale: float, limit: float, C: 
 @pytest.mark.parametrize("pos,tokens", [(0, 2), (0, 70), (61, 5), (64, 29), (130, 3)])
 def test_attention_of_many(pos: int, tokens: int, kept):
   check_attention("cpu_prefill", prefilling(pos, tokens, tables=SCATTERED), kept, 0.01, 1e-8)  # scores of hundreds: their rounding is in the weights
+
+# a head's keys and values, several steps of positions, a tile that is not whole; fewer heads than threads, as long as there are two
+@pytest.mark.parametrize("kept", [dtypes.half, dtypes.float])
+@pytest.mark.parametrize("pos,tokens,H,L,R,nope,v", [(0, 32, 2, 64, 16, 32, 32), (47, 101, 3, 128, 32, 96, 64), (100, 29, 1, 32, 16, 32, 96)])
+def test_attention_of_a_long_chunk(pos: int, tokens: int, H: int, L: int, R: int, nope: int, v: int, kept):
+  (k_b, keys), (v_b, values) = load(QuantizedLinear, T.Q8_0, H, L, nope), load(QuantizedLinear, T.Q4_0, H, v, L)
+  rows, q, scale = normal(384, L + R), normal(tokens, H * (nope + R)), 1e-3
+  cache = tensor(rows).cast(kept).contiguous().realize()
+  step = prefilling(pos, tokens, tables=SCATTERED)
+  got = cpu_unabsorbed.unabsorbed_attention(tensor(q), cache, k_b, v_b, step.start, step.tables, scale).numpy().reshape(tokens, H, v)
+  own = cache.cast(dtypes.float).numpy().astype(np.float64).reshape(-1, PAGE, L + R)[SCATTERED[0]].reshape(-1, L + R)
+  keys = np.concatenate([np.einsum("cl,hln->hcn", own[:, :L], keys.reshape(H, L, nope)), np.broadcast_to(own[:, L:], (H, len(own), R))], -1)
+  scores = np.einsum("thd,hcd->thc", q.reshape(tokens, H, -1), keys) * scale
+  scores[np.broadcast_to((np.arange(len(own)) > pos + np.arange(tokens)[:, None])[:, None], scores.shape)] = -np.inf
+  weights = np.exp(scores - scores.max(-1, keepdims=True))
+  want = np.einsum("thc,hcv->thv", weights / weights.sum(-1, keepdims=True), np.einsum("cl,hvl->hcv", own[:, :L], values.reshape(H, v, L)))
+  assert nmse(got, want) < 1e-9   # scores of tens: their rounding is in the weights
 
 @pytest.mark.parametrize("kept", [dtypes.half, dtypes.float])
 @pytest.mark.parametrize("pos", [0, 3, 15, 16, 40, 63, 64, 130])

@@ -252,19 +252,19 @@ def load_keys(row_format:RowFormat, kind:str) -> str:
         for (int i = 0; i < {latent}; i++) values[p * {latent} + i] = row[i];
       }}"""
 
-def online_softmax(heads:int, latent:int) -> str:
-  """C: each column's scores become weights in P; its maximum `top`, its `total` and its sums so far are brought to the new maximum"""
+def online_softmax(heads:int, latent:int, keys:int) -> str:
+  """C: each column's scores of so many keys become weights in P; its maximum `top`, its `total` and its sums so far are brought to the new maximum"""
   return f"""for (int c = 0; c < 12; c++) {{
           long visible = first + (begin + t * 12 + c) / {heads} - from + 1; float old = top[t * 12 + c], now = old;
           v16f most = -1e30f;
-          for (int g = 0; g < {PREFILL_KEYS // 16}; g++) {{
+          for (int g = 0; g < {keys // 16}; g++) {{
             v16f* s = scores + g / 2 * 24 + g % 2 * 12 + c;
             for (int p = 0; p < 16 && visible < (g + 1) * 16; p++) if (g * 16 + p >= visible) (*s)[p] = -1e30f;
             most = __builtin_elementwise_max(most, *s);
           }}
           for (int p = 0; p < 16; p++) now = most[p] > now ? most[p] : now;
           v16f added = 0;
-          for (int g = 0; g < {PREFILL_KEYS // 16}; g++) {{
+          for (int g = 0; g < {keys // 16}; g++) {{
             v16f weight = exp16(scores[g / 2 * 24 + g % 2 * 12 + c] - now);
             for (int p = 0; p < 16; p++) if (g * 16 + p >= visible) weight[p] = 0;
             added += weight;
@@ -306,7 +306,7 @@ top[{QUERY_COLUMNS}], total[{QUERY_COLUMNS}];
         for (int h = 0; h < {PREFILL_KEYS // 32}; h++)
           times(keys + h * 2 * {dim * 16}, keys + (h * 2 + 1) * {dim * 16}, 16, Q + t * {dim * COLUMNS}, {dim}, 12, scores + h * 24);
         v16f* y = sums + t * {sums};
-        {online_softmax(H, L)}
+        {online_softmax(H, L, PREFILL_KEYS)}
         int some = seen < {PREFILL_KEYS} ? seen : {PREFILL_KEYS};
         for (int i = 0; i < {L // 32}; i++) times(values + i * 32, values + i * 32 + 16, {L}, P, some, 12, y + i * 24);
       }}

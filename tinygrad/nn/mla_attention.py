@@ -10,8 +10,8 @@ own are less work: nn/mla_unabsorbed.py. Where a row lies and how it is written 
 from __future__ import annotations
 from typing import NamedTuple
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.nn import (cpu, cpu_few, cpu_prefill, few_tokens, head_rows, lora_query, mla_prefill, mla_prefill_heads, mla_unabsorbed, split_kv,
-                         split_plan)
+from tinygrad.nn import (cpu, cpu_few, cpu_prefill, cpu_unabsorbed, few_tokens, head_rows, lora_query, mla_prefill, mla_prefill_heads, mla_unabsorbed,
+                         split_kv, split_plan)
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Norm, Rope, Weight, empty, launch, load4
 from tinygrad.nn.latent_cache import CacheRow, Pages, RowFormat, cache_row, expanded, visible_rows, write_rows
@@ -96,6 +96,15 @@ def latent_attention_cpu(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, 
 def latent_attention_cpu_few(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
   q_latent, cache = cpu_few.latent_query_few(q, kv, k_b, norm, cache, rope, step.start, step.tables)
   return cpu.mla_attention_decode(q_latent, q, cache, step.start, step.tables, scale), cache
+
+@attention.form("cpu_prefill", takes=lambda step, residual, q, kv, weights, cache, rope:
+                cpu.takes(weights.k_b, weights.v_b, weights.output) and step.many_tokens and
+                cpu_unabsorbed.takes(step.tokens, weights.k_b, weights.v_b))
+def attention_cpu_prefill(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
+  """Three launches and a packing: the cache's rows; attention; output + residual"""
+  cache = cpu.write_rows(kv, weights.norm, cache, rope, step.start, step.tables)
+  heads = cpu_unabsorbed.unabsorbed_attention(q, cache, weights.k_b, weights.v_b, step.start, step.tables, weights.scale)
+  return norm_linear(step, heads, None, [weights.output], None, residual)[0], cache
 
 @latent_attention.form("cpu_prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
                        cpu.takes(k_b) and step.many_tokens and cpu_prefill.attention_takes(k_b.shape[1]))

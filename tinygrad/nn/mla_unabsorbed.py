@@ -88,10 +88,10 @@ def pitch(width:int) -> int:
   """Halves from a row to the next one in shared memory, so that the rows of a matrix begin in other banks"""
   return width + PIECE
 
-def pays(tokens:int, latent:int, nope:int, value:int) -> bool:
-  """Whether so many tokens of a chunk multiply less than absorbed, however many positions there are, if a product of what they share counts for one
-  and a half: it is stored and read"""
-  return 3 * latent * (nope + value) < 2 * tokens * (2 * latent - nope - value)
+def pays(tokens:int, latent:int, nope:int, value:int, shared:float=1.5) -> bool:
+  """Whether so many tokens of a chunk multiply less than absorbed, however many positions there are. shared: what a product counts for of which they
+  share the outcome, by default one and a half, as it is stored and read"""
+  return shared * latent * (nope + value) < tokens * (2 * latent - nope - value)
 
 def takes(target:Target, tokens:int, k_b:Weight, v_b:Weight, rotated:int) -> bool:
   """Whether it pays, rows are whole products and shared memory suffices"""
