@@ -199,8 +199,8 @@ def check_attention(form: str, step: Step, kept, scale: float, limit: float, C: 
 def test_attention_of_many(pos: int, tokens: int, kept):
   check_attention("cpu_prefill", prefilling(pos, tokens, tables=SCATTERED), kept, 0.01, 1e-8)  # scores of hundreds: their rounding is in the weights
 
-# several steps of positions, a tile that is not whole; a step of one position; fewer heads than threads, where there are two. What lies behind the last
-# token is no number
+# several steps of positions, a tile that is not whole; a step of one position; fewer heads than threads, where there are two. Behind the last
+# token there is no number
 @pytest.mark.parametrize("kept", [dtypes.half, dtypes.float])
 @pytest.mark.parametrize("pos,tokens,H,L,R,nope,v", [(0, 32, 2, 64, 16, 32, 32), (47, 101, 3, 128, 32, 96, 64), (68, 29, 1, 32, 16, 32, 96)])
 def test_attention_of_a_long_chunk(pos: int, tokens: int, H: int, L: int, R: int, nope: int, v: int, kept):
