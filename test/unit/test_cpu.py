@@ -16,6 +16,7 @@ from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up
 from tinygrad.nn.norm_linear import norm_linear
 from tinygrad.nn.primitive import Primitive, plain_ops
 from tinygrad.nn.step import PAGE, Step
+from tinygrad.runtime.support import elf
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 pytestmark = pytest.mark.skipif(not cpu.is_cpu(Device.DEFAULT), reason="not on the CPU")
@@ -199,11 +200,17 @@ def check_attention(form: str, step: Step, kept, scale: float, limit: float, C: 
 def test_attention_of_many(pos: int, tokens: int, kept):
   check_attention("cpu_prefill", prefilling(pos, tokens, tables=SCATTERED), kept, 0.01, 1e-8)  # scores of hundreds: their rounding is in the weights
 
+@pytest.fixture
+def nothing_called(monkeypatch):
+  """A kernel that calls a function of a library is refused: one may lie further away than a call reaches"""
+  def refuse(name: str, _: list) -> int: raise AssertionError(f"a kernel calls {name}")
+  monkeypatch.setattr(elf, "link_sym", refuse)
+
 # several steps of positions, a tile that is not whole; a step of one position; fewer heads than threads, where there are two. Behind the last
 # token there is no number
 @pytest.mark.parametrize("kept", [dtypes.half, dtypes.float])
 @pytest.mark.parametrize("pos,tokens,H,L,R,nope,v", [(0, 32, 2, 64, 16, 32, 32), (47, 101, 3, 128, 32, 96, 64), (68, 29, 1, 32, 16, 32, 96)])
-def test_attention_of_a_long_chunk(pos: int, tokens: int, H: int, L: int, R: int, nope: int, v: int, kept):
+def test_attention_of_a_long_chunk(pos: int, tokens: int, H: int, L: int, R: int, nope: int, v: int, kept, nothing_called):
   (k_b, keys), (v_b, values) = load(QuantizedLinear, T.Q8_0, H, L, nope), load(QuantizedLinear, T.Q4_0, H, v, L)
   rows, q, scale = normal(384, L + R), normal(tokens, H * (nope + R)), 1e-3
   places = (SCATTERED[0][:, None] * PAGE + np.arange(PAGE)).flatten()

@@ -50,12 +50,12 @@ def load_rows(row_format:RowFormat, nope:int, kind:str) -> str:
 def make_heads(latent:int, nope:int, key:int, value:int) -> str:
   """C: keys[group of 16 positions][number][position], values[position][number]"""
   return f"""for (int g = 0; g < {POSITIONS // 16}; g += 2) for (int n = 0; n < {nope}; n += 12) {{
-        v16f s[24] = {{}};
+        v16f s[24]; for (int i = 0; i < 24; i++) s[i] = 0;
         times(R + g * {latent * 16}, R + (g + 1) * {latent * 16}, 16, K + n * {latent}, {latent}, 12, s);
         for (int i = 0; i < 24; i++) if (n + i % 12 < {nope}) *(v16f*)(keys + ((g + i / 12) * {key} + n + i % 12) * 16) = s[i];
       }}
       for (int p = 0; p < {POSITIONS}; p += 12) for (int g = 0; g < {value // ROWS}; g += 2) {{
-        v16f s[24] = {{}};
+        v16f s[24]; for (int i = 0; i < 24; i++) s[i] = 0;
         times(V + g * {latent * 16}, V + (g + 1) * {latent * 16}, 16, X + p * {latent}, {latent}, 12, s);
         for (int i = 0; i < 24; i++) *(v16f*)(values + (p + i % 12) * {value} + (g + i / 12) * 16) = s[i];
       }}"""
@@ -98,7 +98,8 @@ def unabsorbed_attention(query:Tensor, cache:Tensor, k_b:PackedWeight, v_b:Packe
       for (int t = 0; begin + t * 12 < end; t++) {{
         long seen = first + begin + t * 12 + 12 - from;  /* of these positions, by the tile's last column */
         if (seen <= 0) continue;
-        v16f scores[{POSITIONS // 32 * 24}] = {{}};
+        v16f scores[{POSITIONS // 32 * 24}];
+        for (int i = 0; i < {POSITIONS // 32 * 24}; i++) scores[i] = 0;
         for (int g = 0; g < {POSITIONS // 32}; g++)
           times(keys + g * 2 * {key * 16}, keys + (g * 2 + 1) * {key * 16}, 16, Q + t * {key * COLUMNS}, {key}, 12, scores + g * 24);
         v16f* y = sums + t * {sums};
