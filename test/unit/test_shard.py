@@ -353,20 +353,20 @@ def test_experts_come_for_a_prompt(cards: Cards, monkeypatch: pytest.MonkeyPatch
   assert not ffn.brings(Step(Phase.DECODE, 64, model.rope.table, model.rope.table)) and not cards.on(1).blk[1].ffn.can_bring
 
 def test_chunks_share_their_memory(cards: Cards):
-  """Where they have experts copied, whichever size comes first. Then the sizes make the same tokens' rows, but for the halves that a long chunk's
-  attention rounds elsewhere"""
+  """Where they have experts copied, whichever size comes first. Then the sizes make the same tokens' rows: the same bytes, where attention is of the
+  same form"""
   runner = Runner(cards.on(1, 1))
   assert runner.sizes == (32, 64, 128) and runner.model.brings and not cards.on(1).brings
   def used(size: int) -> set[UOp]:
     """Of what chunks share, what this one's launches write or read"""
     return {u for piece in runner.chunks[size] for call in piece.src for place in call.src[1:] for u in place.toposort()} & {*runner.scratch.values()}
   rows, shared = [], []
-  for page, size in enumerate((32, 128)):
+  for page, size in enumerate((32, 64, 128)):
     runner.prefill(IDS[:9], 0, size, [1 + page])
     rows.append(runner.model.cache[1].numpy()[(1 + page) * PAGE:][:9])
     shared.append(dict(runner.scratch))
-  assert shared[0] == shared[1] != {} and used(32) == used(128) == {*shared[0].values()}
-  assert nmse(*rows) < 1e-5 and rows[0].any()
+  assert shared[0] == shared[1] == shared[2] != {} and used(32) == used(64) == used(128) == {*shared[0].values()}
+  assert np.array_equal(*rows[:2]) and rows[0].any() and nmse(rows[2], rows[0]) < 1e-5
 
 def test_two_cards(cards: Cards, monkeypatch: pytest.MonkeyPatch):
   """… say what one does, prompts and answers. A step is one graph, copies among its nodes"""

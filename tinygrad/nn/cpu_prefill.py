@@ -275,6 +275,17 @@ def online_softmax(heads:int, latent:int, keys:int) -> str:
           if (now > old) for (int i = 0; i < {latent // 32}; i++) {{ y[i * 24 + c] *= shrink; y[i * 24 + 12 + c] *= shrink; }}
         }}"""
 
+def attend(heads:int, key:int, value:int, keys:int) -> str:
+  """C: tile `t` of the queries attends to so many keys, of which its last column sees `seen`, in sums of value // 32 · 24 vectors"""
+  return f"""v16f scores[{keys // 32 * 24}];
+        for (int i = 0; i < {keys // 32 * 24}; i++) scores[i] = 0;
+        for (int pair = 0; pair < {keys // 32}; pair++)
+          times(keys + pair * 2 * {key * 16}, keys + (pair * 2 + 1) * {key * 16}, 16, Q + t * {key * COLUMNS}, {key}, 12, scores + pair * 24);
+        v16f* y = sums + t * {value // 32 * 24};
+        {online_softmax(heads, value, keys)}
+        int some = seen < {keys} ? seen : {keys};
+        for (int i = 0; i < {value // 32}; i++) times(values + i * 32, values + i * 32 + 16, {value}, P, some, 12, y + i * 24);"""
+
 def mla_attention_prefill(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tensor, tables:Tensor, scale:float) -> Tensor:
   """As mla_attention_decode, of T tokens from start on, each seeing the cache up to its own row. A column is a head's query of a token, in order; a
   thread takes every n-th of the jobs, as later tokens see more of the cache. A job, 8 tiles of queries:
@@ -301,14 +312,7 @@ top[{QUERY_COLUMNS}], total[{QUERY_COLUMNS}];
       for (int t = 0; t < {QUERY_TILES} && begin + t * 12 < end; t++) {{
         long seen = first + (begin + t * 12 + 11) / {H} - from + 1;  /* of these positions, by the tile's last column */
         if (seen <= 0) continue;
-        v16f scores[{PREFILL_KEYS // 32 * 24}];
-        for (int i = 0; i < {PREFILL_KEYS // 32 * 24}; i++) scores[i] = 0;
-        for (int h = 0; h < {PREFILL_KEYS // 32}; h++)
-          times(keys + h * 2 * {dim * 16}, keys + (h * 2 + 1) * {dim * 16}, 16, Q + t * {dim * COLUMNS}, {dim}, 12, scores + h * 24);
-        v16f* y = sums + t * {sums};
-        {online_softmax(H, L, PREFILL_KEYS)}
-        int some = seen < {PREFILL_KEYS} ? seen : {PREFILL_KEYS};
-        for (int i = 0; i < {L // 32}; i++) times(values + i * 32, values + i * 32 + 16, {L}, P, some, 12, y + i * 24);
+        {attend(H, dim, L, PREFILL_KEYS)}
       }}
     }}
     for (long n = begin; n < end; n++) for (int i = 0; i < {L // 16}; i++)

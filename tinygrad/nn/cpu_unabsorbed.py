@@ -9,7 +9,7 @@ from __future__ import annotations
 from tinygrad import Tensor
 from tinygrad.nn.cpu import TYPES, PackedWeight, group_bytes, launch, load_codes, row_of
 from tinygrad.nn.cpu_layout import ROWS, threads
-from tinygrad.nn.cpu_prefill import COLUMNS, TIMES, depth, online_softmax, tile_count, unpack
+from tinygrad.nn.cpu_prefill import COLUMNS, TIMES, attend, depth, tile_count, unpack
 from tinygrad.nn.kernel import empty
 from tinygrad.nn.latent_cache import RowFormat
 from tinygrad.nn.mla_unabsorbed import pays
@@ -98,14 +98,7 @@ def unabsorbed_attention(query:Tensor, cache:Tensor, k_b:PackedWeight, v_b:Packe
       for (int t = 0; begin + t * 12 < end; t++) {{
         long seen = first + begin + t * 12 + 12 - from;  /* of these positions, by the tile's last column */
         if (seen <= 0) continue;
-        v16f scores[{POSITIONS // 32 * 24}];
-        for (int i = 0; i < {POSITIONS // 32 * 24}; i++) scores[i] = 0;
-        for (int g = 0; g < {POSITIONS // 32}; g++)
-          times(keys + g * 2 * {key * 16}, keys + (g * 2 + 1) * {key * 16}, 16, Q + t * {key * COLUMNS}, {key}, 12, scores + g * 24);
-        v16f* y = sums + t * {sums};
-        {online_softmax(1, value, POSITIONS)}
-        int some = seen < {POSITIONS} ? seen : {POSITIONS};
-        for (int i = 0; i < {value // 32}; i++) times(values + i * 32, values + i * 32 + 16, {value}, P, some, 12, y + i * 24);
+        {attend(1, key, value, POSITIONS)}
       }}
     }}
     for (long n = begin; n < end; n++) for (int i = 0; i < {value // 16}; i++) {{

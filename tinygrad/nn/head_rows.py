@@ -11,15 +11,14 @@ from tinygrad.nn.intrinsics import Target, copied_but, copy, grouped, select
 from tinygrad.nn.kernel import MULTIPROCESSORS, UNIT, Weight, empty, gated, launch, local
 from tinygrad.nn.latent_cache import Pages
 from tinygrad.nn.matmul import HALF_SCALE
-from tinygrad.nn.matrices import MatrixThread
+from tinygrad.nn.matrices import PIECE, MatrixThread, pitch
 from tinygrad.nn.step import PAGE, Step
 from tinygrad.uop.ops import Ops
 
 TILE = 64                                # positions, and rows of weights, of a warp
 DOWN = 2                                 # warps of a block with other positions; the others have other rows
 DEPTH = 64                               # numbers of a step
-PIECE = 8                                # halves that are copied at once, 16 bytes
-PITCH = DEPTH + PIECE                    # of a row in shared memory: the rows of a matrix begin in other banks
+PITCH = pitch(DEPTH)                     # of a row in shared memory
 SHAPES = (4, 3), (4, 2), (2, 2)          # of a block: warps with other rows, steps that shared memory holds
 THREADS = 128                            # of the launches that make halves of weights
 

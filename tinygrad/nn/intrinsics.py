@@ -82,7 +82,7 @@ class Target:
   words: str|None = None       # the type of {n} words, two or four, that one instruction loads
   reciprocal: str|None = None  # 1 / {0}, nearly, without a branch for what is very small or large; float32
   exp2: str|None = None        # 2^{0}, nearly, in one instruction; float32
-  half_pair: str|None = None   # the halves {0} and {1} as a word, the first in its low half; uint32
+  pack_halves: str|None = None   # the halves {0} and {1} as a word, the first in its low half; uint32
   copy: str|None = None        # statements: 16 bytes begin their way from {1} in device memory to {0} in shared memory
   copy_or_zeros: str|None = None   # … or zeros, where {2} is false
   issued: str|None = None      # statement: the compiler puts no load that stands before it behind it
@@ -112,7 +112,7 @@ TARGETS = {
                             "tg_bitcast<half2>((uint)({2}))))",
                  reciprocal="__fdividef(1.0f, {0})",
                  exp2='[](float x) {{ float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }}({0})',
-                 half_pair="tg_bitcast<uint>(make_half2({0}, {1}))", words="uint{n}", shared_bytes=49152, most_shared_bytes=101376,
+                 pack_halves="tg_bitcast<uint>(make_half2({0}, {1}))", words="uint{n}", shared_bytes=49152, most_shared_bytes=101376,
                  copy=f'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : {_shared("{0}")}, "l"({{1}}) : "memory");',
                  copy_or_zeros='asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : '
                                f'{_shared("{0}")}, "l"({{1}}), "r"((int)({{2}}) * 16) : "memory");',
@@ -330,7 +330,7 @@ def exp2(target:Target, value:UOp) -> UOp:
   """2^value, nearly"""
   return value.exp2() if target.exp2 is None else UOp(Ops.CUSTOM, dtypes.float, src=(value,), arg=target.exp2)
 
-def half_pair(target:Target, low:UOp, high:UOp) -> UOp:
+def pack_halves(target:Target, low:UOp, high:UOp) -> UOp:
   """Two numbers as the halves of a word"""
-  assert target.half_pair is not None
-  return UOp(Ops.CUSTOM, dtypes.uint32, src=(low.cast(dtypes.half), high.cast(dtypes.half)), arg=target.half_pair)
+  assert target.pack_halves is not None
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(low.cast(dtypes.half), high.cast(dtypes.half)), arg=target.pack_halves)

@@ -4,6 +4,12 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import Target, load_matrices
 
+PIECE = 8   # halves that are copied at once, 16 bytes
+
+def pitch(width:int) -> int:
+  """Halves from a row to the next one in shared memory, so that the rows of a matrix begin in other banks"""
+  return width + PIECE
+
 class MatrixThread:
   """A lane's place in matrices that it loads: matrix lane // 8, row lane % 8 of it"""
   def __init__(self, target:Target, threads:int):

@@ -15,6 +15,7 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import MMA_CUDA, Target, copied, copy, group_reduce
 from tinygrad.nn.kernel import LOG2_E, MULTIPROCESSORS, gated, local, total
 from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, RowFormat
+from tinygrad.nn.matrices import PIECE, pitch
 from tinygrad.nn.mla_prefill import PrefillLaunch, block_of_tokens, prefill_launch
 from tinygrad.nn.online_softmax import LANE_POSITIONS, RowSoftmax, SharedWeights, SoftmaxThread
 from tinygrad.nn.step import Step
@@ -24,9 +25,8 @@ TILE_TOKENS, STEP_POSITIONS, WARPS = 16, 32, 8   # of a block
 MOST_HEADS = 5                                   # of a block, by its registers
 SHARES = 4                                       # of a row's numbers: warps that have the same positions
 KEY_TILES = STEP_POSITIONS // 16 * SHARES // WARPS   # of 16 positions, of a warp
-PIECE = 8                                        # halves that are copied at once, 16 bytes
 ROW_LANES = 8                                    # that share a row in the softmax
-SCORES_PITCH = WEIGHTS_PITCH = STEP_POSITIONS + 8    # of a row in shared memory. This and `pitch` let the rows of a matrix begin in other banks
+SCORES_PITCH = WEIGHTS_PITCH = pitch(STEP_POSITIONS)   # of a row in shared memory
 assert KEY_TILES == 1 and STEP_POSITIONS == LANE_POSITIONS * ROW_LANES
 
 @dataclass(frozen=True)
@@ -39,10 +39,6 @@ def heads_of_block(target:Target, dim:int, tokens:int, heads:int) -> int|None:
   None: shared memory does not hold one"""
   def time(n:int) -> int: return -(-(-(-tokens // TILE_TOKENS) * (heads // n)) // MULTIPROCESSORS) * (n + 1)
   return min((n for n in range(MOST_HEADS, 0, -1) if heads % n == 0 and shared_bytes(dim, n) <= target.most_shared_bytes), key=time, default=None)
-
-def pitch(dim:int) -> int:
-  """Halves from a query, or a row of the cache, to the next one in shared memory"""
-  return dim + PIECE
 
 def shared_bytes(dim:int, heads:int) -> int:
   """Of a block of so many heads: queries, two steps' rows, weights, halves; partial scores, what sums are multiplied with, float32"""

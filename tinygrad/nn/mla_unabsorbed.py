@@ -15,18 +15,17 @@ from typing import NamedTuple
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn import head_rows
-from tinygrad.nn.intrinsics import MMA_CUDA, Target, copied, copy, exp2, group_reduce, half_pair
+from tinygrad.nn.intrinsics import MMA_CUDA, Target, copied, copy, exp2, group_reduce, pack_halves
 from tinygrad.nn.kernel import LOG2_E, MULTIPROCESSORS, UNIT, Weight, empty, gated, launch, local, total
 from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages
 from tinygrad.nn.matmul import Scaled
-from tinygrad.nn.matrices import MatrixThread
+from tinygrad.nn.matrices import PIECE, MatrixThread, pitch
 from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
 
 LEAST_MAX = MASKED_SCORE / 2 ** 16       # of a row: what is masked weighs nothing beside it, where a part has nothing else, too
 MOST_PARTS = 8                           # of a block's positions
 COMBINED = 4                             # numbers of a thread that combines parts
-PIECE = 8                                # halves that are copied at once, 16 bytes
 QUAD = 4                                 # lanes that share a row of a product
 WARP_TOKENS = 16
 MOST_SUMS = 256                          # numbers of a value, by the registers of a warp
@@ -70,11 +69,8 @@ class HeadShape:
   nope: int        # numbers of a head's key without position; R with one follow
   value: int       # … of its value
   scale: float     # of the scores
-  block: BlockShape
-  @property
-  def own_tokens(self) -> int: return self.block.tokens
-  @property
-  def positions(self) -> int: return self.block.positions
+  own_tokens: int  # of a block
+  positions: int   # of a step
   @property
   def made(self) -> int:
     """Numbers of a position, of all heads, see head_rows"""
@@ -83,10 +79,6 @@ class HeadShape:
   def shares(self) -> Shares: return Shares.of(self.heads * -(-self.tokens // self.own_tokens))
   @property
   def key(self) -> int: return self.nope + self.pages.format.rotated
-
-def pitch(width:int) -> int:
-  """Halves from a row to the next one in shared memory, so that the rows of a matrix begin in other banks"""
-  return width + PIECE
 
 def pays(tokens:int, latent:int, nope:int, value:int, shared:float=1.5) -> bool:
   """Whether so many tokens of a chunk multiply less than absorbed, however many positions there are. shared: what a product counts for of which they
@@ -109,7 +101,7 @@ def unabsorbed(target:Target, q:Tensor, rows:Tensor, k_b:Weight, v_b:Weight, ste
   fitting = block_shape(target, nope + pages.format.rotated, value)
   assert fitting is not None
   made = head_rows.head_rows(target, step, rows, k_b, v_b)
-  shape = HeadShape(target, pages, step.tokens, H, nope, value, scale, fitting)
+  shape = HeadShape(target, pages, step.tokens, H, nope, value, scale, *fitting)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return unabsorbed_kernel(shape, buffers)
   shares, heads = shape.shares, empty(q, step.tokens, H * value, dtype=dtypes.half)
   outs = {"heads": heads} if shares.whole else {}   # no kernel has a buffer that it leaves alone
@@ -162,7 +154,7 @@ def unabsorbed_kernel(shape:HeadShape, buffers:dict[str, UOp]) -> list[UOp]:
       sums = sums · rescale + weights · values
     heads = sums / weight_sum, or sums, row_max and weight_sum of a part"""
   thread = HeadThread(shape, buffers)
-  first = thread.copy_keys(thread.keys, thread.first_step, thread.first_page, thread.copy_queries())
+  first = thread.copy_keys(thread.keys.after(thread.copy_queries()), thread.first_step, thread.first_page)
   state, sums = thread.initial_state(), thread.initial_sums()
   turn = UOp.range(thread.last_step - thread.first_step, 0)
   step = thread.first_step + turn
@@ -197,7 +189,7 @@ class HeadSoftmax(NamedTuple):
 class HeadThread(MatrixThread):
   """A thread of the attention. A lane has of two rows of its warp's 16, tokens, two of each eight positions or numbers."""
   def __init__(self, shape:HeadShape, buffers:dict[str, UOp]):
-    self.threads = shape.block.tokens // WARP_TOKENS * 32
+    self.threads = shape.own_tokens // WARP_TOKENS * 32
     super().__init__(shape.target, self.threads)
     self.shape, self.buffers = shape, buffers
     shares, number = shape.shares, UOp.special(shape.shares.blocks, "gidx0")
@@ -250,12 +242,12 @@ class HeadThread(MatrixThread):
     head = (first * shape.heads + self.head) * shape.key
     rows = Rows(self.buffers["q"], head, shape.heads * shape.key, shape.own_tokens, shape.key, shape.tokens - 1 - first)
     return self.copy_rows(self.queries, 0, pitch(shape.key), rows, 1)
-  def copy_keys(self, keys:UOp, step:UOp, page:UOp, *before:UOp) -> UOp:
+  def copy_keys(self, keys:UOp, step:UOp, page:UOp) -> UOp:
     """Of a step's positions; of the last ones that there are, behind them"""
     shape, pages = self.shape, self.shape.pages
     position = (step * shape.positions).minimum(pages.capacity - shape.positions)
     own = Rows(self.buffers["made"], position * shape.made + self.head * shape.nope, shape.made, shape.positions, shape.nope)
-    begun = self.copy_rows(keys.after(*before) if before else keys, 0, pitch(shape.key), own, 6)
+    begun = self.copy_rows(keys, 0, pitch(shape.key), own, 6)
     rotated = Rows(self.buffers["rows"], pages.row(page, position) + pages.format.latent, pages.dim, shape.positions, pages.format.rotated)
     return self.copy_rows(keys.after(begun), shape.nope, pitch(shape.key), rotated, 6)
   def copy_values(self, values:UOp, step:UOp) -> UOp:
@@ -310,7 +302,7 @@ class HeadThread(MatrixThread):
       weights |= {(tile, half, i): weight for (tile, i), weight in own.items()}
       rescales.append(rescale)
       stores += [state[half].store(row_max), weight_sum.store(weight_sum.load() * rescale + total([*own.values()], UOp.add))]
-    words = [[half_pair(self.target, weights[tile + right, half, 0], weights[tile + right, half, 1]) for right in range(2) for half in range(2)]
+    words = [[pack_halves(self.target, weights[tile + right, half, 0], weights[tile + right, half, 1]) for right in range(2) for half in range(2)]
              for tile in range(0, tiles, 2)]
     return HeadSoftmax(words, rescales, stores)
 
