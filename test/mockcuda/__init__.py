@@ -12,6 +12,7 @@ from tinygrad.device import Allocator, BufferSpec, Compiled, Compiler, CompileEr
 from tinygrad.helpers import Context, Target, getenv, round_up
 from tinygrad.nn.intrinsics import TARGETS, of_arch
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer
+from tinygrad.runtime.support.compiler_cuda import aligned_for_groups
 
 HERE = pathlib.Path(__file__).parent
 ARCH = "sm_90"
@@ -54,6 +55,12 @@ class MockCompiler(Compiler):
     src = re.sub(r'asm\("mma\.sync\.aligned\.m16n8k(8|16)\.[^"]*" : ([^;]*)\);', lambda m: f"mock_mma_words<{m[1]}>({self.operands(m[2])});", src)
     src = re.sub(r'asm\("\{ \.reg \.pred inside; [^"]*@inside mma\.sync\.aligned\.m16n8k16\.[^"]*" : ([^;]*), "r"\(([^;]*)\)\);',
                  lambda m: f"if ({m[2]}) mock_mma_words<16>({self.operands(m[1])});", src)
+    src = re.sub(r"const unsigned long long b = 0x4000004000010000ull \| \(unsigned\)__cvta_generic_to_shared\((.*?)\) >> 4;",
+                 r"const char* b = (const char*)(\1);", aligned_for_groups(src))
+    src = re.sub(r'asm volatile\("wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.f16\.f16 [^"]*" : ([^;]*)\);',
+                 lambda m: f"mock_group_mma({self.operands(m[2])});", src)
+    src = re.sub(r'asm volatile\("wgmma\.wait_group[^;]*;[^;]*\);', "mock_group_wait();", src)
+    src = re.sub(r'asm volatile\("(wgmma\.(fence|commit)|fence\.proxy)[^;]*;[^;]*\);', "", src)
     src = src.replace("(unsigned)__cvta_generic_to_shared", "")
     src = re.sub(r'asm volatile\("cp\.async\.cg[^"]*" : : ([^;]*) : "memory"\);', lambda m: f"mock_copy({self.operands(m[1])});", src)
     src = re.sub(r'asm volatile\("cp\.async\.wait_all.*?\);', "mock_copied(-1);", src)
@@ -67,7 +74,8 @@ class MockCompiler(Compiler):
     src = re.sub(r'asm\("lop3\.b32 [^"]* 0xea;"[^;]*;', "d = a & b | c;", src)
     with tempfile.TemporaryDirectory() as folder:
       kernel, out = pathlib.Path(folder) / "kernel.cpp", pathlib.Path(folder) / "kernel.so"
-      waits = any(word in src for word in ("__syncthreads", "__shfl", "mock_mma", "mock_ldmatrix"))  # else its threads may run one after another
+      # else its threads may run one after another
+      waits = any(word in src for word in ("__syncthreads", "__shfl", "mock_mma", "mock_ldmatrix", "mock_group_mma"))
       kernel.write_text(f'#include "device.h"\nextern "C" {{ int mock_fibers = {int(waits) + MEETS * ("mock_look" in src)}; }}\n{src}')
       if wrong := _compile("-shared", kernel, _runtime()[0], "-lm", "-o", out): raise CompileError(f"{wrong}\n{src}")
       return out.read_bytes()

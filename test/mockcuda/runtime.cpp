@@ -18,7 +18,12 @@ static const size_t STACK = 256 << 10, WIDE = 32;
 // cp.async: what a copy reads it reads at once, what it writes it writes no sooner than its thread waits for it
 static const int MOST_COPIES = 256;
 struct Copy { void* to; char bytes[16]; int group; };
-struct Fiber { void* stack; State state; char word[2][WIDE]; int shuffles; Copy copy[MOST_COPIES]; int copies, groups; };
+// products of a group of warps that nobody has waited for
+static const int MOST_PRODUCTS = 4, MOST_SUMS = 128;
+struct GroupProduct { unsigned a[32][4]; const char* b; };
+struct Pending { GroupProduct product; float* sums[MOST_SUMS]; int count; };
+struct Fiber { void* stack; State state; char word[2][WIDE]; int shuffles; Copy copy[MOST_COPIES]; int copies, groups; Pending pending[MOST_PRODUCTS];
+               int products; };
 static Fiber fiber[MOST];
 static void* scheduler;  // the stack of run_block
 static int current;
@@ -79,6 +84,20 @@ extern "C" void mock_copied(int groups) {
   own.copies = left;
 }
 
+extern "C" GroupProduct* mock_group_begin(float** sums, int count) {
+  Fiber& own = fiber[current];
+  if (own.products == MOST_PRODUCTS) { wrong = "a group begins more products than the mock keeps"; own.products = 0; }
+  Pending& pending = own.pending[own.products++];
+  memcpy(pending.sums, sums, count * sizeof *sums);
+  pending.count = count;
+  return &pending.product;
+}
+extern "C" void mock_group_finish(void (*add)(const GroupProduct&, float**, int, int)) {
+  Fiber& own = fiber[current];
+  for (int i = 0; i < own.products; i++) add(own.pending[i].product, own.pending[i].sums, own.pending[i].count, current % LANES);
+  own.products = 0;
+}
+
 // between devices, each with its own copy of this file's variables and a thread of its own
 extern "C" void mock_send(uint64_t* to, uint64_t first, uint64_t second) {
   __atomic_store_n(to, first, __ATOMIC_RELAXED);
@@ -102,7 +121,7 @@ static bool run_block(int threads, char* stacks) {
   for (int i = 0; i < threads; i++) {
     fiber[i].stack = fiber_start(stacks + (i + 1) * STACK, whole);
     fiber[i].state = RUN;
-    fiber[i].shuffles = fiber[i].copies = fiber[i].groups = 0;
+    fiber[i].shuffles = fiber[i].copies = fiber[i].groups = fiber[i].products = 0;
   }
   for (;;) {
     int waiting = 0;

@@ -19,13 +19,13 @@ from tinygrad.helpers import prod
 from tinygrad.nn.halves import half_pair
 from tinygrad.nn.kernel import UNIT, Unit, launch
 from tinygrad.nn.intrinsics import Target, of_arch, target_of
-from tinygrad.nn.matmul import (Scaled, expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_scaled,
+from tinygrad.nn.matmul import (Halves, expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_scaled,
                                 matmul_split_half, rms_norm_half)
 from tinygrad.nn.tiles import Tile
 from tinygrad.nn.latent_cache import RowFormat
 from tinygrad.nn.mla_prefill import block_of_tokens, mla_prefill
 from tinygrad.nn.mla_unabsorbed import unabsorbed
-from tinygrad.nn import head_rows, mla_prefill_heads, mla_unabsorbed, row_walk
+from tinygrad.nn import group_walk, head_rows, mla_prefill_heads, mla_unabsorbed, row_walk
 from tinygrad.nn.step import PAGE, Step
 from tinygrad.nn.routing import Gating, Routing, choose_experts, choose_experts_prefill, most_tiles, sort_by_expert, tile_of_choices
 from tinygrad.uop.ops import Ops
@@ -47,16 +47,45 @@ rng = np.random.default_rng
 def halves(*shape: int) -> np.ndarray: return rng(shape).standard_normal(shape).astype(np.float16)
 def floats(*shape: int) -> np.ndarray: return rng(shape).standard_normal(shape).astype(np.float32)
 def silu(x: np.ndarray) -> np.ndarray: return x / (1 + np.exp(-x))
-def values_of(scaled: Scaled) -> np.ndarray: return scaled.x.numpy().astype(np.float64) * scaled.factor
+def tokens_of(x: np.ndarray) -> Halves:
+  """As the target's products of rows of such a length take them"""
+  ordered = group_walk.takes(target(), x.shape[-1])
+  return Halves(group_walk.ordered(Tensor(x)).contiguous() if ordered else Tensor(x), ordered=ordered)
+def values_of(x: Halves) -> np.ndarray:
+  """float64, (T, all of a token): each number of a row from where it lies"""
+  rows = x.x.numpy().astype(np.float64).reshape(x.shape[0], -1) * x.factor
+  return rows[:, [group_walk.place(number) for number in range(rows.shape[1])]] if x.ordered else rows
 
+by_warps_and_groups = pytest.mark.parametrize("arch", ["sm_80", "sm_90"])   # nn/row_walk.py, nn/group_walk.py
+
+@by_warps_and_groups
 @pytest.mark.parametrize("kind", HALVES, ids=lambda k: k.name)
-def test_every_type(kind: T):
+def test_every_type(kind: T, arch: str):
   """Neither rows nor tokens are whole tiles"""
-  shape = (70, max(GGML_QUANT_SIZES[kind][0], 96))
+  shape = (70, max(GGML_QUANT_SIZES[kind][0], 96 if arch == "sm_80" else 256))
   data, want = random_weight(kind, shape)
   tokens = halves(33, shape[1])
-  out = matmul(target(), Tensor(tokens), QuantizedLinear.load(kind, shape, data))
-  assert nmse(out.numpy(), tokens.astype(np.float64) @ want.T.astype(np.float64)) < HALF
+  with on_cuda(arch): out = matmul(target(), tokens_of(tokens), QuantizedLinear.load(kind, shape, data)).numpy()
+  assert nmse(out, tokens.astype(np.float64) @ want.T.astype(np.float64)) < HALF
+
+@pytest.mark.parametrize("tile", [Tile(144, 256, (1, 8)), Tile(48, 128, (1, 8)), Tile(8, 128, (1, 4)), Tile(16, 64, (1, 4))], ids=str)
+def test_tiles_of_groups(tile: Tile, monkeypatch: pytest.MonkeyPatch):
+  """More tokens and rows than a tile has, and fewer; one step, and several"""
+  monkeypatch.setattr("tinygrad.nn.matmul.tile_of", lambda *_: tile)
+  with on_cuda("sm_90"):
+    for n, rows, width in ((150, 300, 128), (40, 130, 384)):
+      data, want = random_weight(T.Q4_0, (rows, width))
+      tokens = halves(n, width)
+      out = matmul(target(), tokens_of(tokens), QuantizedLinear.load(T.Q4_0, (rows, width), data)).numpy()
+      error = ((out - (exact := tokens.astype(np.float64) @ want.T.astype(np.float64))) ** 2).sum(1) / (exact ** 2).sum(1)
+      assert error.max() < HALF
+
+def test_order():
+  """A product's 16 numbers lie side by side: of four units four each, two and two"""
+  numbers = np.arange(256)
+  with on_cuda("sm_90"): got = group_walk.ordered(Tensor(numbers.astype(np.int32)[None])).numpy()[0]
+  assert [*got[:16]] == [0, 1, 32, 33, 64, 65, 96, 97, 2, 3, 34, 35, 66, 67, 98, 99] and sorted(got) == [*numbers]
+  assert all(got[group_walk.place(int(number))] == number for number in numbers)
 
 @pytest.mark.parametrize("n", [2, 32, 70])
 @pytest.mark.parametrize("tile", [Tile(64, 128, (1, 4)), Tile(16, 32, (1, 2))], ids=["64x128", "16x32"])
@@ -66,7 +95,7 @@ def test_heads_factor_residual(n: int, tile: Tile, monkeypatch: pytest.MonkeyPat
   data, want = random_weight(T.Q8_0, (3, 40, 64))
   weight, tokens, residual = QuantizedLinear.load(T.Q8_0, (3, 40, 64), data), halves(n, 3, 96), floats(n, 3, 40)
   exact = np.einsum("thi,hoi->tho", tokens[..., :64].astype(np.float64), want)
-  got = matmul(target(), Scaled(Tensor(tokens), 4.), weight, Tensor(residual), 0.125)
+  got = matmul(target(), Halves(Tensor(tokens), 4.), weight, Tensor(residual), 0.125)
   assert nmse(got.numpy(), residual + 0.5 * exact) < HALF
 
 @pytest.mark.parametrize("kind,limit", [(T.Q4_0, 1.01), (T.Q4_1, 1.01), (T.Q6_K, 1.01), (T.Q4_K, 2.5)], ids=["Q4_0", "Q4_1", "Q6_K", "Q4_K"])
@@ -105,48 +134,58 @@ def test_those_who_read_most_begin():
   block, number = block_of_tokens(100, 16), UOp.special(7, "gidx1")
   assert [block.substitute({number: number.const_like(i)}).simplify().arg for i in (0, 3, 6)] == [6, 3, 0]
 
-def test_scaled():
+@by_warps_and_groups
+def test_scaled(arch: str):
   """Products that halves do not hold; what takes them undoes the factor"""
-  (data, want), (after_data, after_want) = random_weight(T.Q8_0, (2, 48, 64)), random_weight(T.Q8_0, (40, 96))
-  weight, after = QuantizedLinear.load(T.Q8_0, (2, 48, 64), data), QuantizedLinear.load(T.Q8_0, (40, 96), after_data)
+  (data, want), (after_data, after_want) = random_weight(T.Q8_0, (2, 64, 64)), random_weight(T.Q8_0, (40, 128))
   tokens = halves(20, 2, 64)
   exact = np.einsum("thi,hoi->tho", tokens.astype(np.float64), want)
   tokens *= np.float16(2 * 65504 / np.abs(exact).max())
-  exact = np.einsum("thi,hoi->tho", tokens.astype(np.float64), want)
-  heads = matmul_scaled(target(), Tensor(tokens), weight)
-  assert np.abs(exact).max() > 65504 and nmse(values_of(heads), exact) < 2 * HALF
-  assert nmse(matmul(target(), heads.reshape(20, -1), after).numpy(), exact.reshape(20, -1) @ after_want.T) < 2 * HALF
+  exact = np.einsum("thi,hoi->tho", tokens.astype(np.float64), want).reshape(20, -1)
+  with on_cuda(arch):
+    weight, after = QuantizedLinear.load(T.Q8_0, (2, 64, 64), data), QuantizedLinear.load(T.Q8_0, (40, 128), after_data)
+    heads = matmul_scaled(target(), Tensor(tokens), weight)
+    assert np.abs(exact).max() > 65504 and nmse(values_of(heads), exact) < 2 * HALF
+    assert nmse(matmul(target(), heads.reshape(20, -1), after).numpy(), exact @ after_want.T) < 2 * HALF
 
-def test_rope():
-  data, want = random_weight(T.F16, (2 * 48, 64))
-  weight, tokens = QuantizedLinear.load(T.F16, (2 * 48, 64), data), halves(20, 64)
-  rope = Rope(rope_table(32, 1e4, 64), 48, 16)
-  product = Tensor((tokens.astype(np.float64) @ want.T).astype(np.float32))
-  got = matmul(target(), Tensor(tokens), weight, rope=rope, start=Tensor([7], dtype=dtypes.int32)).numpy()
-  assert nmse(got, rope.rotate_heads(product, prefilling(7, 20)).numpy().astype(np.float64)) < HALF
+@by_warps_and_groups
+def test_rope(arch: str):
+  data, want = random_weight(T.F16, (2 * 48, 128))
+  tokens = halves(20, 128)
+  with on_cuda(arch):
+    weight, rope = QuantizedLinear.load(T.F16, (2 * 48, 128), data), Rope(rope_table(32, 1e4, 64), 48, 16)
+    product = Tensor((tokens.astype(np.float64) @ want.T).astype(np.float32))
+    got = matmul(target(), tokens_of(tokens), weight, rotation=(rope, Tensor([7], dtype=dtypes.int32))).numpy()
+    assert nmse(got, rope.rotate_heads(product, prefilling(7, 20)).numpy().astype(np.float64)) < HALF
 
-def test_norm_and_its_rounding_error():
-  tokens, norm = floats(5, 736), RMSNorm(Tensor(floats(736)).realize(), 1e-5)
-  want = norm(Tensor(tokens)).numpy()
-  high, low = (out.numpy() for out in rms_norm_half(target(), Tensor(tokens), norm, low=True))
-  assert np.abs(high - want).max() < 3e-3 and np.abs(high.astype(np.float32) + low - want).max() < 2e-6
+@pytest.mark.parametrize("arch,width", [("sm_80", 736), ("sm_90", 736), ("sm_90", 768)])
+def test_norm_and_its_rounding_error(arch: str, width: int):
+  with on_cuda(arch):
+    tokens, norm = floats(5, width), RMSNorm(Tensor(floats(width)).realize(), 1e-5)
+    want = norm(Tensor(tokens)).numpy()
+    high, low = (values_of(out) for out in rms_norm_half(target(), Tensor(tokens), norm, low=True))
+  assert np.abs(high - want).max() < 3e-3 and np.abs(high + low - want).max() < 2e-6
 
-@pytest.mark.parametrize("kind,rows,width", [(T.F32, 64, 512), (T.F32, 20, 96), (T.Q6_K, 70, 256)], ids=lambda v: getattr(v, "name", str(v)))
-def test_split_half(kind: T, rows: int, width: int):
+@pytest.mark.parametrize("kind,rows,width,arch", [(T.F32, 64, 512, "sm_80"), (T.F32, 20, 96, "sm_80"), (T.Q6_K, 70, 256, "sm_80"),
+                                                  (T.F32, 64, 512, "sm_90"), (T.Q6_K, 70, 768, "sm_90")], ids=lambda v: getattr(v, "name", str(v)))
+def test_split_half(kind: T, rows: int, width: int, arch: str):
   """The router's product: as good as float32"""
   data, want = random_weight(kind, (rows, width))
-  high, low = rms_norm_half(target(), Tensor(floats(33, width)), RMSNorm(Tensor.ones(width).contiguous().realize(), 1e-5), low=True)
-  exact = high.numpy().astype(np.float64) + low.numpy()
-  got = matmul_split_half(target(), high, low, QuantizedLinear.load(kind, (rows, width), data))
-  assert nmse(got.numpy(), exact @ want.T.astype(np.float64)) < 1e-11
+  with on_cuda(arch):
+    high, low = rms_norm_half(target(), Tensor(floats(33, width)), RMSNorm(Tensor.ones(width).contiguous().realize(), 1e-5), low=True)
+    exact = values_of(high) + values_of(low)
+    got = matmul_split_half(target(), high, low, QuantizedLinear.load(kind, (rows, width), data)).numpy()
+  assert nmse(got, exact @ want.T.astype(np.float64)) < 1e-11
 
-def test_gate_up():
-  (gate_data, gate), (up_data, up) = random_weight(T.Q4_0, (70, 256)), random_weight(T.Q5_K, (70, 256))
+@pytest.mark.parametrize("arch,rows", [("sm_80", 70), ("sm_90", 70), ("sm_90", 128)])
+def test_gate_up(arch: str, rows: int):
+  (gate_data, gate), (up_data, up) = random_weight(T.Q4_0, (rows, 256)), random_weight(T.Q5_K, (rows, 256))
   tokens = halves(33, 256) / np.float16(8)
-  weights = QuantizedLinear.load(T.Q4_0, (70, 256), gate_data), QuantizedLinear.load(T.Q5_K, (70, 256), up_data)
-  got = gate_up_prefill(target(), Tensor(tokens), weights)
+  with on_cuda(arch):
+    weights = QuantizedLinear.load(T.Q4_0, (rows, 256), gate_data), QuantizedLinear.load(T.Q5_K, (rows, 256), up_data)
+    got = values_of(gate_up_prefill(target(), tokens_of(tokens), weights))
   exact = tokens.astype(np.float64)
-  assert nmse(values_of(got), silu(exact @ gate.T) * (exact @ up.T)) < 2 * HALF
+  assert nmse(got, silu(exact @ gate.T) * (exact @ up.T)) < 2 * HALF
 
 @pytest.mark.parametrize("tokens,K,E", [(2, 2, 5), (100, 4, 16), (512, 4, 9)])
 def test_sort_by_expert(tokens: int, K: int, E: int):
@@ -168,20 +207,21 @@ def test_tiles_of_choices(counts: list[int], size: int):
   want = [(expert, tile) for expert, count in enumerate(counts) for tile in range(-(-count // size))]
   assert [(expert, tile) for expert, tile in out.tolist() if tile * size < counts[expert]] == want
 
-def test_experts():
+@pytest.mark.parametrize("arch,F,D", [("sm_80", 70, 96), ("sm_90", 70, 256), ("sm_90", 128, 128)])
+def test_experts(arch: str, F: int, D: int):
   """More tokens of an expert than a tile has, and an expert that nobody chose"""
-  n, K, E, F, D = 50, 2, 4, 70, 96
-  chosen = np.tile(np.int32([[0, 2], [3, 0]]), (25, 1))
-  order, (data, want) = sort_by_expert(target(), Tensor(chosen), E), random_weight(T.Q4_1, (E, F, D))
-  weight, tokens, scale = QuantizedExpertWeights.load(T.Q4_1, (E, F, D), data), halves(n, D) / np.float16(16), floats(n, K)
+  n, K, E = 50, 2, 4
+  chosen, (data, want) = np.tile(np.int32([[0, 2], [3, 0]]), (25, 1)), random_weight(T.Q4_1, (E, F, D))
+  tokens, scale, hidden = halves(n, D) / np.float16(16), floats(n, K), halves(n, K, D)   # hidden: an x for each choice
   exact = np.einsum("ti,tkoi->tko", tokens.astype(np.float64), want[chosen])
-  got = expert_gate_up_prefill(target(), Tensor(tokens), (weight, weight), order, Tensor(scale))
-  assert nmse(values_of(got), silu(exact) * exact * scale[..., None]) < 2 * HALF
-  assert nmse(grouped_matmul(target(), Tensor(tokens), weight, order, K).numpy(), exact) < HALF
-  hidden = halves(n, K, D)   # an x for each choice
-  def down() -> np.ndarray: return grouped_matmul(target(), Scaled(Tensor(hidden), .5), weight, order, K).numpy()
-  assert nmse(down(), .5 * np.einsum("tki,tkoi->tko", hidden.astype(np.float64), want[chosen])) < HALF
-  assert down().tobytes() == down().tobytes()
+  with on_cuda(arch):
+    weight, order = QuantizedExpertWeights.load(T.Q4_1, (E, F, D), data), sort_by_expert(target(), Tensor(chosen), E)
+    got = expert_gate_up_prefill(target(), tokens_of(tokens), (weight, weight), order, Tensor(scale))
+    assert nmse(values_of(got), (silu(exact) * exact * scale[..., None]).reshape(n, -1)) < 2 * HALF
+    assert nmse(grouped_matmul(target(), tokens_of(tokens), weight, order, K).numpy(), exact) < HALF
+    def down() -> np.ndarray: return grouped_matmul(target(), replace(tokens_of(hidden), factor=.5), weight, order, K).numpy()
+    assert nmse(down(), .5 * np.einsum("tki,tkoi->tko", hidden.astype(np.float64), want[chosen])) < HALF
+    assert down().tobytes() == down().tobytes()
 
 # experts that are ranked all at once, and a warp's first, whose warps have none, some and all of the best, and many of the same choice
 @pytest.mark.parametrize("gating,experts,count", [*((gating, 40, 4) for gating in Gating), *((gating, 384, 8) for gating in Gating),
@@ -343,7 +383,7 @@ def test_kernels_have_no_more_than_they_use(family: str, size: int):
       assert len(set(re.findall(r"\bdata\d+_", head))) == len(call.src) - 1, head
 
 @pytest.mark.parametrize("kernel,test,args,place", [
-  ("matmul", test_every_type, (T.F16,), np.s_[32:]), ("matmul", test_every_type, (T.F16,), np.s_[:, 64:]),
+  ("matmul", test_every_type, (T.F16, "sm_90"), np.s_[32:]), ("matmul", test_every_type, (T.F16, "sm_80"), np.s_[:, 64:]),
   ("mla_prefill", test_attention, (20, 3, 128, 32, 64, 47, 67), np.s_[16:]),
   ("mla_prefill", test_attention, (20, 3, 128, 32, 64, 47, 67), np.s_[:, 2])], ids=["tokens", "rows", "queries", "head"])
 def test_the_last_tile_left_out(kernel: str, test: Callable, args: tuple, place: Any, monkeypatch: pytest.MonkeyPatch):

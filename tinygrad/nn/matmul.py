@@ -1,8 +1,8 @@
 """Matrix products of many tokens by tensor cores, on quantized weights (planes, see nn/kernel.py): what prefill is made of.
 
 A block of threads makes a tile of the output, tokens × rows (nn/tiles.py). It walks along the rows of the weights in steps, in which they become
-halves, scale · value + minimum: in each warp's registers (nn/row_walk.py) or in shared memory (nn/shared_walk.py). A weight is read and dequantized
-once for a tile of tokens; an expert's, once for a tile of the tokens that chose it.
+halves, scale · value + minimum: in each warp's registers (nn/row_walk.py, nn/group_walk.py) or in shared memory (nn/shared_walk.py). A weight is read
+and dequantized once for a tile of tokens; an expert's, once for a tile of the tokens that chose it.
 
 Arithmetic: halves times halves, sums in float32, in a fixed order: same input, same bytes.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import prod
-from tinygrad.nn import row_walk, shared_walk
+from tinygrad.nn import group_walk, row_walk, shared_walk
 from tinygrad.nn.halves import rounding_error
 from tinygrad.nn.intrinsics import Target, select, word
 from tinygrad.nn.kernel import (UNIT, Matrix, Norm, Rope, Unit, Weight, block_sum, empty, launch, optional, position_of, rotated, silu, sum_in_order,
@@ -24,32 +24,41 @@ from tinygrad.nn.tiles import BlockTile, LoadUnit, PlaceTokens, Product, Tile, b
 HALF_SCALE = 2.0 ** -6
 
 @dataclass(frozen=True)
-class Scaled:
-  """Numbers too large for half precision, kept in it: they are x · factor. x: half"""
+class Halves:
+  """Tokens of a product: the numbers are x · factor. x: half (T, …, width). ordered: whether a row's numbers lie in the order of nn/group_walk.py"""
   x: Tensor
-  factor: float = 1 / HALF_SCALE
+  factor: float = 1.0
+  ordered: bool = False
   @property
   def shape(self) -> tuple: return self.x.shape
-  def reshape(self, *shape:int) -> Scaled: return Scaled(self.x.reshape(*shape), self.factor)
+  def reshape(self, *shape:int) -> Halves: return Halves(self.x.reshape(*shape), self.factor, self.ordered)
 
-def unscaled(tokens:Tensor|Scaled) -> tuple[Tensor, float]:
-  """The halves, and what a product with them is to be multiplied by"""
-  return (tokens.x, tokens.factor) if isinstance(tokens, Scaled) else (tokens, 1.0)
+def halves_of(tokens:Tensor|Halves) -> Halves: return tokens if isinstance(tokens, Halves) else Halves(tokens)
+
+def placed(number:UOp, ordered:bool) -> UOp:
+  """Where a number of a row is among the row's"""
+  return group_walk.place(number) if ordered else number
 
 # ---- the tile of a block ----
 
-def tile_of(target:Target, tokens:int, weights:Sequence[Weight], parts:int=1) -> Tile:
-  """Of the products of these matrices, or stacks of them, with so many tokens. parts: blocks that share a tile"""
-  return row_walk.tile_of(tokens, weights, parts) if row_walk.takes(target) else shared_walk.tile_of(tokens, prod(weights[0].shape[:-1]))
+def tile_of(target:Target, tokens:Halves, weights:Sequence[Weight], parts:int=1) -> Tile:
+  """Of the products of these matrices, or stacks of them, with the tokens. parts: blocks that share a tile"""
+  if tokens.ordered: return group_walk.tile_of(tokens.shape[0], weights, parts)
+  if row_walk.takes(target): return row_walk.tile_of(tokens.shape[0], weights, parts)
+  return shared_walk.tile_of(tokens.shape[0], prod(weights[0].shape[:-1]))
 
-def expert_tile_of(target:Target, tokens:int, weights:Sequence[Weight], K:int) -> Tile:
-  """Of the products of an expert's matrices with those of so many tokens that chose it, of each K"""
-  return row_walk.expert_tile_of(tokens * K / weights[0].shape[0], weights) if row_walk.takes(target) else shared_walk.TILE_32x64
+def expert_tile_of(target:Target, tokens:Halves, weights:Sequence[Weight], K:int) -> Tile:
+  """Of the products of an expert's matrices with those of the tokens that chose it, of each K"""
+  mean = tokens.shape[0] * K / weights[0].shape[0]
+  if tokens.ordered: return group_walk.expert_tile_of(mean, weights)
+  return row_walk.expert_tile_of(mean, weights) if row_walk.takes(target) else shared_walk.TILE_32x64
 
 def units_of(matrix:Matrix, first_row:UOp|int=0) -> LoadUnit: return lambda row, unit: matrix(first_row + row, unit, None)
 
-def tile_products(target:Target, block:BlockTile, width:int, matrices:Sequence[LoadUnit], place_tokens:PlaceTokens) -> list[Product]:
-  """The elements of W·x, for each matrix W, that a lane holds of the block's tile. width: of a row"""
+def tile_products(target:Target, block:BlockTile, width:int, matrices:Sequence[LoadUnit], place_tokens:PlaceTokens,
+                  ordered:bool) -> list[Product]:
+  """The elements of W·x, for each matrix W, that a lane holds of the block's tile. width: of a row; ordered: as Halves has it"""
+  if ordered: return group_walk.products(target, block, width, matrices, place_tokens)
   if row_walk.takes(target): return row_walk.products(target, block, width, matrices, place_tokens)
   def weights_of(load_unit:LoadUnit) -> shared_walk.LoadWeights: return lambda row, unit: load_unit(row, unit).weights()
   return shared_walk.products(target, block, width, [weights_of(load_unit) for load_unit in matrices],
@@ -57,25 +66,27 @@ def tile_products(target:Target, block:BlockTile, width:int, matrices:Sequence[L
 
 # ---- one matrix, or one a head ----
 
-def matmul(target:Target, tokens:Tensor|Scaled, weight:Weight, residual:Tensor|None=None, factor:float=1.0, rope:Rope|None=None,
-           start:Tensor|None=None, dtype:DType=dtypes.float) -> Tensor:
-  """factor · W·x + residual for each token's x. tokens: half (T, in), or (T, H, in or more) for a stack of matrices, one a head -> dtype
-  (T, out) or (T, H, out). rope rotates the heads of the product; start: int32 (1,), the first token's position. In the kernel:
+def matmul(target:Target, tokens:Tensor|Halves, weight:Weight, residual:Tensor|None=None, factor:float=1.0, rotation:tuple[Rope, Tensor]|None=None,
+           dtype:DType=dtypes.float, ordered:bool=False) -> Tensor:
+  """factor · W·x + residual for each token's x. tokens: (T, in), or (T, H, in or more) for a stack of matrices, one a head -> dtype (T, out) or
+  (T, H, out). rotation: what rotates the heads of the product, and int32 (1,), the first token's position. ordered: of all that a token has then.
+  In the kernel:
 
   sums = tile of W·x                                # a block a tile of tokens × rows of a head
   for each pair of neighbouring rows of a token:
     pair = factor · sums
-    if rope: pair = rotated by the token's position
+    if rotation: pair = rotated by the token's position
     out = pair + residual
   """
-  halves, undo = unscaled(tokens)
-  (*stack, rows, width), T, factor = weight.shape, halves.shape[0], factor * undo
-  heads, pitch = stack[0] if stack else 1, halves.shape[-1]
-  tile = tile_of(target, T, [weight])
+  halves = halves_of(tokens)
+  (*stack, rows, width), T, factor = weight.shape, halves.shape[0], factor * halves.factor
+  heads, pitch, (rope, start) = stack[0] if stack else 1, halves.shape[-1], rotation or (None, None)
+  tile = tile_of(target, halves, [weight])
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     block, head, stores = block_tile(tile, T, rows), UOp.special(heads, "gidx2"), []
     def place_tokens(token:UOp, column:UOp) -> UOp: return buffers["tokens"][(token * heads + head) * pitch + column]
-    products = tile_products(target, block, width, [units_of(weight.matrix(buffers, "weight"), head * rows)], place_tokens)
+    matrices = [units_of(weight.matrix(buffers, "weight"), head * rows)]
+    products = tile_products(target, block, width, matrices, place_tokens, halves.ordered)
     for first, second in zip(products[::2], products[1::2]):
       token, row = first.token, first.row
       pair = [value if factor == 1.0 else value * factor for value in (*first.sums, *second.sums)]
@@ -83,38 +94,39 @@ def matmul(target:Target, tokens:Tensor|Scaled, weight:Weight, residual:Tensor|N
         index = row % rope.head - rope.nope
         pair = rotated(buffers, rope.table.shape[1], index, pair, index >= 0, position_of(buffers) + block.clamped_token(token))
       for i, value in enumerate(pair):
-        out_index = ((token * heads + head) * rows + row + i).valid(block.inside(token, row + i))
+        out_index = (token * (heads * rows) + placed(head * rows + row + i, ordered)).valid(block.inside(token, row + i))
         if residual is not None: value = value + buffers["residual"][out_index].load()
         stores.append(buffers["out"][out_index].store(value.cast(dtype)))
     return stores
-  ins = {"tokens": halves, **optional(residual=residual, rope=rope.table if rope else None, start=start), **weight.args("weight")}
+  ins = {"tokens": halves.x, **optional(residual=residual, rope=rope.table if rope else None, start=start), **weight.args("weight")}
   name = "_".join(["matmul", weight.label, str(T), *([] if residual is None else ["residual"]), *([] if rope is None else ["rope"])])
-  return launch(name, {"out": empty(halves, *halves.shape[:-1], rows, dtype=dtype)}, ins, body, weight.nbytes)[0]
+  return launch(name, {"out": empty(halves.x, *halves.shape[:-1], rows, dtype=dtype)}, ins, body, weight.nbytes)[0]
 
-def matmul_scaled(target:Target, tokens:Tensor|Scaled, weight:Weight) -> Scaled:
-  """W·x where halves may be too small for it"""
-  return Scaled(matmul(target, tokens, weight, factor=HALF_SCALE, dtype=dtypes.half))
+def matmul_scaled(target:Target, tokens:Tensor|Halves, weight:Weight) -> Halves:
+  """W·x of heads where halves may be too small for it, as tokens of another product"""
+  ordered = group_walk.takes(target, prod(weight.shape[:-1]))
+  return Halves(matmul(target, tokens, weight, factor=HALF_SCALE, dtype=dtypes.half, ordered=ordered), 1 / HALF_SCALE, ordered)
 
-def gate_up_prefill(target:Target, tokens:Tensor, weights:tuple[Weight, Weight]) -> Scaled:
-  """silu(gate·x) · (up·x) for each token's x. tokens: half (T, D); weights: gate and up, (F, D) -> (T, F). In the kernel:
+def gate_up_prefill(target:Target, tokens:Halves, weights:tuple[Weight, Weight]) -> Halves:
+  """silu(gate·x) · (up·x) for each token's x. tokens: (T, D); weights: gate and up, (F, D) -> (T, F). In the kernel:
 
   gate, up = tiles of gate·x and up·x               # a block a tile of tokens × rows
   out = silu(gate) · up · HALF_SCALE
   """
   (rows, width), T = weights[0].shape, tokens.shape[0]
-  tile = tile_of(target, T, weights)
+  tile, ordered = tile_of(target, tokens, weights), group_walk.takes(target, rows)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     block, stores = block_tile(tile, T, rows), []
     def place_tokens(token:UOp, column:UOp) -> UOp: return buffers["tokens"][token * width + column]
     matrices = [units_of(weight.matrix(buffers, name)) for weight, name in zip(weights, ("gate", "up"))]
-    for token, row, (gate, up) in tile_products(target, block, width, matrices, place_tokens):
-      out_index = (token * rows + row).valid(block.inside(token, row))
+    for token, row, (gate, up) in tile_products(target, block, width, matrices, place_tokens, tokens.ordered):
+      out_index = (token * rows + placed(row, ordered)).valid(block.inside(token, row))
       stores.append(buffers["out"][out_index].store((silu(gate) * up * HALF_SCALE).cast(dtypes.half)))
     return stores
-  ins = {"tokens": tokens, **weights[0].args("gate"), **weights[1].args("up")}
-  out, = launch(f"gate_up_prefill_{weights[0].label}_{T}", {"out": empty(tokens, T, rows, dtype=dtypes.half)}, ins, body,
+  ins = {"tokens": tokens.x, **weights[0].args("gate"), **weights[1].args("up")}
+  out, = launch(f"gate_up_prefill_{weights[0].label}_{T}", {"out": empty(tokens.x, T, rows, dtype=dtypes.half)}, ins, body,
                 sum(weight.nbytes for weight in weights))
-  return Scaled(out)
+  return Halves(out, 1 / HALF_SCALE, ordered)
 
 # ---- experts ----
 
@@ -125,15 +137,15 @@ class ExpertProduct(NamedTuple):
   inside: UOp
   sums: list[UOp]
 
-def expert_products(target:Target, buffers:dict[str, UOp], shape:tuple[int, ...], weights:Sequence[Weight], K:int) -> list[ExpertProduct]:
-  """tile_products of an expert's matrices and the tokens that chose it. buffers: tokens, half of `shape`, (T, in) or (T, K, in); order and counts,
-  as sort_by_expert gives them; the weights' planes, named weight0 and on. In the kernel:
+def expert_products(target:Target, buffers:dict[str, UOp], tokens:Halves, weights:Sequence[Weight], K:int) -> list[ExpertProduct]:
+  """tile_products of an expert's matrices and the tokens that chose it. tokens: (T, in) or (T, K, in). buffers: tokens; order and counts, as
+  sort_by_expert gives them; the weights' planes, named weight0 and on. In the kernel:
 
   count = counts[expert]                            # a block a tile of rows × choices of an expert
   choice = order[expert][i] for i < count           # the tile's tokens; a tile past the count has none
   sums = tile of W[expert]·x[choice]
   """
-  (E, rows, width), T, tile = weights[0].shape, shape[0], expert_tile_of(target, shape[0], weights, K)
+  (E, rows, width), T, tile = weights[0].shape, tokens.shape[0], expert_tile_of(target, tokens, weights, K)
   row_tile = UOp.special(-(-rows // tile.rows), "gidx0")
   if row_walk.takes(target):
     thread = UOp.special(prod(tile.warps) * target.lanes, "lidx0")
@@ -145,55 +157,54 @@ def expert_products(target:Target, buffers:dict[str, UOp], shape:tuple[int, ...]
   block = BlockTile(tile, choice_tile * tile.tokens, row_tile * tile.rows, count, rows)
   def choice_at(index:UOp) -> UOp:
     return buffers["order"][expert * T + index.minimum(T - 1)].load().maximum(0).minimum(T * K - 1).cast(dtypes.weakint)
-  choices_per_row = K if len(shape) == 2 else 1
+  choices_per_row = K if len(tokens.shape) == 2 else 1
   def place_tokens(index:UOp, column:UOp) -> UOp: return buffers["tokens"][choice_at(index) // choices_per_row * width + column]
   matrices = [units_of(weight.matrix(buffers, f"weight{i}"), expert * rows) for i, weight in enumerate(weights)]
   return [ExpertProduct(choice_at(block.clamped_token(index)), row, block.inside(index, row), sums)
-          for index, row, sums in tile_products(target, block, width, matrices, place_tokens)]
+          for index, row, sums in tile_products(target, block, width, matrices, place_tokens, tokens.ordered)]
 
-def expert_gate_up_prefill(target:Target, tokens:Tensor, weights:tuple[Weight, Weight], chosen:tuple[Tensor, Tensor], scale:Tensor) -> Scaled:
-  """silu(gate·x) · (up·x) · scale for each token's x and chosen expert. tokens: half (T, D); weights: gate and up, (E, F, D);
+def expert_gate_up_prefill(target:Target, tokens:Halves, weights:tuple[Weight, Weight], chosen:tuple[Tensor, Tensor], scale:Tensor) -> Halves:
+  """silu(gate·x) · (up·x) · scale for each token's x and chosen expert. tokens: (T, D); weights: gate and up, (E, F, D);
   chosen: what sort_by_expert returns; scale: float32 (T, K) -> (T, K, F). In the kernel:
 
   gate, up = tiles of gate[expert]·x and up[expert]·x of the tokens that chose the expert
   out = silu(gate) · up · scale · HALF_SCALE
   """
-  (_, rows, _), (T, K), (order, counts) = weights[0].shape, scale.shape, chosen
+  (_, rows, _), (T, K), (order, counts), ordered = weights[0].shape, scale.shape, chosen, group_walk.takes(target, weights[0].shape[1])
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     stores = []
-    for choice, row, inside, (gate, up) in expert_products(target, buffers, tokens.shape, weights, K):
+    for choice, row, inside, (gate, up) in expert_products(target, buffers, tokens, weights, K):
       value = silu(gate) * up * (buffers["scale"][choice.valid(inside)].load() * HALF_SCALE)
-      stores.append(buffers["out"][(choice * rows + row).valid(inside)].store(value.cast(dtypes.half)))
+      stores.append(buffers["out"][(choice * rows + placed(row, ordered)).valid(inside)].store(value.cast(dtypes.half)))
     return stores
-  ins = {"tokens": tokens, "order": order, "counts": counts, "scale": scale, **weights[0].args("weight0"), **weights[1].args("weight1")}
-  name, outs = f"expert_gate_up_prefill_{weights[0].label}_{T}", {"out": empty(tokens, T, K, rows, dtype=dtypes.half)}
-  return Scaled(launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))[0])
+  ins = {"tokens": tokens.x, "order": order, "counts": counts, "scale": scale, **weights[0].args("weight0"), **weights[1].args("weight1")}
+  name, outs = f"expert_gate_up_prefill_{weights[0].label}_{T}", {"out": empty(tokens.x, T, K, rows, dtype=dtypes.half)}
+  return Halves(launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))[0], 1 / HALF_SCALE, ordered)
 
-def grouped_matmul(target:Target, tokens:Tensor|Scaled, weight:Weight, chosen:tuple[Tensor, Tensor], K:int) -> Tensor:
-  """W[expert]·x for each token's x and chosen expert. tokens: half (T, in), or (T, K, in) with an x for each choice; weight: (E, out, in);
+def grouped_matmul(target:Target, tokens:Halves, weight:Weight, chosen:tuple[Tensor, Tensor], K:int) -> Tensor:
+  """W[expert]·x for each token's x and chosen expert. tokens: (T, in), or (T, K, in) with an x for each choice; weight: (E, out, in);
   chosen: what sort_by_expert returns -> float32 (T, K, out). In the kernel:
 
   out = tile of W[expert]·x of the tokens that chose the expert
   """
-  halves, undo = unscaled(tokens)
-  (_, rows, _), T, (order, counts) = weight.shape, halves.shape[0], chosen
+  (_, rows, _), T, (order, counts) = weight.shape, tokens.shape[0], chosen
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    return [buffers["out"][(choice * rows + row).valid(inside)].store(value if undo == 1.0 else value * undo)
-            for choice, row, inside, (value,) in expert_products(target, buffers, halves.shape, [weight], K)]
-  ins = {"tokens": halves, "order": order, "counts": counts, **weight.args("weight0")}
-  return launch(f"grouped_matmul_{weight.label}_{T}", {"out": empty(halves, T, K, rows)}, ins, body, weight.nbytes)[0]
+    return [buffers["out"][(choice * rows + row).valid(inside)].store(value if tokens.factor == 1.0 else value * tokens.factor)
+            for choice, row, inside, (value,) in expert_products(target, buffers, tokens, [weight], K)]
+  ins = {"tokens": tokens.x, "order": order, "counts": counts, **weight.args("weight0")}
+  return launch(f"grouped_matmul_{weight.label}_{T}", {"out": empty(tokens.x, T, K, rows)}, ins, body, weight.nbytes)[0]
 
 # ---- the router: a product as good as float32 ----
 
-def rms_norm_half(target:Target, tokens:Tensor, norm:Norm, low:bool=False) -> list[Tensor]:
-  """RMSNorm of each token. tokens: float32 (T, D) -> half (T, D), and with `low` a second one, its rounding error. In the kernel:
+def rms_norm_half(target:Target, tokens:Tensor, norm:Norm, low:bool=False) -> list[Halves]:
+  """RMSNorm of each token. tokens: float32 (T, D) -> (T, D), and with `low` a second one, its rounding error. In the kernel:
 
   squares = Σ x², by thread, warp and block         # a block a token
   value = x · rsqrt(squares / D + eps) · norm
   out = half(value)
   low = half(value - out)
   """
-  (T, D), threads = tokens.shape, 4 * target.lanes
+  (T, D), threads, ordered = tokens.shape, 4 * target.lanes, group_walk.takes(target, tokens.shape[1])
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, thread, loaded, stores = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0"), [], []
     for start in range(0, D // 4, threads):
@@ -205,15 +216,16 @@ def rms_norm_half(target:Target, tokens:Tensor, norm:Norm, low:bool=False) -> li
     sum_of_squares = block_sum(target, squares, thread, threads, 0, lambda warp_sums: total(warp_sums, UOp.add))
     factor = (sum_of_squares * (1.0 / D) + norm.eps).rsqrt()
     for column, inside, number in loaded:
-      value, out_index = number * factor * buffers["norm"][column.valid(inside)].load(), (token * D + column).valid(inside)
+      value, out_index = number * factor * buffers["norm"][column.valid(inside)].load(), (token * D + placed(column, ordered)).valid(inside)
       stores.append(buffers["out"][out_index].store(value.cast(dtypes.half)))
       if low: stores.append(buffers["low"][out_index].store(rounding_error(value).cast(dtypes.half)))
     return stores
   outs = {name: empty(tokens, T, D, dtype=dtypes.half) for name in ("out", "low")[:1 + low]}
-  return launch(f"rms_norm_half_{T}_{D}{'_low' if low else ''}", outs, {"tokens": tokens, "norm": norm.weight}, body)
+  made = launch(f"rms_norm_half_{T}_{D}{'_low' if low else ''}", outs, {"tokens": tokens, "norm": norm.weight}, body)
+  return [Halves(x, ordered=ordered) for x in made]
 
-def matmul_split_half(target:Target, tokens:Tensor, low:Tensor, weight:Weight) -> Tensor:
-  """W·(x + low) to about 22 bits. tokens, low: half (T, in), what rms_norm_half returns -> float32 (T, out). In the kernel:
+def matmul_split_half(target:Target, tokens:Halves, low:Halves, weight:Weight) -> Tensor:
+  """W·(x + low) to about 22 bits. tokens, low: (T, in), what rms_norm_half returns -> float32 (T, out). In the kernel:
 
   term, part = which of the three products, which part of the row       # few rows: a block takes a part of them
   term 0: sums = tile of half(W)·x
@@ -221,9 +233,9 @@ def matmul_split_half(target:Target, tokens:Tensor, low:Tensor, weight:Weight) -
   term 2: sums = tile of (W - half(W))·x
   out[term, part] = sums                                                # added up by another kernel
   """
-  (rows, width), T = weight.shape, tokens.shape[0]
-  parts = next(n for n in (8, 4, 2, 1) if width % (n * 2 * UNIT) == 0 or n == 1)
-  tile = tile_of(target, T, [weight], 3 * parts)
+  (rows, width), T, ordered = weight.shape, tokens.shape[0], tokens.ordered
+  parts = next(n for n in (8, 4, 2, 1) if width % (n * (row_walk.CHUNK if ordered else 2 * UNIT)) == 0 or n == 1)
+  tile = tile_of(target, tokens, [weight], 3 * parts)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     block, item, matrix, stores = block_tile(tile, T, rows), UOp.special(3 * parts, "gidx2"), weight.matrix(buffers, "weight"), []
     term, first_column = item // parts, item % parts * (width // parts)
@@ -240,10 +252,11 @@ def matmul_split_half(target:Target, tokens:Tensor, low:Tensor, weight:Weight) -
       start = token * width + first_column + column
       return [takes_low.where(buffers["low"][(start + i).valid(takes_low)].load(), buffers["tokens"][(start + i).valid(takes_low.ne(True))].load())
               for i in range(4)]
-    products = row_walk.products(target, block, width // parts, [load_unit], place_tokens) if row_walk.takes(target) else \
+    products = tile_products(target, block, width // parts, [load_unit], place_tokens, ordered) if row_walk.takes(target) else \
       shared_walk.products(target, block, width // parts, [load_weights], load_tokens)
     for token, row, (value,) in products:
       stores.append(buffers["out"][((item * T + token) * rows + row).valid(block.inside(token, row))].store(value))
     return stores
-  ins = {"tokens": tokens, "low": low, **weight.args("weight")}
-  return launch(f"matmul_split_half_{weight.label}_{T}", {"out": empty(tokens, 3 * parts, T, rows)}, ins, body, weight.nbytes)[0].sum(0).contiguous()
+  ins = {"tokens": tokens.x, "low": low.x, **weight.args("weight")}
+  outs = {"out": empty(tokens.x, 3 * parts, T, rows)}
+  return launch(f"matmul_split_half_{weight.label}_{T}", outs, ins, body, weight.nbytes)[0].sum(0).contiguous()

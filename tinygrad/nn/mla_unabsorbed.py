@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.nn import head_rows
+from tinygrad.nn import group_walk, head_rows
 from tinygrad.nn.intrinsics import MMA_CUDA, Target, copied, copy, exp2, group_reduce, pack_halves
 from tinygrad.nn.kernel import LOG2_E, MULTIPROCESSORS, UNIT, Weight, empty, gated, launch, local, total
 from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages
-from tinygrad.nn.matmul import Scaled
+from tinygrad.nn.matmul import HALF_SCALE, Halves, placed
 from tinygrad.nn.matrices import PIECE, MatrixThread, pitch
 from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
@@ -78,6 +78,11 @@ class HeadShape:
   @property
   def shares(self) -> Shares: return Shares.of(self.heads * -(-self.tokens // self.own_tokens))
   @property
+  def ordered(self) -> bool:
+    """Of a token's heads, see Halves"""
+    return group_walk.takes(self.target, self.heads * self.value)
+  def place(self, token:UOp, head:UOp, number:UOp) -> UOp: return token * (self.heads * self.value) + placed(head * self.value + number, self.ordered)
+  @property
   def key(self) -> int: return self.nope + self.pages.format.rotated
 
 def pays(tokens:int, latent:int, nope:int, value:int, shared:float=1.5) -> bool:
@@ -93,7 +98,7 @@ def takes(target:Target, tokens:int, k_b:Weight, v_b:Weight, rotated:int) -> boo
 
 # ---- attention ----
 
-def unabsorbed(target:Target, q:Tensor, rows:Tensor, k_b:Weight, v_b:Weight, step:Step, scale:float) -> Scaled:
+def unabsorbed(target:Target, q:Tensor, rows:Tensor, k_b:Weight, v_b:Weight, step:Step, scale:float) -> Halves:
   """q: half (T, H·(nope+R)), each head's last R numbers rotated; rows: half (C, L+R), the cache with the step's tokens written; k_b: (H, L, nope);
   v_b: (H, v, L) -> (T, H·v), softmax(q·key·scale)·value, a token attending to the positions up to its own"""
   (H, L, nope), value = k_b.shape, v_b.shape[1]
@@ -112,7 +117,7 @@ def unabsorbed(target:Target, q:Tensor, rows:Tensor, k_b:Weight, v_b:Weight, ste
   name = f"unabsorbed_{step.tokens}_{H}_{nope}_{pages.format.rotated}_{value}"
   written = dict(zip(outs, launch(name, outs, ins, body, made.nbytes())))
   heads = written.pop("heads", heads)
-  return Scaled(combined(shape, heads, **written) if shares.rest else heads)
+  return Halves(combined(shape, heads, **written) if shares.rest else heads, 1 / HALF_SCALE, shape.ordered)
 
 def combined(shape:HeadShape, heads:Tensor, sums:Tensor, stats:Tensor) -> Tensor:
   """The heads, with those that several blocks shared. sums: float32 (rest · parts · own tokens, v), of a part's positions; stats: float32 (…, 2), the
@@ -130,7 +135,7 @@ def combined(shape:HeadShape, heads:Tensor, sums:Tensor, stats:Tensor) -> Tensor
     for i in range(COMBINED):
       number = thread * COMBINED + i
       of_parts = [buffers["sums"][row * value + number].load() * shift for row, shift in zip(rows, shifts)]
-      place = gated((token * shape.heads + head) * value + number, None if shape.tokens % own == 0 else token < shape.tokens)
+      place = gated(shape.place(token, head, number), None if shape.tokens % own == 0 else token < shape.tokens)
       stores.append(buffers["heads"][place].store((total(of_parts, UOp.add) * inverse).cast(dtypes.half)))
     return stores
   name = f"combined_{shape.tokens}_{shape.heads}_{value}_{shares.rest}_{shares.parts}"
@@ -345,7 +350,7 @@ class HeadThread(MatrixThread):
       exists = None if shape.tokens % shape.own_tokens == 0 else token < shape.tokens
       for number in range(0, shape.value, 8):
         for i in range(2):
-          index = (token * shape.heads + self.head) * shape.value + number + self.lane % QUAD * 2 + i
+          index = shape.place(token, self.head, number + self.lane % QUAD * 2 + i)
           value = sums[number // 8 * 4 + half * 2 + i].load() * inverse
           stores.append(self.buffers["heads"][gated(index, exists, inside)].store(value.cast(dtypes.half)))
     return stores

@@ -169,8 +169,8 @@ def norm_linear_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[We
   target, (first, *rest) = target_of(weights[0].device), weights
   assert target is not None
   normed = as_half(x) if norm is None else rms_norm_half(target, x, norm)[0]
-  start = None if rope is None else step.start
-  rotated_or_sum = matmul(target, normed, first, residual, rope=rope, start=start, dtype=dtypes.float if rope is None else dtypes.half)
+  rotation = None if rope is None else (rope, step.start)
+  rotated_or_sum = matmul(target, normed, first, residual, rotation=rotation, dtype=dtypes.float if rope is None else dtypes.half)
   return [rotated_or_sum, *[matmul(target, normed, weight) for weight in rest]]
 
 @norm_linear.form("few", takes=lambda step, x, norm, weights, rope, residual: few_target(step, weights[0], x.shape[1]))

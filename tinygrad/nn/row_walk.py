@@ -113,6 +113,8 @@ class RowWalk:
     turned = (piece % in_unit + piece // (2 * in_unit) + token % 2 * 2) % in_unit
     return ((step % 2 * self.block.tile.tokens + token) * PIECES + piece // in_unit * in_unit + turned) * (PIECE // 2)
 
+  def copy(self, to:UOp, source:UOp, inside:UOp|None) -> UOp: return copy(self.target, to, source, inside)
+
   def copy_tokens(self, shared:UOp, step:UOp) -> UOp:
     """The store behind the beginning of the copies of a chunk, if there is one. Where there is no such token, whatever lies in shared memory is
     multiplied, to sums that nobody stores"""
@@ -125,7 +127,7 @@ class RowWalk:
       inside = reduce(UOp.bitwise_and, exists) if exists else None
       if self.width % CHUNK: column = column.minimum(self.width - PIECE)
       source = self.place_tokens(self.block.clamped_token(own), column)
-      begun = zeros[0].store(copy(self.target, shared[self.place(step, token, number)], source, inside))
+      begun = zeros[0].store(self.copy(shared[self.place(step, token, number)], source, inside))
       zeros = zeros.after(begun)
     return begun
 

@@ -1,11 +1,12 @@
-"""Wraps the wheel's compilers for CUDA: a kernel may have more shared memory than the 48 KB that arrays of fixed size may be, and say how many of its
-blocks a multiprocessor is to have at once.
+"""Wraps the wheel's compilers for CUDA: a kernel may have more shared memory than the 48 KB that arrays of fixed size may be, say how many of its
+blocks a multiprocessor is to have at once, and multiply by groups of warps.
 
 No compiler takes more in such arrays. So where a kernel's are more, they become places in one array whose size the launch gives (`dynamic_shared`).
 The size stands before the PTX, where runtime/ops_cuda.py finds it. The file stands here, as compiling workers open no device.
 """
 from __future__ import annotations
 import re
+from typing import Any
 from tinygrad import wheel_module
 from tinygrad.dtype import dtypes
 from tinygrad.renderer.cstyle import CUDARenderer
@@ -16,17 +17,22 @@ globals().update({k: v for k, v in vars(_wheel).items() if not k.startswith("__"
 STATIC_SHARED = 49152   # bytes of a block's shared memory in arrays of fixed size
 SIZES = {dtype.name: dtype.itemsize for dtype in dtypes.all} | {name: dtype.itemsize for dtype, name in CUDARenderer.type_map.items()}   # in CUDA C
 
+def aligned_for_groups(source:str) -> str:
+  """A kernel with its arrays in shared memory at whole 1024 bytes, where groups of warps read them (group_multiply in nn/intrinsics.py)"""
+  return source.replace("__shared__ __align__(16)", "__shared__ __align__(1024)") if "wgmma" in source else source
+
 def dynamic_shared(source:str) -> tuple[str, int]:
   """A kernel whose arrays in shared memory are more than STATIC_SHARED, with places in one array that the launch gives its size, and that size. Any
   other as it is, and 0"""
-  declared, size, places = re.compile(r"__shared__ __align__\(16\) ([\w ]+?) (\w+)\[(\d+)\];"), 0, dict[str, int]()
-  for kind, name, count in declared.findall(source):
-    places[name] = size
-    size += -(-SIZES[kind] * int(count) // 16) * 16
+  declared, size, places = re.compile(r"__shared__ __align__\((\d+)\) ([\w ]+?) (\w+)\[(\d+)\];"), 0, dict[str, int]()
+  for align, kind, name, count in declared.findall(source):
+    places[name] = size = -(-size // int(align)) * int(align)
+    size += SIZES[kind] * int(count)
+  size = -(-size // 16) * 16
   if size <= STATIC_SHARED: return source, 0
-  lines = declared.sub(lambda array: f"{array[1]}* {array[2]} = ({array[1]}*)(shared_memory+{places[array[2]]});", source)
-  opening = lines.index("{", lines.index("__global__")) + 1
-  return f"{lines[:opening]}\n  extern __shared__ __align__(16) char shared_memory[];{lines[opening:]}", size
+  lines = declared.sub(lambda array: f"{array[2]}* {array[3]} = ({array[2]}*)(shared_memory+{places[array[3]]});", source)
+  opening, most = lines.index("{", lines.index("__global__")) + 1, max(int(align) for align, *_ in declared.findall(source))
+  return f"{lines[:opening]}\n  extern __shared__ __align__({most}) char shared_memory[];{lines[opening:]}", size
 
 def with_blocks_at_once(source:str) -> str:
   """A kernel with what it says of its blocks (`at_once` in nn/intrinsics.py) among its bounds. Without a word the compiler saves registers, for many
@@ -35,7 +41,8 @@ def with_blocks_at_once(source:str) -> str:
   return source if said is None else re.sub(r"__launch_bounds__\((\d+)\)", rf"__launch_bounds__(\1, {said[1]})", source, count=1)
 
 class NVRTCCompiler(_wheel.NVRTCCompiler):
-  """The wheel's compiler; where the launch is to give shared memory, how much stands before the PTX"""
+  """The wheel's compiler, of all that Hopper can; where the launch is to give shared memory, how much stands before the PTX"""
+  def __init__(self, arch:str, *args:Any, **kw:Any): super().__init__("sm_90a" if arch == "sm_90" else arch, *args, **kw)
   def compile(self, src:str) -> bytes:
-    source, size = dynamic_shared(with_blocks_at_once(src))
+    source, size = dynamic_shared(aligned_for_groups(with_blocks_at_once(src)))
     return (f"// shared_memory: {size}\n".encode() if size else b"") + super().compile(source)
