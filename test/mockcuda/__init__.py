@@ -55,10 +55,10 @@ class MockCompiler(Compiler):
     src = re.sub(r'asm\("mma\.sync\.aligned\.m16n8k(8|16)\.[^"]*" : ([^;]*)\);', lambda m: f"mock_mma_words<{m[1]}>({self.operands(m[2])});", src)
     src = re.sub(r'asm\("\{ \.reg \.pred inside; [^"]*@inside mma\.sync\.aligned\.m16n8k16\.[^"]*" : ([^;]*), "r"\(([^;]*)\)\);',
                  lambda m: f"if ({m[2]}) mock_mma_words<16>({self.operands(m[1])});", src)
-    src = re.sub(r"const unsigned long long b = 0x4000004000010000ull \| \(unsigned\)__cvta_generic_to_shared\((.*?)\) >> 4;",
-                 r"const char* b = (const char*)(\1);", aligned_for_groups(src))
-    src = re.sub(r'asm volatile\("wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.f16\.f16 [^"]*" : ([^;]*)\);',
-                 lambda m: f"mock_group_mma({self.operands(m[2])});", src)
+    src = re.sub(r"const unsigned long long ([ab]) = (0x\w+ull) \| \(unsigned\)__cvta_generic_to_shared\((.*?)\) >> 4;",
+                 r"const GroupMatrix \1 = {(const char*)(\3), \2};", aligned_for_groups(src))
+    src = re.sub(r'asm volatile\("wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.f16\.f16 [^"]*, ([01]);" : ([^;]*)\);',
+                 lambda m: f"mock_group_mma<{m[1]}>({self.operands(m[2])});", src)
     src = re.sub(r'asm volatile\("wgmma\.wait_group[^;]*;[^;]*\);', "mock_group_wait();", src)
     src = re.sub(r'asm volatile\("(wgmma\.(fence|commit)|fence\.proxy)[^;]*;[^;]*\);', "", src)
     src = src.replace("(unsigned)__cvta_generic_to_shared", "")

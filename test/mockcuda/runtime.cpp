@@ -19,8 +19,9 @@ static const size_t STACK = 256 << 10, WIDE = 32;
 static const int MOST_COPIES = 256;
 struct Copy { void* to; char bytes[16]; int group; };
 // products of a group of warps that nobody has waited for
-static const int MOST_PRODUCTS = 4, MOST_SUMS = 128;
-struct GroupProduct { unsigned a[32][4]; const char* b; };
+static const int MOST_PRODUCTS = 20, MOST_SUMS = 128;
+struct GroupMatrix { const char* at; unsigned long long kind; };
+struct GroupProduct { unsigned a[32][4]; GroupMatrix rows, b; int in_lanes, transposed; };
 struct Pending { GroupProduct product; float* sums[MOST_SUMS]; int count; };
 struct Fiber { void* stack; State state; char word[2][WIDE]; int shuffles; Copy copy[MOST_COPIES]; int copies, groups; Pending pending[MOST_PRODUCTS];
                int products; };
@@ -92,6 +93,7 @@ extern "C" GroupProduct* mock_group_begin(float** sums, int count) {
   pending.count = count;
   return &pending.product;
 }
+extern "C" int mock_warp() { return current / LANES; }
 extern "C" void mock_group_finish(void (*add)(const GroupProduct&, float**, int, int)) {
   Fiber& own = fiber[current];
   for (int i = 0; i < own.products; i++) add(own.pending[i].product, own.pending[i].sums, own.pending[i].count, current % LANES);

@@ -64,7 +64,7 @@ def test_a_long_line(): assert check_lines({"a.py": f"{'#' * LINE}\n{'#' * (LINE
 LAYERS: dict[str, str] = {
   "the overlay and the compiler": "__init__ disk_cache schedule/* codegen/* runtime/*",
   "a kernel's ground": "nn/intrinsics nn/primitive nn/step",
-  "launches": "nn/kernel nn/halves nn/matrices",
+  "launches": "nn/kernel nn/halves nn/matrices nn/warp_groups",
   "parts of several primitives": "nn/routing nn/latent_cache",
   "products of many tokens": "nn/tiles nn/*_walk nn/matmul",
   "tool boxes and back ends": "nn/matvec nn/few_tokens nn/online_softmax nn/mla_prefill* nn/mla_unabsorbed nn/head_rows nn/split_kv nn/split_plan "

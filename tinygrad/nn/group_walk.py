@@ -11,18 +11,17 @@ import math
 from typing import Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import prod
-from tinygrad.nn import row_walk
+from tinygrad.nn import row_walk, warp_groups
 from tinygrad.nn.halves import QUADS
-from tinygrad.nn.intrinsics import Target, copied, copy, group_multiplied, group_multiply, seen_by_groups
-from tinygrad.nn.kernel import MULTIPROCESSORS, UNIT, Weight
+from tinygrad.nn.intrinsics import Target, copy
+from tinygrad.nn.kernel import MULTIPROCESSORS, REGISTER_BYTES, UNIT, Weight
 from tinygrad.nn.row_walk import BESIDE, CHUNK, NORMAL, PIECE, PIECES, WORDS, words_of_tile
 from tinygrad.nn.tiles import BlockTile, LoadUnit, PlaceTokens, Product, Tile
-from tinygrad.uop.ops import Ops
+from tinygrad.nn.warp_groups import GroupMatrix, GroupProduct, finished, seen, started
 
-GROUP = 4                         # warps
-PANEL = PIECES // 2               # pieces of a token that lie side by side in shared memory: 128 bytes
 MOST_TOKENS = 144                 # of a block
-LANE_REGISTERS = 180              # of sums, and of the weights of a step and the next one
+LANE_REGISTERS = 184              # of sums, and of the weights of a step and the next one
+OTHER_REGISTERS = 40              # of a lane, for all else
 SHAPES = (2, 2), (2, 1), (1, 2), (1, 1)   # groups of a block; products of 16 rows of a warp, of all matrices
 
 def takes(target:Target, width:int) -> bool:
@@ -49,7 +48,7 @@ def shapes(weights:Sequence[Weight]) -> list[tuple[int, int, int]]:
   return [shape for shape in found if shape[2] >= 2 * PIECES] or [(1, len(weights), 2 * PIECES)]
 
 def tile(n:int, groups:int, tiles:int, weights:Sequence[Weight]) -> Tile:
-  return Tile(n, groups * GROUP * 16 * tiles // len(weights), (1, groups * GROUP))
+  return Tile(n, groups * warp_groups.ROWS * tiles // len(weights), (1, groups * warp_groups.WARPS))
 
 def tile_of(tokens:int, weights:Sequence[Weight], parts:int) -> Tile:
   """What takes the least time, if the multiprocessors of a large GPU take turns"""
@@ -66,6 +65,12 @@ def expert_tile_of(mean:float, weights:Sequence[Weight]) -> Tile:
   def expected(n:int) -> float:
     return sum(share * -(-max(math.ceil(mean + away * math.sqrt(mean)), 0) // n) * (n + BESIDE) for away, share in NORMAL.items())
   return tile(min(range(16, most + 1, 16), key=expected), groups, tiles, weights)
+
+def resident(tile:Tile, weights:Sequence[Weight]) -> int:
+  """Threads of a multiprocessor whose numbers have room in its registers, where they are those of several blocks; else 0. See launch"""
+  tiles, threads = tile.rows * len(weights) // (16 * tile.warps[1]), tile.warps[1] * 32
+  blocks = REGISTER_BYTES // (4 * threads * int(tiles * (tile.tokens / 2 + words_of_tile(weights)) + OTHER_REGISTERS))
+  return blocks * threads if blocks > 1 else 0
 
 # ---- the walk ----
 
@@ -90,25 +95,19 @@ def products(target:Target, block:BlockTile, width:int, matrices:Sequence[LoadUn
 
 class GroupWalk(row_walk.RowWalk):
   def place(self, step:UOp, token:UOp, piece:UOp|int) -> UOp:
-    """A token's pieces of half a chunk lie side by side, in turns by the token's number: what groups call a swizzle of 128 bytes"""
-    size = self.block.tile.tokens
-    return ((step % 2 * 2 + piece // PANEL) * size + token) * (PANEL * PIECE // 2) + ((piece % PANEL) ^ (token % PANEL)) * (PIECE // 2)
+    return step % 2 * (self.block.tile.tokens * WORDS) + warp_groups.place(self.block.tile.tokens, token, piece * PIECE) // 2
   def copy(self, to:UOp, source:UOp, inside:UOp|None) -> UOp: return copy(self.target, to, source, exists=inside)   # no branch between products
-  def wait(self, *before:UOp) -> UOp:
-    zeros = self.registers(52, dtypes.uint32, 1).after(self.step, *before)
-    zeros = zeros.after(zeros[0].store(copied(self.target, self.step.cast(dtypes.int))))
-    return UOp(Ops.BARRIER, src=(zeros[0].store(seen_by_groups(self.target, zeros[0].load())),))
+  def wait(self, *before:UOp) -> UOp: return seen(self.target, super().wait(*before), self.registers(53, dtypes.uint32, 1))
 
   def multiply_groups(self, tokens:UOp, words:list[UOp], done:UOp) -> UOp:
     """The store behind the products of a step"""
     sums, tiles, count = self.sums.after(self.step), self.n_matrices * self.across, self.down * self.mma.counts[2]
-    stage = self.step % 2 * (self.block.tile.tokens * WORDS)
     for quad in range(QUADS):
-      behind, half, number = sums.after(done), quad // (QUADS // 2), quad % (QUADS // 2)
-      first = tokens.after(done)[stage + half * (self.block.tile.tokens * WORDS // 2) + number * 8]
-      of_tiles = [(words[(tile * QUADS + quad) * 4:][:4], [behind[tile * count + i] for i in range(count)]) for tile in range(tiles)]
-      done = behind[self.n_sums].store(group_multiply(self.target, first, of_tiles))
+      behind, own = sums.after(done), warp_groups.begin(self.block.tile.tokens, 0, quad * 16) // 2
+      first = tokens.after(done)[self.step % 2 * (self.block.tile.tokens * WORDS) + own]
+      products = [GroupProduct(words[(tile * QUADS + quad) * 4:][:4], GroupMatrix(first), [behind[tile * count + i] for i in range(count)])
+                  for tile in range(tiles)]
+      done = started(self.target, products, sums, done)
       if quad == 0: done = self.copy_tokens(tokens.after(done), self.step + 1)
-      behind = sums.after(done)
-      done = behind[self.n_sums].store(group_multiplied(self.target, behind[self.n_sums].load()))
+      done = finished(self.target, sums, done)
     return done

@@ -2,17 +2,21 @@
 
 A product of halves by tensor cores: the cache's rows, positions × L, with the weights k_b and v_b, which become halves first, k_b's transposed. A
 block makes tiles of positions × weights' rows one after another, as many as come to it, and copies what the next steps multiply beside the products.
+On Hopper its warps multiply in groups.
 """
 from __future__ import annotations
 from dataclasses import dataclass
+from typing import Any
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
+from tinygrad.nn import warp_groups
 from tinygrad.nn.intrinsics import Target, copied_but, copy, grouped, select
 from tinygrad.nn.kernel import MULTIPROCESSORS, UNIT, Weight, empty, gated, launch, local
 from tinygrad.nn.latent_cache import Pages
 from tinygrad.nn.matmul import HALF_SCALE
 from tinygrad.nn.matrices import PIECE, MatrixThread, pitch
 from tinygrad.nn.step import PAGE, Step
+from tinygrad.nn.warp_groups import GroupMatrix, GroupProduct, finished, seen, started
 from tinygrad.uop.ops import Ops
 
 TILE = 64                                # positions, and rows of weights, of a warp
@@ -88,7 +92,7 @@ def head_rows_kernel(shape:RowsShape, buffers:dict[str, UOp]) -> list[UOp]:
         wait for them; barrier; those of the step after next begin their way, of the next tile, too
         sums += rows of the cache · weights
       out = half(sums)"""
-  thread = RowsThread(shape, buffers)
+  thread = (GroupRowsThread if shape.target.warp_groups else RowsThread)(shape, buffers)
   begun = thread.first_copies()
   turn, depth = UOp.range(thread.turns, 0), UOp.range(thread.depth_steps, 1)
   step = turn * thread.depth_steps + depth
@@ -112,12 +116,15 @@ class RowsThread(MatrixThread):
     self.blocks = min(MULTIPROCESSORS, -(-shape.pages.capacity // shape.tile_positions) * row_tiles)
     self.block = UOp.special(self.blocks, "gidx0")
     self.turns = (self.jobs - self.block + (self.blocks - 1)) // self.blocks
-    self.positions = local(shape.stages * shape.tile_positions * PITCH, dtypes.half, 0)
-    self.weights = local(shape.stages * shape.tile_rows * PITCH, dtypes.half, 1)
+    self.positions = local(self.place(shape.stages * shape.tile_positions, 0), dtypes.half, 0)
+    self.weights = local(self.place(shape.stages * shape.tile_rows, 0), dtypes.half, 1)
     self.first_position, self.first_row = self.warp % DOWN * TILE, self.warp // DOWN * TILE
     self.down, self.across = TILE // 16, TILE // 16     # of a warp's products: 16 positions; 16 rows, two products
     self.sums = UOp.placeholder((self.down * self.across * 8 + 1,), dtypes.float, slot=0, addrspace=AddrSpace.REG)
 
+  def place(self, row:Any, number:Any) -> Any:
+    """Of a row's number in shared memory"""
+    return row * PITCH + number
   def tile(self, turn:UOp) -> tuple[UOp, UOp]:
     """The first position and the first row of a turn's tile; of the last tile behind that"""
     job = (self.block + turn * self.blocks).minimum(self.jobs - 1)
@@ -134,7 +141,7 @@ class RowsThread(MatrixThread):
       row, number = (self.thread + start) // per_row, (self.thread + start) % per_row * PIECE
       position = first_position + row
       source = buffers["cache"][pages.row(pages.page(buffers, position), position) + column + number]
-      zeros = zeros.after(zeros[4].store(copy(self.target, positions[(stage * shape.tile_positions + row) * PITCH + number], source)))
+      zeros = zeros.after(zeros[4].store(copy(self.target, positions[self.place(stage * shape.tile_positions + row, number)], source)))
     for start in range(0, shape.tile_rows * per_row, self.threads):
       row, number = (self.thread + start) // per_row, (self.thread + start) % per_row * PIECE
       own = (first_row + row).minimum(shape.rows - 1)
@@ -142,7 +149,7 @@ class RowsThread(MatrixThread):
       # of 32 rows a lane's are neighbours, see store
       place_in_tile = row // 32 * 32 + row % 8 // 2 * 8 + row % 32 // 8 * 2 + row % 2
       source = select(own < shape.keys, place("keys", own.minimum(shape.keys - 1)), place("values", (own - shape.keys).maximum(0)))
-      zeros = zeros.after(zeros[4].store(copy(self.target, weights[(stage * shape.tile_rows + place_in_tile) * PITCH + number], source)))
+      zeros = zeros.after(zeros[4].store(copy(self.target, weights[self.place(stage * shape.tile_rows + place_in_tile, number)], source)))
     return zeros[4].store(grouped(self.target, zeros[4].load()))
   def first_copies(self) -> UOp:
     begun = self.copy_step(self.positions, self.weights, UOp.const(0), 1)
@@ -184,3 +191,20 @@ class RowsThread(MatrixThread):
             value = sums[(down * self.across * 2 + group * 4 + i // 2) * 4 + half * 2 + i % 2].load() * factor
             stores.append(self.buffers["out"][(position * shape.rows + row + i).valid(inside)].store(value.cast(dtypes.half)))
     return UOp.group(*stores)
+
+class GroupRowsThread(RowsThread):
+  """… where warps multiply in groups: each has 64 positions, and all of the tile's rows of weights"""
+  def __init__(self, shape:RowsShape, buffers:dict[str, UOp]):
+    super().__init__(shape, buffers)
+    self.first_position, self.first_row, self.down, self.across = self.warp * 16, UOp.const(0), 1, shape.tile_rows // 16
+  def place(self, row:Any, number:Any) -> Any: return warp_groups.place(0, row, number)   # a step is a panel
+  def wait(self, step:UOp, *before:UOp) -> UOp: return seen(self.target, super().wait(step, *before), self.registers(30))
+  def multiply(self, sums:UOp, stage:UOp, positions:UOp, weights:UOp) -> UOp:
+    shape, done = self.shape, sums
+    for number in range(0, DEPTH, 16):
+      own = [buffer[warp_groups.begin(0, stage * rows + first, number)] for buffer, rows, first in
+             ((positions, shape.tile_positions, self.warp // 4 * 64), (weights, shape.tile_rows, 0))]
+      behind = sums.after(done)
+      product = GroupProduct(GroupMatrix(own[0]), GroupMatrix(own[1]), [behind[i] for i in range(sums.shape[0] - 1)])
+      done = started(self.target, [product], sums, done)
+    return finished(self.target, sums, done)

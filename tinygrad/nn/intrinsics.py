@@ -91,7 +91,7 @@ class Target:
   copied_but: str|None = None  # … but those of its latest {n} groups
   matrices: str|None = None    # statements: {0} … {3} point to the lane's words of four (8, 8) matrices of halves, {4} to a row that the lane names
   transposed: str|None = None  # the same, of the transposed matrices
-  warp_groups: bool = False    # whether four warps multiply together, with numbers that their tensor cores read in shared memory: see group_multiply
+  warp_groups: bool = False    # whether four warps multiply together: nn/warp_groups.py
   # of several devices that reach each other's memory, in lines of 32 bytes: four floats, a word that all of them have behind each
   peer_send: str|None = None      # statements: the floats {2} … {5} with the word {6} are line {1} of those at the address {0}, on another device
   peer_receive: str|None = None   # statements: go on when the line at {4} has the word {5}; {0} … {3} point to where its floats are then
@@ -312,39 +312,6 @@ def load_matrices(target:Target, place:UOp, registers:list[UOp], transposed:bool
   text = target.transposed if transposed else target.matrices
   assert text is not None
   return UOp(Ops.CUSTOM, dtypes.uint32, src=(*registers, place), arg=f"0; {text}")
-
-# ---- groups of four warps (wgmma) ----
-
-def seen_by_groups(target:Target, after:UOp) -> UOp:
-  """A zero behind which a barrier makes what the thread wrote to shared memory before, copies too, seen by the tensor cores of groups"""
-  assert target.warp_groups
-  return UOp(Ops.CUSTOM, dtypes.uint32, src=(after,), arg='0; asm volatile("fence.proxy.async.shared::cta;" ::: "memory");')
-
-GROUP_NUMBERS = 0x4000004000010000   # a matrix in shared memory whose rows are 128 bytes, their pieces of 16 bytes in turns; eight rows are 1024
-
-def group_multiply(target:Target, place:UOp, products:list[tuple[list[UOp], list[UOp]]]) -> UOp:
-  """Begins products of four neighbouring warps, a group: 64 rows of a, 16 of each warp in its lanes' words as Mma has them, with the same b of 16
-  numbers of each of N columns. place: b's first number in shared memory; a column's 16 are side by side, columns 128 bytes apart, and each piece of
-  16 bytes of column n is at the place of piece `piece ^ n % 8`; the first of all columns is at a whole 1024 bytes. products: the lane's words of a,
-  and where the lane's N / 2 sums are: those of Mma's c for each eight columns. Returns a zero, as Mma.accumulate does, known when they have begun"""
-  assert target.warp_groups
-  src, statements = [], ['asm volatile("wgmma.fence.sync.aligned;" ::: "memory");']
-  for words, sums in products:
-    n, first = len(sums), len(src)
-    registers = ", ".join(f"%{i}" for i in range(n))
-    operands = f"{{{{{registers}}}}}, {{{{{', '.join(f'%{n + i}' for i in range(4))}}}}}, %{n + 4}, 1, 1, 1, 0"
-    outs = ", ".join(f'"+f"(*{{{first + i}}})' for i in range(n))
-    ins = ", ".join(f'"r"({{{first + n + i}}})' for i in range(4))
-    statements.append(f'asm volatile("wgmma.mma_async.sync.aligned.m64n{2 * n}k16.f32.f16.f16 {operands};" : {outs} : {ins}, "l"(b));')
-    src += [*sums, *words]
-  statements.append('asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");')
-  b = f"const unsigned long long b = {GROUP_NUMBERS:#x}ull | (unsigned)__cvta_generic_to_shared({{{len(src)}}}) >> 4;"
-  return UOp(Ops.CUSTOM, dtypes.float, src=(*src, place), arg=f"0.0f; {{{{ {b} {' '.join(statements)} }}}}")
-
-def group_multiplied(target:Target, after:UOp) -> UOp:
-  """A zero, known when the products that the group has begun are done: its sums are there, and what it read may be overwritten"""
-  assert target.warp_groups
-  return UOp(Ops.CUSTOM, dtypes.float, src=(after,), arg='0.0f; asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");')
 
 def peer_send(target:Target, address:UOp, number:UOp, values:list[UOp], tag:UOp) -> UOp:
   """Stores four floats to another device's memory, each with a word: line `number` of those at an address, uint64. Returns a zero, known when it has

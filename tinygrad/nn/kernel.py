@@ -32,7 +32,7 @@ from typing import Any, Callable, Iterable, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import prod
-from tinygrad.nn.intrinsics import Target, byte_perm, group_sum, look_up, opaque_zero, pdl_wait, target_of, word
+from tinygrad.nn.intrinsics import Target, byte_perm, exp2, group_sum, look_up, opaque_zero, pdl_wait, reciprocal, target_of, word
 from tinygrad.nn.step import Step
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops
@@ -143,6 +143,9 @@ def as_it_is(value:UOp) -> UOp:
   """A value whose factors tinygrad does not put in order together with those of a product: kernels that make the product another way round alike"""
   return UOp(Ops.CUSTOM, value.dtype, src=(value,), arg="({0})")
 def silu(x:UOp) -> UOp: return x / (1 + exp(-x))
+def nearly_silu(target:Target, x:UOp) -> UOp:
+  """… without a branch, for launches in which a thread makes many"""
+  return x * reciprocal(target, 1 + exp2(target, x * -LOG2_E))
 def total(values:list[UOp], op:Callable[[UOp, UOp], UOp]) -> UOp:
   """op as a balanced binary tree, in a fixed order"""
   while len(values) > 1: values = [op(*values[i:i+2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]

@@ -15,8 +15,8 @@ from tinygrad.helpers import prod
 from tinygrad.nn import group_walk, row_walk, shared_walk
 from tinygrad.nn.halves import rounding_error
 from tinygrad.nn.intrinsics import Target, select, word
-from tinygrad.nn.kernel import (UNIT, Matrix, Norm, Rope, Unit, Weight, block_sum, empty, launch, optional, position_of, rotated, silu, sum_in_order,
-                                total)
+from tinygrad.nn.kernel import (UNIT, Matrix, Norm, Rope, Unit, Weight, block_sum, empty, launch, nearly_silu, optional, position_of, rotated,
+                                sum_in_order, total)
 from tinygrad.nn.routing import most_tiles, tile_of_choices
 from tinygrad.nn.tiles import BlockTile, LoadUnit, PlaceTokens, Product, Tile, block_tile
 
@@ -52,6 +52,10 @@ def expert_tile_of(target:Target, tokens:Halves, weights:Sequence[Weight], K:int
   mean = tokens.shape[0] * K / weights[0].shape[0]
   if tokens.ordered: return group_walk.expert_tile_of(mean, weights)
   return row_walk.expert_tile_of(mean, weights) if row_walk.takes(target) else shared_walk.TILE_32x64
+
+def resident(tokens:Halves, tile:Tile, weights:Sequence[Weight]) -> int:
+  """What such a launch says of its blocks"""
+  return group_walk.resident(tile, weights) if tokens.ordered else 0
 
 def units_of(matrix:Matrix, first_row:UOp|int=0) -> LoadUnit: return lambda row, unit: matrix(first_row + row, unit, None)
 
@@ -100,7 +104,8 @@ def matmul(target:Target, tokens:Tensor|Halves, weight:Weight, residual:Tensor|N
     return stores
   ins = {"tokens": halves.x, **optional(residual=residual, rope=rope.table if rope else None, start=start), **weight.args("weight")}
   name = "_".join(["matmul", weight.label, str(T), *([] if residual is None else ["residual"]), *([] if rope is None else ["rope"])])
-  return launch(name, {"out": empty(halves.x, *halves.shape[:-1], rows, dtype=dtype)}, ins, body, weight.nbytes)[0]
+  return launch(name, {"out": empty(halves.x, *halves.shape[:-1], rows, dtype=dtype)}, ins, body, weight.nbytes,
+                resident(halves, tile, [weight]))[0]
 
 def matmul_scaled(target:Target, tokens:Tensor|Halves, weight:Weight) -> Halves:
   """W·x of heads where halves may be too small for it, as tokens of another product"""
@@ -121,11 +126,11 @@ def gate_up_prefill(target:Target, tokens:Halves, weights:tuple[Weight, Weight])
     matrices = [units_of(weight.matrix(buffers, name)) for weight, name in zip(weights, ("gate", "up"))]
     for token, row, (gate, up) in tile_products(target, block, width, matrices, place_tokens, tokens.ordered):
       out_index = (token * rows + placed(row, ordered)).valid(block.inside(token, row))
-      stores.append(buffers["out"][out_index].store((silu(gate) * up * HALF_SCALE).cast(dtypes.half)))
+      stores.append(buffers["out"][out_index].store((nearly_silu(target, gate) * up * HALF_SCALE).cast(dtypes.half)))
     return stores
   ins = {"tokens": tokens.x, **weights[0].args("gate"), **weights[1].args("up")}
   out, = launch(f"gate_up_prefill_{weights[0].label}_{T}", {"out": empty(tokens.x, T, rows, dtype=dtypes.half)}, ins, body,
-                sum(weight.nbytes for weight in weights))
+                sum(weight.nbytes for weight in weights), resident(tokens, tile, weights))
   return Halves(out, 1 / HALF_SCALE, ordered)
 
 # ---- experts ----
@@ -174,25 +179,28 @@ def expert_gate_up_prefill(target:Target, tokens:Halves, weights:tuple[Weight, W
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     stores = []
     for choice, row, inside, (gate, up) in expert_products(target, buffers, tokens, weights, K):
-      value = silu(gate) * up * (buffers["scale"][choice.valid(inside)].load() * HALF_SCALE)
+      value = nearly_silu(target, gate) * up * (buffers["scale"][choice.valid(inside)].load() * HALF_SCALE)
       stores.append(buffers["out"][(choice * rows + placed(row, ordered)).valid(inside)].store(value.cast(dtypes.half)))
     return stores
   ins = {"tokens": tokens.x, "order": order, "counts": counts, "scale": scale, **weights[0].args("weight0"), **weights[1].args("weight1")}
   name, outs = f"expert_gate_up_prefill_{weights[0].label}_{T}", {"out": empty(tokens.x, T, K, rows, dtype=dtypes.half)}
-  return Halves(launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))[0], 1 / HALF_SCALE, ordered)
+  held = resident(tokens, expert_tile_of(target, tokens, weights, K), weights)
+  return Halves(launch(name, outs, ins, body, sum(weight.nbytes for weight in weights), held)[0], 1 / HALF_SCALE, ordered)
 
-def grouped_matmul(target:Target, tokens:Halves, weight:Weight, chosen:tuple[Tensor, Tensor], K:int) -> Tensor:
+def grouped_matmul(target:Target, tokens:Halves, weight:Weight, chosen:tuple[Tensor, Tensor], K:int) -> Halves:
   """W[expert]·x for each token's x and chosen expert. tokens: (T, in), or (T, K, in) with an x for each choice; weight: (E, out, in);
-  chosen: what sort_by_expert returns -> float32 (T, K, out). In the kernel:
+  chosen: what sort_by_expert returns -> (T, K, out), as they are. In the kernel:
 
-  out = tile of W[expert]·x of the tokens that chose the expert
+  out = tile of W[expert]·x of the tokens that chose the expert, · HALF_SCALE
   """
   (_, rows, _), T, (order, counts) = weight.shape, tokens.shape[0], chosen
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    return [buffers["out"][(choice * rows + row).valid(inside)].store(value if tokens.factor == 1.0 else value * tokens.factor)
+    return [buffers["out"][(choice * rows + row).valid(inside)].store((value * (tokens.factor * HALF_SCALE)).cast(dtypes.half))
             for choice, row, inside, (value,) in expert_products(target, buffers, tokens, [weight], K)]
   ins = {"tokens": tokens.x, "order": order, "counts": counts, **weight.args("weight0")}
-  return launch(f"grouped_matmul_{weight.label}_{T}", {"out": empty(tokens.x, T, K, rows)}, ins, body, weight.nbytes)[0]
+  outs = {"out": empty(tokens.x, T, K, rows, dtype=dtypes.half)}
+  held = resident(tokens, expert_tile_of(target, tokens, [weight], K), [weight])
+  return Halves(launch(f"grouped_matmul_{weight.label}_{T}", outs, ins, body, weight.nbytes, held)[0], 1 / HALF_SCALE)
 
 # ---- the router: a product as good as float32 ----
 
@@ -259,4 +267,5 @@ def matmul_split_half(target:Target, tokens:Halves, low:Halves, weight:Weight) -
     return stores
   ins = {"tokens": tokens.x, "low": low.x, **weight.args("weight")}
   outs = {"out": empty(tokens.x, 3 * parts, T, rows)}
-  return launch(f"matmul_split_half_{weight.label}_{T}", outs, ins, body, weight.nbytes)[0].sum(0).contiguous()
+  held = resident(tokens, tile, [weight])
+  return launch(f"matmul_split_half_{weight.label}_{T}", outs, ins, body, weight.nbytes, held)[0].sum(0).contiguous()

@@ -7,20 +7,22 @@ A score and a weighted value are nope + R + v products here, and 2·L + R absorb
 
 A block takes 128 tokens of a head, a warp 16 of them: their scores, weights and sums stay in its registers. It goes along the positions 64 at a time:
 their values are copied to shared memory beside the products with the keys, the next keys beside those with the values. A multiprocessor has one.
-Where the last blocks would leave most of them idle, these are shared out by positions (Shares), and another launch combines their sums.
+Where the last blocks would leave most of them idle, these are shared out by positions (Shares), and another launch combines their sums. On Hopper
+four warps multiply together (GroupHeadThread).
 """
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.nn import group_walk, head_rows
+from tinygrad.nn import group_walk, head_rows, warp_groups
 from tinygrad.nn.intrinsics import MMA_CUDA, Target, copied, copy, exp2, group_reduce, pack_halves
 from tinygrad.nn.kernel import LOG2_E, MULTIPROCESSORS, UNIT, Weight, empty, gated, launch, local, total
 from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages
 from tinygrad.nn.matmul import HALF_SCALE, Halves, placed
 from tinygrad.nn.matrices import PIECE, MatrixThread, pitch
 from tinygrad.nn.step import Step
+from tinygrad.nn.warp_groups import PANEL, GroupMatrix, GroupProduct, finished, seen, started
 from tinygrad.uop.ops import Ops
 
 LEAST_MAX = MASKED_SCORE / 2 ** 16       # of a row: what is masked weighs nothing beside it, where a part has nothing else, too
@@ -29,6 +31,7 @@ COMBINED = 4                             # numbers of a thread that combines par
 QUAD = 4                                 # lanes that share a row of a product
 WARP_TOKENS = 16
 MOST_SUMS = 256                          # numbers of a value, by the registers of a warp
+MOST_HELD = 160                          # registers of queries, scores and sums together, where queries stay in them
 
 @dataclass(frozen=True)
 class Shares:
@@ -78,6 +81,10 @@ class HeadShape:
   @property
   def shares(self) -> Shares: return Shares.of(self.heads * -(-self.tokens // self.own_tokens))
   @property
+  def in_groups(self) -> bool:
+    """Whether warps multiply in groups"""
+    return self.target.warp_groups and self.own_tokens % warp_groups.ROWS == self.key % PANEL == self.value % PANEL == 0
+  @property
   def ordered(self) -> bool:
     """Of a token's heads, see Halves"""
     return group_walk.takes(self.target, self.heads * self.value)
@@ -85,15 +92,16 @@ class HeadShape:
   @property
   def key(self) -> int: return self.nope + self.pages.format.rotated
 
-def pays(tokens:int, latent:int, nope:int, value:int, shared:float=1.5) -> bool:
+def pays(tokens:int, latent:int, nope:int, value:int, shared:float) -> bool:
   """Whether so many tokens of a chunk multiply less than absorbed, however many positions there are. shared: what a product counts for of which they
-  share the outcome, by default one and a half, as it is stored and read"""
+  share the outcome"""
   return shared * latent * (nope + value) < tokens * (2 * latent - nope - value)
 
 def takes(target:Target, tokens:int, k_b:Weight, v_b:Weight, rotated:int) -> bool:
   """Whether it pays, rows are whole products and shared memory suffices"""
   (_, latent, nope), value = k_b.shape, v_b.shape[1]
-  if target.mma is not MMA_CUDA or not head_rows.takes(target, k_b) or not pays(tokens, latent, nope, value): return False
+  shared = 1 if target.warp_groups else 1.5   # as it is stored and read; groups of warps do only this attention
+  if target.mma is not MMA_CUDA or not head_rows.takes(target, k_b) or not pays(tokens, latent, nope, value, shared): return False
   return nope % UNIT == 0 and rotated % 16 == 0 and value % 16 == 0 and block_shape(target, nope + rotated, value) is not None
 
 # ---- attention ----
@@ -158,8 +166,8 @@ def unabsorbed_kernel(shape:HeadShape, buffers:dict[str, UOp]) -> list[UOp]:
       wait for the values; barrier; the next keys begin their way
       sums = sums · rescale + weights · values
     heads = sums / weight_sum, or sums, row_max and weight_sum of a part"""
-  thread = HeadThread(shape, buffers)
-  first = thread.copy_keys(thread.keys.after(thread.copy_queries()), thread.first_step, thread.first_page)
+  thread = (GroupHeadThread if shape.in_groups else HeadThread)(shape, buffers)
+  first = thread.copy_keys(thread.keys.after(thread.hold_queries()), thread.first_step, thread.first_page)
   state, sums = thread.initial_state(), thread.initial_sums()
   turn = UOp.range(thread.last_step - thread.first_step, 0)
   step = thread.first_step + turn
@@ -176,13 +184,15 @@ def unabsorbed_kernel(shape:HeadShape, buffers:dict[str, UOp]) -> list[UOp]:
   return thread.store(sums.after(done), state.after(done))
 
 class Rows(NamedTuple):
-  """`count` rows of a buffer, `width` numbers each, from the index `first` on, one every `pitch`. last: the last that there is, others are
-  copied from it"""
+  """`count` rows of a buffer, `width` numbers each, from the index `first` on, one every `pitch`: numbers from `to` on of rows of a matrix in shared
+  memory that are `shared_width` long. last: the last that there is, others are copied from it"""
   buffer: UOp
   first: UOp
   pitch: int
   count: int
   width: int
+  shared_width: int
+  to: int = 0
   last: UOp|None = None
 
 class HeadSoftmax(NamedTuple):
@@ -203,9 +213,9 @@ class HeadThread(MatrixThread):
     self.head, self.block = job_of(shape, number.minimum(shares.whole) + self.part_number // shares.parts if shares.rest else number)
     self.first_row = self.warp * WARP_TOKENS
     self.first_position = shape.pages.position(buffers)
-    self.queries = local(shape.own_tokens * pitch(shape.key), dtypes.half, 0)
-    self.keys = local(shape.positions * pitch(shape.key), dtypes.half, 1)
-    self.values = local(shape.positions * pitch(shape.value), dtypes.half, 2)
+    self.queries = local(self.room(shape.own_tokens, shape.key), dtypes.half, 0)
+    self.keys = local(self.room(shape.positions, shape.key), dtypes.half, 1)
+    self.values = local(self.room(shape.positions, shape.value), dtypes.half, 2)
     steps = self.last_position() // shape.positions + 1
     self.first_step, self.last_step = UOp.const(0), steps
     if shares.rest:
@@ -216,6 +226,12 @@ class HeadThread(MatrixThread):
 
   # ---- where things are ----
 
+  def room(self, rows:int, width:int) -> int:
+    """Halves of a matrix in shared memory"""
+    return rows * pitch(width)
+  def place(self, rows:Rows, row:UOp, number:UOp) -> UOp:
+    """Of a number of a row in its matrix"""
+    return row * pitch(rows.shared_width) + number
   def token(self, row:UOp) -> UOp:
     """Of a row of the block; the last token, where there is none"""
     return (self.block * self.shape.own_tokens + row).minimum(self.shape.tokens - 1)
@@ -229,8 +245,8 @@ class HeadThread(MatrixThread):
 
   # ---- copies ----
 
-  def copy_rows(self, shared:UOp, to:int, shared_pitch:int, rows:Rows, slot:int) -> UOp:
-    """The store behind the beginning of their copies, each to the numbers of a row of shared memory from `to` on"""
+  def copy_rows(self, shared:UOp, rows:Rows, slot:int) -> UOp:
+    """The store behind the beginning of their copies"""
     zeros, per_row = self.registers(slot), rows.width // PIECE
     for start in range(0, rows.count * per_row, self.threads):
       piece = self.thread + start
@@ -238,27 +254,31 @@ class HeadThread(MatrixThread):
       row, number = piece // per_row, piece % per_row * PIECE
       source = rows.first + (row if rows.last is None else row.minimum(rows.last)) * rows.pitch + number
       at = rows.buffer[source if inside is None else inside.where(source, rows.first)]
-      begun = zeros[4].store(copy(self.target, shared[row * shared_pitch + to + number], at, inside))
+      begun = zeros[4].store(copy(self.target, shared[self.place(rows, row, number + rows.to)], at, inside))
       zeros = zeros.after(begun)
     return begun
 
   def copy_queries(self) -> UOp:
     shape, first = self.shape, self.block * self.shape.own_tokens
     head = (first * shape.heads + self.head) * shape.key
-    rows = Rows(self.buffers["q"], head, shape.heads * shape.key, shape.own_tokens, shape.key, shape.tokens - 1 - first)
-    return self.copy_rows(self.queries, 0, pitch(shape.key), rows, 1)
+    rows = Rows(self.buffers["q"], head, shape.heads * shape.key, shape.own_tokens, shape.key, shape.key, last=shape.tokens - 1 - first)
+    return self.copy_rows(self.queries, rows, 1)
+  def hold_queries(self) -> UOp:
+    """The store behind all that is done with queries before the first step"""
+    return self.copy_queries()
   def copy_keys(self, keys:UOp, step:UOp, page:UOp) -> UOp:
     """Of a step's positions; of the last ones that there are, behind them"""
     shape, pages = self.shape, self.shape.pages
     position = (step * shape.positions).minimum(pages.capacity - shape.positions)
-    own = Rows(self.buffers["made"], position * shape.made + self.head * shape.nope, shape.made, shape.positions, shape.nope)
-    begun = self.copy_rows(keys, 0, pitch(shape.key), own, 6)
-    rotated = Rows(self.buffers["rows"], pages.row(page, position) + pages.format.latent, pages.dim, shape.positions, pages.format.rotated)
-    return self.copy_rows(keys.after(begun), shape.nope, pitch(shape.key), rotated, 6)
+    own = Rows(self.buffers["made"], position * shape.made + self.head * shape.nope, shape.made, shape.positions, shape.nope, shape.key)
+    begun = self.copy_rows(keys, own, 6)
+    row = pages.row(page, position) + pages.format.latent
+    rotated = Rows(self.buffers["rows"], row, pages.dim, shape.positions, pages.format.rotated, shape.key, shape.nope)
+    return self.copy_rows(keys.after(begun), rotated, 6)
   def copy_values(self, values:UOp, step:UOp) -> UOp:
     shape = self.shape
     first = step * shape.positions * shape.made + shape.heads * shape.nope + self.head * shape.value
-    return self.copy_rows(values, 0, pitch(shape.value), Rows(self.buffers["made"], first, shape.made, shape.positions, shape.value), 7)
+    return self.copy_rows(values, Rows(self.buffers["made"], first, shape.made, shape.positions, shape.value, shape.value), 7)
   def wait(self, turn:UOp, at:UOp, *before:UOp) -> UOp:
     """The barrier behind which all have what was copied, and `before` is done. at: a number that no other wait of the turn has"""
     zeros = self.registers(8, turn, *before)
@@ -280,15 +300,19 @@ class HeadThread(MatrixThread):
 
   def scores(self, queries:UOp, keys:UOp, turn:UOp) -> tuple[UOp, UOp]:
     """(registers of the lane's elements of c by eight positions; the store behind them)"""
-    shape, count = self.shape, self.shape.positions // 8 * 4
+    count = self.shape.positions // 8 * 4
     scores = UOp.placeholder((count + 1,), dtypes.float, slot=5, addrspace=AddrSpace.REG).after(turn)
-    done = UOp.group(*[scores[i].store(0.0) for i in range(count)])
+    done = self.add_scores(scores, queries, keys, UOp.group(*[scores[i].store(0.0) for i in range(count)]))
+    return scores.after(done), done
+  def add_scores(self, scores:UOp, queries:UOp, keys:UOp, done:UOp) -> UOp:
+    """The store behind a step's products with the keys"""
+    shape = self.shape
     for number in range(0, shape.key, 16):
       query = self.words(queries, self.a_place(self.first_row, number, pitch(shape.key)), self.registers(9, done))
       for position in range(0, shape.positions, 16):
         key = self.words(keys, self.b_place(position, number, pitch(shape.key)), self.registers(10, done))
         done = self.accumulate(scores, position // 8 * 4, query, key, done)
-    return scores.after(done), done
+    return done
 
   def softmax(self, state:UOp, scores:UOp, step:UOp) -> HeadSoftmax:
     shape, tiles, factor = self.shape, self.shape.positions // 8, self.shape.scale * LOG2_E
@@ -313,9 +337,13 @@ class HeadThread(MatrixThread):
 
   def update_sums(self, sums:UOp, softmax:HeadSoftmax, values:UOp) -> UOp:
     """The store behind the update of the lane's weighted sums"""
-    shape, count = self.shape, self.shape.value // 8 * 4
+    count = self.shape.value // 8 * 4
     done = UOp.group(*[sums[i].store(sums[i].load() * softmax.rescales[i // 2 % 2]) for i in range(count)])
-    for depth, words in enumerate(softmax.words):
+    return self.add_values(sums, softmax.words, values, done)
+  def add_values(self, sums:UOp, of_weights:list[list[UOp]], values:UOp, done:UOp) -> UOp:
+    """The store behind a step's products with the values"""
+    shape = self.shape
+    for depth, words in enumerate(of_weights):
       for number in range(0, shape.value, 16):
         # positions are the inner numbers here: the first two matrices are those of a product
         of_values = self.words(values, self.a_place(depth * 16, number, pitch(shape.value)), self.registers(11, done), transposed=True)
@@ -354,3 +382,31 @@ class HeadThread(MatrixThread):
           value = sums[number // 8 * 4 + half * 2 + i].load() * inverse
           stores.append(self.buffers["heads"][gated(index, exists, inside)].store(value.cast(dtypes.half)))
     return stores
+
+class GroupHeadThread(HeadThread):
+  """… where four warps multiply together. Queries that have room in registers are read in shared memory once"""
+  @property
+  def holds_queries(self) -> bool: return self.shape.key // 4 + self.shape.value // 2 + self.shape.positions // 2 <= MOST_HELD
+  def hold_queries(self) -> UOp:
+    begun = super().hold_queries()
+    if self.holds_queries:
+      queries = self.queries.after(self.wait(begun, UOp.const(0)))
+      row, number = self.first_row + self.matrix % 2 * 8 + self.in_matrix, self.matrix // 2 * PIECE
+      self.held = [self.words(queries, warp_groups.place(self.shape.own_tokens, row, number + first), self.registers(20 + first // 16))
+                   for first in range(0, self.shape.key, 16)]
+    return begun
+  def room(self, rows:int, width:int) -> int: return rows * width
+  def place(self, rows:Rows, row:UOp, number:UOp) -> UOp: return warp_groups.place(rows.count, row, number)
+  def wait(self, turn:UOp, at:UOp, *before:UOp) -> UOp: return seen(self.target, super().wait(turn, at, *before), self.registers(12))
+  def add_scores(self, scores:UOp, queries:UOp, keys:UOp, done:UOp) -> UOp:
+    shape, own, products = self.shape, scores.after(done), []
+    for number in range(0, shape.key, 16):
+      row, key = self.warp // warp_groups.WARPS * warp_groups.ROWS, GroupMatrix(keys[warp_groups.begin(shape.positions, 0, number)])
+      query = self.held[number // 16] if self.holds_queries else GroupMatrix(queries[warp_groups.begin(shape.own_tokens, row, number)])
+      products.append(GroupProduct(query, key, [own[i] for i in range(scores.shape[0] - 1)]))
+    return finished(self.target, scores, started(self.target, products, scores, done))
+  def add_values(self, sums:UOp, of_weights:list[list[UOp]], values:UOp, done:UOp) -> UOp:
+    own = sums.after(done)
+    products = [GroupProduct(words, GroupMatrix(values[warp_groups.begin(0, depth * 16, 0)], self.shape.positions),
+                             [own[i] for i in range(sums.shape[0] - 1)]) for depth, words in enumerate(of_weights)]
+    return finished(self.target, sums, started(self.target, products, sums, done))

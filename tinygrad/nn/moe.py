@@ -410,7 +410,7 @@ def mixture_prefill(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routi
   hidden = expert_gate_up_prefill(target, normed, experts[:2], order, scale)
   each = grouped_matmul(target, hidden, experts.down, order, routing.count)
   total = residual if shared is None else matmul(target, gate_up_prefill(target, normed, shared[:2]), shared.down, residual)
-  return (total + each.sum(1)).contiguous()
+  return (total + each.x.cast(dtypes.float).sum(1) * each.factor).contiguous()
 
 @mixture.form("few", takes=lambda step, x, norm, router, routing, experts, shared, residual:
               few_target(step, router, x.shape[1], experts.down.shape[2], *(weights.down.shape[1] for weights in (shared,) if weights)))
