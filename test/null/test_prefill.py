@@ -19,7 +19,7 @@ from tinygrad.helpers import prod
 from tinygrad.nn.halves import half_pair
 from tinygrad.nn.kernel import UNIT, Unit, launch
 from tinygrad.nn.intrinsics import Target, of_arch, target_of
-from tinygrad.nn.matmul import (Halves, expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_scaled,
+from tinygrad.nn.matmul import (Halves, add_chosen, expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_scaled,
                                 matmul_split_half, rms_norm_half)
 from tinygrad.nn.tiles import Tile
 from tinygrad.nn.latent_cache import RowFormat
@@ -206,6 +206,12 @@ def test_tiles_of_choices(counts: list[int], size: int):
   out, = launch("tiles_of_choices", {"out": Tensor.empty(n, 2, dtype=dtypes.int)}, {"counts": Tensor(np.int32(counts))}, body)
   want = [(expert, tile) for expert, count in enumerate(counts) for tile in range(-(-count // size))]
   assert [(expert, tile) for expert, tile in out.tolist() if tile * size < counts[expert]] == want
+
+@pytest.mark.parametrize("T,K,D", [(3, 4, 2048), (2, 6, 2080), (5, 1, 96)])
+def test_what_experts_give_is_added(T: int, K: int, D: int):
+  x, each = floats(T, D), halves(T, K, D)
+  got = add_chosen(target(), Tensor(x), Halves(Tensor(each), 4.)).numpy()
+  assert np.allclose(got, x + 4 * each.astype(np.float64).sum(1), rtol=1e-5, atol=1e-5)
 
 @pytest.mark.parametrize("arch,F,D", [("sm_80", 70, 96), ("sm_90", 70, 256), ("sm_90", 128, 128)])
 def test_experts(arch: str, F: int, D: int):
@@ -409,7 +415,7 @@ def test_model(family: str, types: str, sizes: dict[str, int], tmp_path: Path):
   for end in range(1, len(ids) + 1, 8): model.prefill(ids[:end])  # so few at a time that they are decoded
   assert list(model.generate(ids, 4)) == tokens
 
-@pytest.mark.parametrize("size,want", [(512, 20), (2048, 22)])
+@pytest.mark.parametrize("size,want", [(256, 20), (512, 21), (2048, 22)])
 def test_launches(size: int, want: int):
   """What a block with experts adds to a step of so many tokens"""
   file = stand_in("glm")

@@ -15,7 +15,7 @@ from tinygrad.helpers import prod
 from tinygrad.nn import group_walk, row_walk, shared_walk
 from tinygrad.nn.halves import rounding_error
 from tinygrad.nn.intrinsics import Target, select, word
-from tinygrad.nn.kernel import (UNIT, Matrix, Norm, Rope, Unit, Weight, block_sum, empty, launch, nearly_silu, optional, position_of, rotated,
+from tinygrad.nn.kernel import (UNIT, Matrix, Norm, Rope, Unit, Weight, block_sum, empty, gated, launch, nearly_silu, optional, position_of, rotated,
                                 sum_in_order, total)
 from tinygrad.nn.routing import most_tiles, tile_of_choices
 from tinygrad.nn.tiles import BlockTile, LoadUnit, PlaceTokens, Product, Tile, block_tile
@@ -201,6 +201,21 @@ def grouped_matmul(target:Target, tokens:Halves, weight:Weight, chosen:tuple[Ten
   outs = {"out": empty(tokens.x, T, K, rows, dtype=dtypes.half)}
   held = resident(tokens, expert_tile_of(target, tokens, [weight], K), [weight])
   return Halves(launch(f"grouped_matmul_{weight.label}_{T}", outs, ins, body, weight.nbytes, held)[0], 1 / HALF_SCALE)
+
+SUMMED = 4   # numbers of a thread
+
+def add_chosen(target:Target, x:Tensor, each:Halves) -> Tensor:
+  """x + Σ over K of each. x: float32 (T, D); each: (T, K, D), as they are -> (T, D). A block has a token's numbers, or a part of them"""
+  (T, K, D), threads = each.shape, 8 * target.lanes
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    number = (UOp.special(-(-D // (threads * SUMMED)), "gidx0") * threads + UOp.special(threads, "lidx0")) * SUMMED
+    token, inside, stores = UOp.special(T, "gidx1"), None if D % (threads * SUMMED) == 0 else number < D, []
+    for i in range(SUMMED):
+      chosen = sum_in_order(buffers["each"][gated((token * K + k) * D + number + i, inside)].load().cast(dtypes.float) for k in range(K))
+      place = gated(token * D + number + i, inside)
+      stores.append(buffers["y"][place].store(buffers["x"][place].load() + chosen * each.factor))
+    return stores
+  return launch(f"add_chosen_{T}_{K}_{D}", {"y": empty(x, T, D)}, {"x": x, "each": each.x}, body)[0]
 
 # ---- the router: a product as good as float32 ----
 

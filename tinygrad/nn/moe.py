@@ -21,7 +21,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import REGISTERS_80, UNIT, Matrix, Norm, Unit, Weight, as_it_is, empty, launch, load4, optional, silu
-from tinygrad.nn.matmul import expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
+from tinygrad.nn.matmul import add_chosen, expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
 from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, CodedUnit, Codes, CodesOut, DeferredMatrix, ExtraStores, MatvecPart, Operand,
                                     RowSegments, Rounded, coded_job, coded_rows_take_turns, codes_in, empty_codes, empty_rounded, is_simple, is_wide,
                                     lane_steps, linear_part, load_codes, matvec, named, rows_of_job, stores_codes, thread_layout)
@@ -410,7 +410,7 @@ def mixture_prefill(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routi
   hidden = expert_gate_up_prefill(target, normed, experts[:2], order, scale)
   each = grouped_matmul(target, hidden, experts.down, order, routing.count)
   total = residual if shared is None else matmul(target, gate_up_prefill(target, normed, shared[:2]), shared.down, residual)
-  return (total + each.x.cast(dtypes.float).sum(1) * each.factor).contiguous()
+  return add_chosen(target, total, each)
 
 @mixture.form("few", takes=lambda step, x, norm, router, routing, experts, shared, residual:
               few_target(step, router, x.shape[1], experts.down.shape[2], *(weights.down.shape[1] for weights in (shared,) if weights)))
