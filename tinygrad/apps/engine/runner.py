@@ -23,7 +23,7 @@ MTP_PARTS = 2                   # … and those of the block that drafts
 WRITES = 64                      # after which the device is waited for: what it is to copy is kept until then
 UNSEEN = 3                      # such waits in a row after which the log is read when all is done
 # A chunk takes as long as its tokens and so many more: what reads the weights, or brings experts to the card
-BESIDE, BESIDE_CPU, BESIDE_BROUGHT = 256, 8, 8192
+BESIDE, BESIDE_GROUPS, BESIDE_CPU, BESIDE_BROUGHT = 256, 600, 8, 8192   # of groups: where warps multiply together, which shortens long chunks
 PATIENCE = 1.0                  # seconds without an id after which the device is waited for
 
 @functools.cache
@@ -36,7 +36,9 @@ class Runner:
     self.most_drafts, self.mtp = drafts, mtp
     self.model, self.max_context, self.vocab_size, self.sizes = model, model.max_context, model.config.vocab_size, model.prefill_sizes
     self.on_cpu = is_cpu(model.device)   # asking for a device's renderer takes tinygrad 17 µs
-    self.beside = BESIDE_BROUGHT if model.brings else BESIDE_CPU if self.on_cpu else BESIDE
+    target = target_of(model.device)
+    of_a_gpu = BESIDE_GROUPS if target is not None and target.warp_groups else BESIDE
+    self.beside = BESIDE_BROUGHT if model.brings else BESIDE_CPU if self.on_cpu else of_a_gpu
     self.stages = model.copies + 1   # devices that chunks go through, one behind another
     self.slices = -(-(len(model.blk) + model.copies + (0 if mtp is None else MTP_PARTS)) // SLICE)
     self.batches: dict[int, Batch] = {}
@@ -55,7 +57,7 @@ class Runner:
     self.odds: tuple[np.ndarray, np.ndarray]|None = None     # of what was read last: int32 and float32 (rows, 1 + likeliest)
     self.found = np.zeros(0, np.bool_)                       # … of a batch with drafts: which rows have some for the next step
     if plain := model.plain_parts(self.batch.step):
-      kernels = target_of(model.device) is not None or self.on_cpu
+      kernels = target is not None or self.on_cpu
       why = f"a dimension of this model is not one that the kernels take ({', '.join(plain)})" if kernels else "no kernels for this device"
       _say_once(f"{model.device}: {why}: decoding by plain ops, slowly")
 
