@@ -27,7 +27,7 @@ ARCHS = ("sm_60", "sm_61", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_90a"
 @pytest.mark.parametrize("arch", ARCHS)
 def test_rows(arch: str):
   t, capability = of_arch(arch), int(re.sub(r"\D", "", arch))
-  assert (t.dot4 is not None, t.wait is not None) == (capability >= 61, capability >= 90)
+  assert (t.dot4 is not None, t.wait is not None, t.warp_groups) == (capability >= 61, capability >= 90, capability == 90)
   assert t.mma is (None if capability < 75 else MMA_TURING if capability < 80 else MMA_CUDA) and t.wait in (None, HOPPER.wait)
   assert (t.copy is not None) == (t.matrices is not None) == (capability >= 80) and t.most_shared_bytes <= MOST_SHARED[capability]
 
@@ -53,7 +53,7 @@ def test_rendered(arch: str, monkeypatch: pytest.MonkeyPatch):
   best = "mma.sync.aligned.m16n8k16" if capability >= 80 else "mma.sync.aligned.m16n8k8"
   others = {*LEAST} - {best, "__dp4a", "griddepcontrol"}   # of older tensor cores; of mla_prefill_heads, which does not take the model's short rows
   assert found >= {name for name, least in LEAST.items() if least <= capability} - others
-  assert ("// blocks at once: 1\n" in text) == (capability >= 90)
+  assert ("// blocks at once: 1\n" in text) == (capability >= 90) and ("wgmma" in text) == (capability == 90)
 
 @pytest.mark.parametrize("arch,longest", [("sm_75", 512), ("sm_80", 2048), ("sm_90", 2048)])
 def test_long_chunks(arch: str, longest: int, tmp_path: Path):

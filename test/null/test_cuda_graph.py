@@ -144,6 +144,17 @@ def test_much_shared_memory(monkeypatch:pytest.MonkeyPatch):
   assert few == KERNEL % 24560 and "__align__(16) char shared_memory[];" in many and many.count("__shared__") == 1
   assert "half* buf0 = (half*)(shared_memory+0);" in many and "uint* buf1 = (uint*)(shared_memory+49136);" in many
 
+def test_shared_memory_of_groups(monkeypatch:pytest.MonkeyPatch):
+  """Where groups of warps multiply, each array is at whole 1024 bytes; Hopper's compiler knows their instructions"""
+  archs = list[str]()
+  monkeypatch.setattr(compiler_cuda._wheel.NVRTCCompiler, "__init__", lambda self, arch, *args, **kw: archs.append(arch))
+  monkeypatch.setattr(compiler_cuda._wheel.NVRTCCompiler, "compile", lambda self, src: src.encode())
+  compilers = [compiler_cuda.NVRTCCompiler(arch, ptx=False) for arch in ("sm_80", "sm_90", "sm_100")]
+  assert archs == ["sm_80", "sm_90a", "sm_100"]
+  few, many = (compilers[1].compile((KERNEL % count).replace("(float)", '(float)asm("wgmma")')).decode() for count in (8, 24561))
+  assert few.count("__shared__ __align__(1024)") == 2 and "__align__(16)" not in few + many
+  assert many.startswith(f"// shared_memory: {49 * 1024 - 1024 + 32}\n") and "(shared_memory+49152)" in many and "__align__(1024) char shared_memory[];" in many
+
 def test_blocks_at_once(monkeypatch:pytest.MonkeyPatch):
   """What a kernel says of its blocks is among its bounds; other kernels stay as they are"""
   compiler, compiled = object.__new__(compiler_cuda.NVRTCCompiler), []

@@ -121,6 +121,25 @@ def test_tile(shape: tuple[int, ...], tokens: int, want: tuple[int, int]):
   tile = row_walk.tile_of(tokens, [QuantizedLinear(T.Q4_0, shape, planes)], 1)
   assert (tile.tokens, tile.rows) == want
 
+def q4_0(*shape: int) -> QuantizedLinear:
+  planes = {"q0": Tensor.empty(prod(shape) // 8, dtype=dtypes.uint32), "d": Tensor.empty(prod(shape) // 32, dtype=dtypes.half)}
+  return QuantizedLinear(T.Q4_0, shape, planes)
+
+@pytest.mark.parametrize("shape,tokens,want", [
+  ((2048, 5120), 2048, (128, 256, 8)), ((768, 2048), 2048, (96, 128, 8)), ((2048, 5120), 512, (128, 64, 4)), ((10240, 2048), 512, (128, 64, 4)),
+  ((64, 2048), 32, (16, 64, 4))])
+def test_tile_of_groups(shape: tuple[int, ...], tokens: int, want: tuple[int, int, int]):
+  """Two groups and two tiles of rows a warp where there are enough blocks of them"""
+  tile = group_walk.tile_of(tokens, [q4_0(*shape)], 1)
+  assert (tile.tokens, tile.rows, tile.warps[1]) == want
+
+@pytest.mark.parametrize("mean,tokens,threads", [(2, 16, 512), (32, 48, 512), (64, 80, 0), (128, 144, 0), (256, 144, 0)])
+def test_expert_tile_of_groups(mean: int, tokens: int, threads: int):
+  """Most experts' tokens fit one tile, as far as registers go; a multiprocessor has two blocks with few"""
+  weights = [q4_0(64, 1536, 2048)] * 2
+  tile = group_walk.expert_tile_of(mean, weights)
+  assert (tile.tokens, tile.rows, group_walk.resident(tile, weights)) == (tokens, 128, threads)
+
 @pytest.mark.parametrize("mean,tokens", [(2, 8), (8, 16), (32, 48), (64, 80), (128, 80), (256, 96)])
 def test_expert_tile(mean: int, tokens: int):
   """Most experts' tokens fit one of a few; of many they make tiles that are full"""
