@@ -21,8 +21,8 @@ from tinygrad.uop.ops import Ops, UOp
 # from which compute capability on an instruction is there (PTX ISA, its "target ISA notes")
 LEAST = {"__dp4a": 61, "mma.sync.aligned.m16n8k8": 75, "mma.sync.aligned.m16n8k16": 80, "cp.async": 80, "ldmatrix": 75, "griddepcontrol": 90}
 # bytes of shared memory that a block may have (CUDA C++ Programming Guide, technical specifications per compute capability)
-MOST_SHARED = {60: 49152, 61: 49152, 70: 98304, 75: 65536, 80: 166912, 86: 101376, 90: 232448, 120: 101376}
-ARCHS = ("sm_60", "sm_61", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_90a", "sm_120")
+MOST_SHARED = {60: 49152, 61: 49152, 70: 98304, 75: 65536, 80: 166912, 86: 101376, 90: 232448, 100: 232448, 120: 101376}
+ARCHS = ("sm_60", "sm_61", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_90a", "sm_100", "sm_120")
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_rows(arch: str):
