@@ -15,11 +15,11 @@ from tinygrad.nn import row_walk, warp_groups
 from tinygrad.nn.halves import QUADS
 from tinygrad.nn.intrinsics import Target, copy
 from tinygrad.nn.kernel import MULTIPROCESSORS, REGISTER_BYTES, UNIT, Weight
-from tinygrad.nn.row_walk import BESIDE, CHUNK, NORMAL, PIECE, PIECES, WORDS, words_of_tile
+from tinygrad.nn.row_walk import BESIDE, CHUNK, NORMAL, PIECE, WORDS, words_of_tile
 from tinygrad.nn.tiles import BlockTile, LoadUnit, PlaceTokens, Product, Tile
 from tinygrad.nn.warp_groups import GroupMatrix, GroupProduct, finished, seen, started
 
-MOST_TOKENS = 144                 # of a block
+MOST_TOKENS, LEAST_TOKENS = 144, 32   # of a block; where its weights leave room for fewer, it is another one
 LANE_REGISTERS = 184              # of sums, and of the weights of a step and the next one
 OTHER_REGISTERS = 40              # of a lane, for all else
 SHAPES = (2, 2), (2, 1), (1, 2), (1, 1)   # groups of a block; products of 16 rows of a warp, of all matrices
@@ -45,7 +45,7 @@ def most_tokens(tiles:int, weights:Sequence[Weight]) -> int:
 def shapes(weights:Sequence[Weight]) -> list[tuple[int, int, int]]:
   """(groups; products of 16 rows of a warp; most tokens) of the blocks that there may be"""
   found = [(groups, tiles, most_tokens(tiles, weights)) for groups, tiles in SHAPES if tiles >= len(weights)]
-  return [shape for shape in found if shape[2] >= 2 * PIECES] or [(1, len(weights), 2 * PIECES)]
+  return [shape for shape in found if shape[2] >= LEAST_TOKENS] or [(1, len(weights), LEAST_TOKENS)]
 
 def tile(n:int, groups:int, tiles:int, weights:Sequence[Weight]) -> Tile:
   return Tile(n, groups * warp_groups.ROWS * tiles // len(weights), (1, groups * warp_groups.WARPS))

@@ -193,7 +193,7 @@ class RowsThread(MatrixThread):
     return UOp.group(*stores)
 
 class GroupRowsThread(RowsThread):
-  """… where warps multiply in groups: each has 64 positions, and all of the tile's rows of weights"""
+  """… where warps multiply in groups: each group has 64 positions, and all of the tile's rows of weights"""
   def __init__(self, shape:RowsShape, buffers:dict[str, UOp]):
     super().__init__(shape, buffers)
     self.first_position, self.first_row, self.down, self.across = self.warp * 16, UOp.const(0), 1, shape.tile_rows // 16
@@ -203,7 +203,7 @@ class GroupRowsThread(RowsThread):
     shape, done = self.shape, sums
     for number in range(0, DEPTH, 16):
       own = [buffer[warp_groups.begin(0, stage * rows + first, number)] for buffer, rows, first in
-             ((positions, shape.tile_positions, self.warp // 4 * 64), (weights, shape.tile_rows, 0))]
+             ((positions, shape.tile_positions, self.warp // warp_groups.WARPS * warp_groups.ROWS), (weights, shape.tile_rows, 0))]
       behind = sums.after(done)
       product = GroupProduct(GroupMatrix(own[0]), GroupMatrix(own[1]), [behind[i] for i in range(sums.shape[0] - 1)])
       done = started(self.target, [product], sums, done)

@@ -144,7 +144,7 @@ def as_it_is(value:UOp) -> UOp:
   return UOp(Ops.CUSTOM, value.dtype, src=(value,), arg="({0})")
 def silu(x:UOp) -> UOp: return x / (1 + exp(-x))
 def nearly_silu(target:Target, x:UOp) -> UOp:
-  """… without a branch, for launches in which a thread makes many"""
+  """… without a branch, for launches whose threads make many"""
   return x * reciprocal(target, 1 + exp2(target, x * -LOG2_E))
 def total(values:list[UOp], op:Callable[[UOp, UOp], UOp]) -> UOp:
   """op as a balanced binary tree, in a fixed order"""

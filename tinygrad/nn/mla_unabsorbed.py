@@ -100,7 +100,7 @@ def pays(tokens:int, latent:int, nope:int, value:int, shared:float) -> bool:
 def takes(target:Target, tokens:int, k_b:Weight, v_b:Weight, rotated:int) -> bool:
   """Whether it pays, rows are whole products and shared memory suffices"""
   (_, latent, nope), value = k_b.shape, v_b.shape[1]
-  shared = 1 if target.warp_groups else 1.5   # as it is stored and read; groups of warps do only this attention
+  shared = 1 if target.warp_groups else 1.5   # as it is stored and read; but absorbed attention has no groups of warps
   if target.mma is not MMA_CUDA or not head_rows.takes(target, k_b) or not pays(tokens, latent, nope, value, shared): return False
   return nope % UNIT == 0 and rotated % 16 == 0 and value % 16 == 0 and block_shape(target, nope + rotated, value) is not None
 
