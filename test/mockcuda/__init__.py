@@ -7,6 +7,7 @@ end, threads that part before a barrier or a shuffle, and copies that nobody wai
 from __future__ import annotations
 import contextlib, ctypes, functools, hashlib, mmap, pathlib, platform, re, subprocess, sys, tempfile, types
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Callable, Iterator
 from tinygrad.device import Allocator, BufferSpec, Compiled, Compiler, CompileError, Program, TinyELF
 from tinygrad.helpers import Context, Target, getenv, round_up
@@ -15,7 +16,7 @@ from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer
 from tinygrad.runtime.support.compiler_cuda import aligned_for_groups
 
 HERE = pathlib.Path(__file__).parent
-ARCH = "sm_90"
+ARCH = "sm_86"
 
 @functools.cache
 def _clang() -> tuple[str, ...]:
@@ -81,9 +82,14 @@ class MockCompiler(Compiler):
       return out.read_bytes()
 
 class MockRenderer(CUDARenderer):
+  arch = ARCH   # of all mocks of now: what was recorded, or rendered, for one is not another's
   def __init__(self, target: Target):
     CStyleLanguage.__init__(self, target)
     self.compiler, self.tensor_cores = MockCompiler(), []
+  @property
+  def target(self) -> Target: return replace(self.of_device, arch=self.arch)
+  @target.setter
+  def target(self, target: Target) -> None: self.of_device = target
 
 MEETS = 2   # of a kernel's mock_fibers: it waits for what runs on other devices
 
@@ -153,5 +159,10 @@ def on_cuda(arch: str | None = None) -> Iterator[None]:
   # a name of its own: a real CUDA device, or the search for one, may have been met before in this process
   module = types.ModuleType("tinygrad.runtime.ops_mockcuda")
   module.MockCUDADevice = MockCUDADevice  # type: ignore[attr-defined]
-  sys.modules[module.__name__], TARGETS["MOCKCUDA"] = module, TARGETS["CUDA"] if arch is None else of_arch(arch)
-  with Context(DEV="MOCKCUDA", PARALLEL=0): yield  # a spawned worker would not know the device
+  sys.modules[module.__name__], before = module, (MockRenderer.arch, TARGETS.get("MOCKCUDA"))
+  MockRenderer.arch, TARGETS["MOCKCUDA"] = arch or ARCH, of_arch(arch or ARCH)
+  try:
+    with Context(DEV="MOCKCUDA", PARALLEL=0): yield  # a spawned worker would not know the device
+  finally:
+    MockRenderer.arch = before[0]
+    if before[1] is not None: TARGETS["MOCKCUDA"] = before[1]

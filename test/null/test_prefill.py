@@ -421,18 +421,21 @@ def test_the_last_tile_left_out(kernel: str, test: Callable, args: tuple, place:
   monkeypatch.setitem(globals(), kernel, faulty)
   with pytest.raises(AssertionError, match="where .* = nmse"): test(*args)
 
+@by_warps_and_groups
 @pytest.mark.parametrize("family,types,sizes", [
   ("small-glm", "Q4_0 Q8_0 Q6_K Q5_K", dict(q_lora=256, experts=5)), ("small-ds", "Q4_K F16 Q5_0", dict(blocks=1, dense=0))])
-def test_model(family: str, types: str, sizes: dict[str, int], tmp_path: Path):
+def test_model(family: str, types: str, sizes: dict[str, int], arch: str, tmp_path: Path):
   """Two steps, the second one padded; what decoding continues with is what a cache written token by token gives"""
   path = write_mixed(tmp_path / "m.gguf", family, [T[name] for name in types.split()], **WIDE | sizes, seed=1)
-  ids, model = rng(1).integers(0, 320, CHUNK + 9).tolist(), engine_of(path, 64)
-  Judge(path, ids).check(model.logits(ids), LIMIT)
-  model.forget()
-  tokens = list(model.generate(ids, 4))
-  model.forget()
-  for end in range(1, len(ids) + 1, 8): model.prefill(ids[:end])  # so few at a time that they are decoded
-  assert list(model.generate(ids, 4)) == tokens
+  ids = rng(1).integers(0, 320, CHUNK + 9).tolist()
+  with on_cuda(arch):
+    model = engine_of(path, 64)
+    Judge(path, ids).check(model.logits(ids), LIMIT)
+    model.forget()
+    tokens = list(model.generate(ids, 4))
+    model.forget()
+    for end in range(1, len(ids) + 1, 8): model.prefill(ids[:end])  # so few at a time that they are decoded
+    assert list(model.generate(ids, 4)) == tokens
 
 @pytest.mark.parametrize("size,want", [(256, 20), (512, 21), (2048, 22)])
 def test_launches(size: int, want: int):
