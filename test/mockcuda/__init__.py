@@ -7,7 +7,6 @@ end, threads that part before a barrier or a shuffle, and copies that nobody wai
 from __future__ import annotations
 import contextlib, ctypes, functools, hashlib, mmap, pathlib, platform, re, subprocess, sys, tempfile, types
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, Callable, Iterator
 from tinygrad.device import Allocator, BufferSpec, Compiled, Compiler, CompileError, Program, TinyELF
 from tinygrad.helpers import Context, Target, getenv, round_up
@@ -41,7 +40,17 @@ def _runtime() -> tuple[pathlib.Path, tempfile.TemporaryDirectory]:
   return out, folder
 
 class MockCompiler(Compiler):
-  """Source -> a shared object that holds the kernel and the runtime"""
+  """Source -> a shared object that holds the kernel and the runtime. cachekey: what was recorded for another architecture is not of this; a source's
+  binary is, and is kept under of_sources"""
+  arch = ARCH   # of all mocks of now
+  @property
+  def cachekey(self) -> str | None: return self.of_sources and f"{self.of_sources}_{self.arch}"
+  @cachekey.setter
+  def cachekey(self, key: str | None) -> None: self.of_sources = key
+  def compile_cached(self, src: str) -> bytes:
+    compiler = Compiler()
+    compiler.cachekey, compiler.compile = self.of_sources, self.compile
+    return compiler.compile_cached(src)
   def __init__(self) -> None:
     files = HERE.parent / "fiber.h", *sorted(HERE.glob("*.*"))
     super().__init__("mockcuda_" + hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16])
@@ -82,14 +91,9 @@ class MockCompiler(Compiler):
       return out.read_bytes()
 
 class MockRenderer(CUDARenderer):
-  arch = ARCH   # of all mocks of now: what was recorded, or rendered, for one is not another's
   def __init__(self, target: Target):
     CStyleLanguage.__init__(self, target)
     self.compiler, self.tensor_cores = MockCompiler(), []
-  @property
-  def target(self) -> Target: return replace(self.of_device, arch=self.arch)
-  @target.setter
-  def target(self, target: Target) -> None: self.of_device = target
 
 MEETS = 2   # of a kernel's mock_fibers: it waits for what runs on other devices
 
@@ -159,10 +163,10 @@ def on_cuda(arch: str | None = None) -> Iterator[None]:
   # a name of its own: a real CUDA device, or the search for one, may have been met before in this process
   module = types.ModuleType("tinygrad.runtime.ops_mockcuda")
   module.MockCUDADevice = MockCUDADevice  # type: ignore[attr-defined]
-  sys.modules[module.__name__], before = module, (MockRenderer.arch, TARGETS.get("MOCKCUDA"))
-  MockRenderer.arch, TARGETS["MOCKCUDA"] = arch or ARCH, of_arch(arch or ARCH)
+  sys.modules[module.__name__], before = module, (MockCompiler.arch, TARGETS.get("MOCKCUDA"))
+  MockCompiler.arch, TARGETS["MOCKCUDA"] = arch or ARCH, of_arch(arch or ARCH)
   try:
     with Context(DEV="MOCKCUDA", PARALLEL=0): yield  # a spawned worker would not know the device
   finally:
-    MockRenderer.arch = before[0]
+    MockCompiler.arch = before[0]
     if before[1] is not None: TARGETS["MOCKCUDA"] = before[1]
