@@ -164,7 +164,7 @@ def on_cuda(arch: str | None = None) -> Iterator[None]:
   module = types.ModuleType("tinygrad.runtime.ops_mockcuda")
   module.MockCUDADevice = MockCUDADevice  # type: ignore[attr-defined]
   sys.modules[module.__name__], before = module, (MockCompiler.arch, TARGETS.get("MOCKCUDA"))
-  MockCompiler.arch, TARGETS["MOCKCUDA"] = arch or ARCH, of_arch(arch or ARCH)
+  MockCompiler.arch, TARGETS["MOCKCUDA"] = arch or ARCH, TARGETS["CUDA"] if arch is None else of_arch(arch)
   try:
     with Context(DEV="MOCKCUDA", PARALLEL=0): yield  # a spawned worker would not know the device
   finally:

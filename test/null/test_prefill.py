@@ -8,7 +8,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
 from helpers import HALVES, WIDE, engine_of, names_of, prefilling, random_weight, tied, write_mixed
 from mockcuda import on_cuda
 from oracle import Judge, nmse, route
-from extra.bench import no_device, stand_in, with_blocks
+from extra.bench import LANGUAGES, CUDARenderer, no_device, stand_in, with_blocks
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.mla import PREFILL_SIZES, RMSNorm, Transformer
@@ -382,9 +382,11 @@ def check_unabsorbed(n: int, H: int, L: int, R: int, nope: int, v: int, pos: int
 def test_unabsorbed_blocks(arch: str, key: int, value: int, want: tuple[int, int] | None):
   assert mla_unabsorbed.block_shape(of_arch(arch), key, value) == want
 
-@pytest.mark.parametrize("family,least", [("glm", 1024), ("ds2lite", 512), ("youtu", 512), ("kimi", 512)])
-def test_chunks_that_are_not_absorbed(family: str, least: int):
+@pytest.mark.parametrize("family,arch,least", [("glm", "sm_80", 1024), ("glm", "sm_90", 512), ("ds2lite", "sm_80", 512), ("ds2lite", "sm_90", 256),
+                                               ("youtu", "sm_90", 256), ("kimi", "sm_90", 256)])
+def test_chunks_that_are_not_absorbed(family: str, arch: str, least: int, monkeypatch: pytest.MonkeyPatch):
   """From a size on; what the longest make for each position is taken into account"""
+  monkeypatch.setitem(LANGUAGES, "CUDA", (CUDARenderer, arch))
   with no_device("CUDA"):
     model = Transformer.from_gguf(with_blocks(stand_in(family), [0, 1]), 4096)
     runner = Runner(model)
