@@ -15,7 +15,8 @@ from tinygrad.nn import row_walk, warp_groups
 from tinygrad.nn.halves import QUADS
 from tinygrad.nn.intrinsics import Target, copy
 from tinygrad.nn.kernel import MULTIPROCESSORS, REGISTER_BYTES, UNIT, Weight
-from tinygrad.nn.row_walk import BESIDE, CHUNK, NORMAL, PIECE, WORDS, words_of_tile
+from tinygrad.nn.matrices import PIECE
+from tinygrad.nn.row_walk import BESIDE, CHUNK, NORMAL, WORDS, words_of_tile
 from tinygrad.nn.tiles import BlockTile, LoadUnit, PlaceTokens, Product, Tile
 from tinygrad.nn.warp_groups import GroupMatrix, GroupProduct, finished, seen, started
 

@@ -142,7 +142,7 @@ class ExpertProduct(NamedTuple):
   inside: UOp
   sums: list[UOp]
 
-def expert_products(target:Target, buffers:dict[str, UOp], tokens:Halves, weights:Sequence[Weight], K:int) -> list[ExpertProduct]:
+def expert_products(target:Target, buffers:dict[str, UOp], tile:Tile, tokens:Halves, weights:Sequence[Weight], K:int) -> list[ExpertProduct]:
   """tile_products of an expert's matrices and the tokens that chose it. tokens: (T, in) or (T, K, in). buffers: tokens; order and counts, as
   sort_by_expert gives them; the weights' planes, named weight0 and on. In the kernel:
 
@@ -150,7 +150,7 @@ def expert_products(target:Target, buffers:dict[str, UOp], tokens:Halves, weight
   choice = order[expert][i] for i < count           # the tile's tokens; a tile past the count has none
   sums = tile of W[expert]·x[choice]
   """
-  (E, rows, width), T, tile = weights[0].shape, tokens.shape[0], expert_tile_of(target, tokens, weights, K)
+  (E, rows, width), T = weights[0].shape, tokens.shape[0]
   row_tile = UOp.special(-(-rows // tile.rows), "gidx0")
   if row_walk.takes(target):
     thread = UOp.special(prod(tile.warps) * target.lanes, "lidx0")
@@ -175,16 +175,17 @@ def expert_gate_up_prefill(target:Target, tokens:Halves, weights:tuple[Weight, W
   gate, up = tiles of gate[expert]·x and up[expert]·x of the tokens that chose the expert
   out = silu(gate) · up · scale · HALF_SCALE
   """
-  (_, rows, _), (T, K), (order, counts), ordered = weights[0].shape, scale.shape, chosen, group_walk.takes(target, weights[0].shape[1])
+  (_, rows, _), (T, K), (order, counts) = weights[0].shape, scale.shape, chosen
+  tile, ordered = expert_tile_of(target, tokens, weights, K), group_walk.takes(target, rows)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     stores = []
-    for choice, row, inside, (gate, up) in expert_products(target, buffers, tokens, weights, K):
+    for choice, row, inside, (gate, up) in expert_products(target, buffers, tile, tokens, weights, K):
       value = nearly_silu(target, gate) * up * (buffers["scale"][choice.valid(inside)].load() * HALF_SCALE)
       stores.append(buffers["out"][(choice * rows + placed(row, ordered)).valid(inside)].store(value.cast(dtypes.half)))
     return stores
   ins = {"tokens": tokens.x, "order": order, "counts": counts, "scale": scale, **weights[0].args("weight0"), **weights[1].args("weight1")}
   name, outs = f"expert_gate_up_prefill_{weights[0].label}_{T}", {"out": empty(tokens.x, T, K, rows, dtype=dtypes.half)}
-  held = resident(tokens, expert_tile_of(target, tokens, weights, K), weights)
+  held = resident(tokens, tile, weights)
   return Halves(launch(name, outs, ins, body, sum(weight.nbytes for weight in weights), held)[0], 1 / HALF_SCALE, ordered)
 
 def grouped_matmul(target:Target, tokens:Halves, weight:Weight, chosen:tuple[Tensor, Tensor], K:int) -> Halves:
@@ -193,13 +194,13 @@ def grouped_matmul(target:Target, tokens:Halves, weight:Weight, chosen:tuple[Ten
 
   out = tile of W[expert]·x of the tokens that chose the expert, · HALF_SCALE
   """
-  (_, rows, _), T, (order, counts) = weight.shape, tokens.shape[0], chosen
+  (_, rows, _), T, (order, counts), tile = weight.shape, tokens.shape[0], chosen, expert_tile_of(target, tokens, [weight], K)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     return [buffers["out"][(choice * rows + row).valid(inside)].store((value * (tokens.factor * HALF_SCALE)).cast(dtypes.half))
-            for choice, row, inside, (value,) in expert_products(target, buffers, tokens, [weight], K)]
+            for choice, row, inside, (value,) in expert_products(target, buffers, tile, tokens, [weight], K)]
   ins = {"tokens": tokens.x, "order": order, "counts": counts, **weight.args("weight0")}
   outs = {"out": empty(tokens.x, T, K, rows, dtype=dtypes.half)}
-  held = resident(tokens, expert_tile_of(target, tokens, [weight], K), [weight])
+  held = resident(tokens, tile, [weight])
   return Halves(launch(f"grouped_matmul_{weight.label}_{T}", outs, ins, body, weight.nbytes, held)[0], 1 / HALF_SCALE)
 
 SUMMED = 4   # numbers of a thread

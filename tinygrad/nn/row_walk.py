@@ -18,11 +18,11 @@ from tinygrad.helpers import prod
 from tinygrad.nn.halves import QUADS, neighbours
 from tinygrad.nn.intrinsics import MMA_CUDA, Target, copied, copy
 from tinygrad.nn.kernel import MULTIPROCESSORS, UNIT, Weight, local
+from tinygrad.nn.matrices import PIECE
 from tinygrad.nn.tiles import BlockTile, LoadUnit, PlaceTokens, Product, Tile, prefetch
 from tinygrad.uop.ops import Ops
 
 CHUNK = 4 * UNIT                  # numbers of a row that its lanes have between them: a step
-PIECE = 8                         # halves that are copied at once, 16 bytes
 PIECES = CHUNK // PIECE           # of a token, of a chunk
 WORDS = CHUNK // 2                # of a token, of a chunk, two halves each
 WARPS = 4                         # of a block

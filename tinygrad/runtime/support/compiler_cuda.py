@@ -18,7 +18,7 @@ STATIC_SHARED = 49152   # bytes of a block's shared memory in arrays of fixed si
 SIZES = {dtype.name: dtype.itemsize for dtype in dtypes.all} | {name: dtype.itemsize for dtype, name in CUDARenderer.type_map.items()}   # in CUDA C
 
 def aligned_for_groups(source:str) -> str:
-  """A kernel with its arrays in shared memory at whole 1024 bytes, where groups of warps read them (group_multiply in nn/intrinsics.py)"""
+  """A kernel with its arrays in shared memory at whole 1024 bytes, where groups of warps read them (nn/warp_groups.py)"""
   return source.replace("__shared__ __align__(16)", "__shared__ __align__(1024)") if "wgmma" in source else source
 
 def dynamic_shared(source:str) -> tuple[str, int]:
