@@ -80,7 +80,8 @@ class MockCompiler(Compiler):
     src = re.sub(r'asm volatile\("cp\.async\.commit_group.*?\);', "mock_group();", src)
     src = re.sub(r'asm volatile\("ldmatrix\.sync\.aligned\.m8n8\.x4\.(trans)?[^"]*" : ([^;]*)\);',
                  lambda m: f"mock_ldmatrix<{int(m[1] is not None)}>({self.operands(m[2])});", src)
-    src = re.sub(r'asm\("ex2\.approx[^;]*;[^;]*;', "y = exp2(x);", src)
+    for instruction, text in (("ex2", "exp2(x)"), ("rcp", "1 / x"), ("rsqrt", "1 / sqrt(x)")):
+      src = re.sub(rf'asm\("{instruction}\.approx[^;]*;[^;]*;', f"y = {text};", src)
     src = re.sub(r'asm\("lop3\.b32 [^"]* 0xea;"[^;]*;', "d = a & b | c;", src)
     with tempfile.TemporaryDirectory() as folder:
       kernel, out = pathlib.Path(folder) / "kernel.cpp", pathlib.Path(folder) / "kernel.so"

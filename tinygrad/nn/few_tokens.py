@@ -21,7 +21,7 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.nn.halves import FOUR, FOURS, QUADS, SCALE_UP, half_pair, halves, rounding_error, same_halves
 from tinygrad.nn.intrinsics import Target, and_or, byte_perm, copied, copy, fma_halves, group_sum, opaque_zero, word
 from tinygrad.nn.kernel import (MULTIPROCESSORS, REGISTERS_80, SLOTS, UNIT, BlockSum, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum,
-                                branch, empty, gated, launch, local, nearly_silu, optional, rotated, safe_index, sum_in_order, total)
+                                branch, empty, gated, launch, local, optional, rotated, safe_index, silu, sum_in_order, total)
 from tinygrad.nn.matmul import HALF_SCALE
 from tinygrad.nn.matvec import ExtraStores, global_loads
 from tinygrad.nn.routing import GROUP, expert_index, most_groups
@@ -523,7 +523,7 @@ def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|
   (F, width), T = gate.shape, x.tokens
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def swiglu(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
-      values = [nearly_silu(target, gate) * up * HALF_SCALE for gate, up in zip(*quad.sums)]
+      values = [silu(gate) * up * HALF_SCALE for gate, up in zip(*quad.sums)]
       return store_columns(buffers["y"], quad.row, quad.token, T, quad.inside, values)
     parts = [Part(F, [gate.matrix(buffers, "gate"), up.matrix(buffers, "up")], swiglu)]
     if router is not None: parts.append(router_part(router, buffers))
@@ -623,7 +623,7 @@ def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], 
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
       factor = behind["scale"][quad.token].load() * HALF_SCALE
-      values = [nearly_silu(target, gate) * up * factor for gate, up in zip(*quad.sums)]
+      values = [silu(gate) * up * factor for gate, up in zip(*quad.sums)]
       return store_columns(buffers["y"], quad.row, quad.token, T * K, quad.inside, values)
     return expert_products(target, buffers, weights, x, T, K, finish)
   ins = {"x": x.words, "groups": groups, "scale": scale, **weights[0].args("weight0"), **weights[1].args("weight1")}

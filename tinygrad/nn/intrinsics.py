@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Callable
 from tinygrad import Device, UOp, dtypes
 from tinygrad.renderer.cstyle import CUDARenderer, MetalRenderer
-from tinygrad.uop.ops import Ops
+from tinygrad.uop.ops import Ops, PatternMatcher, UPat, graph_rewrite
 
 Place = Callable[[UOp, int], tuple[UOp, UOp]]   # (lane, number of one of its elements) -> the element's (row, column)
 
@@ -80,8 +80,10 @@ class Target:
   and_or: str|None = None      # {0} & {1} | {2}, of words, in one instruction where two of them are constants; uint32
   fma_halves: str|None = None  # {0} · {1} + {2}, each two halves of a word, rounded once; uint32
   words: str|None = None       # the type of {n} words, two or four, that one instruction loads
-  reciprocal: str|None = None  # 1 / {0}, nearly, without a branch for what is very small or large; float32
-  exp2: str|None = None        # 2^{0}, nearly, in one instruction; float32
+  # of float32, nearly, in one instruction each, without a branch for what is very small or large: 1 / {0}, 1 / sqrt({0}), 2^{0}
+  reciprocal: str|None = None
+  rsqrt: str|None = None
+  exp2: str|None = None
   pack_halves: str|None = None   # the halves {0} and {1} as a word, the first in its low half; uint32
   copy: str|None = None        # statements: 16 bytes begin their way from {1} in device memory to {0} in shared memory
   copy_or_zeros: str|None = None   # … or zeros, where {2} is false
@@ -104,6 +106,9 @@ def _ldmatrix(kind:str) -> str:
   words = ", ".join(f'"=r"(*{{{i}}})' for i in range(4))
   return f'asm volatile("ldmatrix.sync.aligned.m8n8.x4.{kind}b16 {{{{%0, %1, %2, %3}}}}, [%4];" : {words} : {_shared("{4}")});'
 
+def _approximate(instruction:str) -> str:
+  return f'[](float x) {{{{ float y; asm("{instruction}.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }}}}({{0}})'
+
 TARGETS = {
   "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", "__shfl_sync(0xffffffffu, {0}, {1})", "__dp4a((int)({0}), {1}, {2})", mma=MMA_CUDA,
                  byte_perm="__byte_perm({0}, {1}, {2})",
@@ -111,8 +116,7 @@ TARGETS = {
                         "({0}, {1}, {2})",
                  fma_halves="tg_bitcast<uint>(__hfma2(tg_bitcast<half2>((uint)({0})), tg_bitcast<half2>((uint)({1})), "
                             "tg_bitcast<half2>((uint)({2}))))",
-                 reciprocal="__fdividef(1.0f, {0})",
-                 exp2='[](float x) {{ float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }}({0})',
+                 reciprocal=_approximate("rcp"), rsqrt=_approximate("rsqrt"), exp2=_approximate("ex2"),
                  pack_halves="tg_bitcast<uint>(make_half2({0}, {1}))", words="uint{n}", shared_bytes=49152, most_shared_bytes=101376,
                  copy=f'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : {_shared("{0}")}, "l"({{1}}) : "memory");',
                  copy_or_zeros='asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : '
@@ -325,13 +329,17 @@ def peer_receive(target:Target, place:UOp, registers:list[UOp], tag:UOp) -> UOp:
   assert target.peer_receive is not None
   return UOp(Ops.CUSTOM, dtypes.uint32, src=(*registers, place, tag), arg=f"0; {{{{ {target.peer_receive} }}}}")
 
-def reciprocal(target:Target, value:UOp) -> UOp:
-  """1 / value, nearly"""
-  return 1 / value if target.reciprocal is None else UOp(Ops.CUSTOM, dtypes.float, src=(value,), arg=target.reciprocal)
+def _nearly(text:str|None, x:UOp) -> UOp|None: return None if text is None else UOp(Ops.CUSTOM, dtypes.float, src=(x,), arg=text)
+_FLOAT = UPat.var("x", dtypes.float)
+_NEARLY = PatternMatcher([   # of which the context is the target
+  (UPat(Ops.RECIPROCAL, src=(UPat(Ops.SQRT, src=(_FLOAT,)),)), lambda ctx, x: _nearly(ctx.rsqrt, x)),
+  (UPat(Ops.RECIPROCAL, src=(_FLOAT,)), lambda ctx, x: _nearly(ctx.reciprocal, x)),
+  (UPat(Ops.EXP2, src=(_FLOAT,)), lambda ctx, x: _nearly(ctx.exp2, x))])
 
-def exp2(target:Target, value:UOp) -> UOp:
-  """2^value, nearly"""
-  return value.exp2() if target.exp2 is None else UOp(Ops.CUSTOM, dtypes.float, src=(value,), arg=target.exp2)
+def in_one_instruction(target:Target, stores:list[UOp]) -> list[UOp]:
+  """A kernel's stores, whose 1 / x, 1 / sqrt(x) and 2^x of float32 are the target's own. The compiler of its language makes them right to the last
+  bit or so, by tens of instructions and a branch, which all of a launch waits for where they stand between two of a block's barriers."""
+  return list(graph_rewrite(UOp.sink(*stores), _NEARLY, ctx=target, name="in one instruction").src)
 
 def pack_halves(target:Target, low:UOp, high:UOp) -> UOp:
   """Two numbers as the halves of a word"""

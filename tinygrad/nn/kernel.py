@@ -32,7 +32,7 @@ from typing import Any, Callable, Iterable, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import prod
-from tinygrad.nn.intrinsics import Target, byte_perm, exp2, group_sum, look_up, opaque_zero, pdl_wait, reciprocal, target_of, word
+from tinygrad.nn.intrinsics import Target, byte_perm, group_sum, in_one_instruction, look_up, opaque_zero, pdl_wait, target_of, word
 from tinygrad.nn.step import Step
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops
@@ -143,9 +143,6 @@ def as_it_is(value:UOp) -> UOp:
   """A value whose factors tinygrad does not put in order together with those of a product: kernels that make the product another way round alike"""
   return UOp(Ops.CUSTOM, value.dtype, src=(value,), arg="({0})")
 def silu(x:UOp) -> UOp: return x / (1 + exp(-x))
-def nearly_silu(target:Target, x:UOp) -> UOp:
-  """… without a branch, for launches whose threads make many"""
-  return x * reciprocal(target, 1 + exp2(target, x * -LOG2_E))
 def total(values:list[UOp], op:Callable[[UOp, UOp], UOp]) -> UOp:
   """op as a balanced binary tree, in a fixed order"""
   while len(values) > 1: values = [op(*values[i:i+2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
@@ -278,6 +275,7 @@ def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:Callabl
     if key not in _programs:
       info = KernelInfo(name=name, opts_to_apply=(), estimates=None if mem is None else Estimates(0, mem, mem))
       stores = body(dict(zip(names, (buffer.flatten() for buffer in buffers))))
+      if target is not None: stores = in_one_instruction(target, stores)
       _programs[key] = UOp.group(*stores).sink(*blocks_at_once(target, stores, resident), arg=info).rtag(1)  # tagged: scheduled already
     return _programs[key]
   written = tensors[0].custom_kernel(*tensors[1:], fxn=put_together)

@@ -15,8 +15,8 @@ from tinygrad.helpers import prod
 from tinygrad.nn import group_walk, row_walk, shared_walk
 from tinygrad.nn.halves import rounding_error
 from tinygrad.nn.intrinsics import Target, select, word
-from tinygrad.nn.kernel import (UNIT, Matrix, Norm, Rope, Unit, Weight, block_sum, empty, gated, launch, nearly_silu, optional, position_of, rotated,
-                                sum_in_order, total)
+from tinygrad.nn.kernel import (UNIT, Matrix, Norm, Rope, Unit, Weight, block_sum, empty, gated, launch, optional, position_of, rotated,
+                                silu, sum_in_order, total)
 from tinygrad.nn.routing import most_tiles, tile_of_choices
 from tinygrad.nn.tiles import BlockTile, LoadUnit, PlaceTokens, Product, Tile, block_tile
 
@@ -126,7 +126,7 @@ def gate_up_prefill(target:Target, tokens:Halves, weights:tuple[Weight, Weight])
     matrices = [units_of(weight.matrix(buffers, name)) for weight, name in zip(weights, ("gate", "up"))]
     for token, row, (gate, up) in tile_products(target, block, width, matrices, place_tokens, tokens.ordered):
       out_index = (token * rows + placed(row, ordered)).valid(block.inside(token, row))
-      stores.append(buffers["out"][out_index].store((nearly_silu(target, gate) * up * HALF_SCALE).cast(dtypes.half)))
+      stores.append(buffers["out"][out_index].store((silu(gate) * up * HALF_SCALE).cast(dtypes.half)))
     return stores
   ins = {"tokens": tokens.x, **weights[0].args("gate"), **weights[1].args("up")}
   out, = launch(f"gate_up_prefill_{weights[0].label}_{T}", {"out": empty(tokens.x, T, rows, dtype=dtypes.half)}, ins, body,
@@ -180,7 +180,7 @@ def expert_gate_up_prefill(target:Target, tokens:Halves, weights:tuple[Weight, W
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     stores = []
     for choice, row, inside, (gate, up) in expert_products(target, buffers, tile, tokens, weights, K):
-      value = nearly_silu(target, gate) * up * (buffers["scale"][choice.valid(inside)].load() * HALF_SCALE)
+      value = silu(gate) * up * (buffers["scale"][choice.valid(inside)].load() * HALF_SCALE)
       stores.append(buffers["out"][(choice * rows + placed(row, ordered)).valid(inside)].store(value.cast(dtypes.half)))
     return stores
   ins = {"tokens": tokens.x, "order": order, "counts": counts, "scale": scale, **weights[0].args("weight0"), **weights[1].args("weight1")}

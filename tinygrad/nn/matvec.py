@@ -40,7 +40,7 @@ from typing import Callable, Iterable, NamedTuple, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import prod
-from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, pdl_wait, reciprocal, shuffle
+from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, pdl_wait, shuffle
 from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Matrix, Unit, Weight, branch, empty, local, safe_index, spread_quads, sum_in_order
 from tinygrad.uop.ops import Ops
 
@@ -57,6 +57,7 @@ LARGE_STEPS = 2                    # units of a row that a lane of one takes at 
 WIDE_VECTOR = 128                  # units of a vector that twice as many threads stage: a multiprocessor has one block of a large launch
 FEW_BLOCKS = 64                    # a launch of fewer blocks is cut finer
 ROUNDED = 1.5 * 2 ** 23            # added to a small float: the nearest integer stands in the lowest bits
+LEAST = 2.0 ** -126              # numbers of which none is larger are zeros: a target's own reciprocal of what is smaller is infinite
 COLUMNS = (8, 4, 2, 1)             # tokens of a block: eight have their sums in registers, beside the weights
 ROWS, MANY_ROWS = 2, 4             # of a job; of one that reads int8, where a unit of weights is much work: what is made of the vector's serves all
 FEW_PLANES = 3                     # of a weight whose unit is little work: codes, a scale, perhaps a minimum
@@ -299,7 +300,7 @@ def int8_words(target:Target, values:list[UOp], of_group:Callable[[UOp], UOp]) -
   """Numbers as int8, four to a word, and their scale. of_group(largest of these) -> of all that have this scale, both as bits."""
   sizes = [value.bitcast(dtypes.uint32) & 0x7fffffff for value in values]   # in the order of the floats, and compared in one instruction
   largest = of_group(functools.reduce(UOp.maximum, sizes)).bitcast(dtypes.float)
-  inverse = (largest > 0).where(127.0 * reciprocal(target, largest), 0.0)
+  inverse = (largest >= LEAST).where(127.0 / largest, 0.0)
   codes = [(value * inverse + ROUNDED).bitcast(dtypes.uint32) & 255 for value in values]
   words = [codes[i] | (codes[i + 1] << 8) | (codes[i + 2] << 16) | (codes[i + 3] << 24) for i in range(0, len(codes), 4)]
   return [word.cast(dtypes.int) for word in words], largest * (1 / 127)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn import group_walk, head_rows, warp_groups
-from tinygrad.nn.intrinsics import MMA_CUDA, Target, copied, copy, exp2, group_reduce, pack_halves
+from tinygrad.nn.intrinsics import MMA_CUDA, Target, copied, copy, group_reduce, pack_halves
 from tinygrad.nn.kernel import LOG2_E, MULTIPROCESSORS, UNIT, Weight, empty, gated, launch, local, total
 from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages
 from tinygrad.nn.matmul import HALF_SCALE, Halves, placed
@@ -326,8 +326,8 @@ class HeadThread(MatrixThread):
           found[tile, i] = (position <= last).where(scores[tile * 4 + half * 2 + i].load(), MASKED_SCORE)
       old, weight_sum = state[half].load(), state[2 + half]
       row_max = old.maximum(group_reduce(self.target, total([*found.values()], UOp.maximum), QUAD, UOp.maximum))
-      rescale, shift = exp2(self.target, (old - row_max) * factor), row_max * factor
-      own = {place: exp2(self.target, score * factor - shift) for place, score in found.items()}
+      rescale, shift = ((old - row_max) * factor).exp2(), row_max * factor
+      own = {place: (score * factor - shift).exp2() for place, score in found.items()}
       weights |= {(tile, half, i): weight for (tile, i), weight in own.items()}
       rescales.append(rescale)
       stores += [state[half].store(row_max), weight_sum.store(weight_sum.load() * rescale + total([*own.values()], UOp.add))]

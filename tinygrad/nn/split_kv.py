@@ -23,7 +23,7 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.nn.few_tokens import Columns, columns_like, store_columns
 from tinygrad.nn.halves import half_pair
 from tinygrad.nn.intrinsics import (MMA_CUDA, Target, copied_but, copy, group_reduce, group_sum, grouped, leave_unless, load_words, pdl_wait,
-                                    reciprocal, shuffle_from, store_words)
+                                    shuffle_from, store_words)
 from tinygrad.nn.kernel import LOG2_E, MULTIPROCESSORS, Load4, behind_wait, branch, empty, gated, launch, local, total
 from tinygrad.nn.latent_cache import CODES, MASKED_SCORE, PageAhead, Pages, RowFormat
 from tinygrad.nn.online_softmax import LANE_POSITIONS, RowSoftmax, SharedWeights, SoftmaxThread
@@ -794,7 +794,7 @@ class SplitContext:
       stores += [shared[(number * threads + thread) * 4 + i].store(value) for i, value in enumerate(own)]
       weight_sums.append(weight_sum)
     shared = shared.after(UOp(Ops.BARRIER, src=tuple(stores)))
-    inverses = [reciprocal(self.target, weight_sum) for weight_sum in weight_sums]
+    inverses = [1 / weight_sum for weight_sum in weight_sums]
     def context(number:int, quad:UOp) -> list[UOp]:
       first = number * threads + quad
       return [reduce(UOp.add, [shared[(first + group * quads) * 4 + i].load() for group in range(groups)]) * inverses[number] for i in range(4)]
