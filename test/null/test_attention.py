@@ -131,7 +131,7 @@ def combined_in_v_b(H: int, L: int, R: int, v: int, *lasts: int, positions: int 
     plan = split_kv.plan_shape(target, H, pages)
     rows = plan_ops(plan, Step.decode(Tensor(np.int32(lasts)), Tensor.empty(T_, positions // PAGE, dtype=dtypes.int32))).numpy()
     where, splits, spans = {"plan": Tensor(rows)}, plan.items, [(first, count) for first, count, *_ in rows[plan.items:].tolist()]
-  sums, stats = np.full((splits, H, L), np.nan, np.float32), np.full((H, splits, 2), np.nan, np.float32)
+  sums, stats = np.full((splits, H, L), np.nan, np.float16), np.full((H, splits, 2), np.nan, np.float32)
   v_b, contexts = load_weight(H, v, L), []
   for first, count in spans:
     own = slice(first, first + count)
@@ -141,7 +141,9 @@ def combined_in_v_b(H: int, L: int, R: int, v: int, *lasts: int, positions: int 
     contexts.append(np.einsum("hs,shl->hl", weights, sums[own].astype(np.float64)) / (weights * stats[:, own, 1]).sum(1)[:, None])
   def operand(buffers: dict[str, UOp], head: UOp) -> Operand:
     return Operand([L // 32], None, tokens=T_, made=split_kv.SplitContext(target, buffers, pages, splits, H, step, plan, head))
-  ins = {"sums": Tensor(sums), "stats": Tensor(stats), **where}
+  layout = split_kv.SumsLayout.of(target, row)
+  numbers = [layout.number(piece, i) for piece in range(layout.pieces) for i in range(layout.size)]
+  ins = {"sums": Tensor(sums[..., numbers].copy().view(np.uint32)), "stats": Tensor(stats), **where}
   words, scales = (part.numpy() for part in norm_linear.heads_as_codes(f"combined_{splits}", v_b, ins, operand, T_, mem=0))
   codes = words.transpose(0, 2, 1, 3).copy().view(np.int8).reshape(-1, 8) * scales.reshape(-1, 1).astype(np.float64)
   want = np.einsum("thl,hvl->thv", np.array(contexts), v_b.dequantize().numpy().astype(np.float64)).reshape(-1, v)
@@ -178,7 +180,7 @@ def test_splits_of_several_combined_in_v_b(shape: tuple[int, ...], lasts: tuple[
 
 def one_less(first: UOp, count: UOp) -> tuple[UOp, UOp]: return first, count - 1
 def one_more(first: UOp, count: UOp) -> tuple[UOp, UOp]: return first, count + 1
-def one_turn(first: UOp, count: UOp) -> tuple[UOp, UOp]: return first, count.minimum(64)
+def one_turn(first: UOp, count: UOp) -> tuple[UOp, UOp]: return first, count.minimum(72)
 def others(first: UOp, count: UOp) -> tuple[UOp, UOp]: return UOp.const(0), count
 def faulty(fault: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
   right = split_kv.SplitContext.own

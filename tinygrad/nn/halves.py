@@ -17,6 +17,9 @@ QUADS = UNIT // 4
 def halves(x:float) -> UOp: return word(int.from_bytes(struct.pack("<2e", x, x), "little"))
 def half_bits(x:UOp) -> UOp: return x.cast(dtypes.half).bitcast(dtypes.uint16).cast(dtypes.uint32)
 def half_pair(low:UOp, high:UOp) -> UOp: return half_bits(low) | (half_bits(high) << 16)
+def of_pair(word:UOp) -> list[UOp]:
+  """The halves of a word, as float32"""
+  return [half.cast(dtypes.uint16).bitcast(dtypes.half).cast(dtypes.float) for half in (word & 0xffff, word >> 16)]
 def same_halves(x:UOp) -> UOp: return half_bits(x) * 0x10001
 
 def rounding_error(value:UOp, of:UOp|int=0xffffffff) -> UOp:

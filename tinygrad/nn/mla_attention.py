@@ -142,7 +142,8 @@ def output_of_splits(step:Step, residual:Tensor, sums:Tensor, stats:Tensor, weig
   """What attention returns, of what split_kv made, where combine_in_v_b"""
   v_b, target = weights.v_b, target_of(weights.v_b.device)
   assert target is not None
-  (splits, heads, latent), pages = sums.shape, Pages.of(cache, step.tables, sums.shape[2])
+  (splits, heads, _), latent = sums.shape, split_kv.latent_of(sums)
+  pages = Pages.of(cache, step.tables, latent)
   at_once, plan = split_kv.plan_splits(target, heads, pages)[1], split_kv.plan_of(target, heads, pages, step)
   def context(buffers:dict[str, UOp], head:UOp) -> Operand:
     made = split_kv.SplitContext(target, buffers, pages, splits, heads, at_once, plan, head)

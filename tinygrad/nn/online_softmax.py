@@ -39,11 +39,12 @@ class SoftmaxThread(MatrixThread):
     state = UOp.placeholder((2 * self.turns,), dtypes.float, slot=2, addrspace=AddrSpace.REG)
     return state.after(UOp.group(*[state[i].store(MASKED_SCORE if i < self.turns else 0.0) for i in range(2 * self.turns)]))
 
-  def online_softmax(self, row:UOp, state:UOp, turn:int, scores:list[UOp]) -> RowSoftmax:
-    """Of a turn's row and the lane's scores, in base 2. row_max is that of all lanes of the row"""
+  def online_softmax(self, row:UOp, state:UOp, turn:int, scores:list[UOp], shift:UOp|float=0.0) -> RowSoftmax:
+    """Of a turn's row and the lane's scores, in base 2. row_max is that of all lanes of the row. shift: by which weights are made smaller"""
     old, weight_sum = state[turn].load(), state[self.turns + turn]
     row_max = old.maximum(group_reduce(self.target, total(scores, UOp.maximum), self.row_lanes, UOp.maximum))
-    rescale, weights = (old - row_max).exp2(), [(score - row_max).exp2() for score in scores]
+    top = row_max + shift
+    rescale, weights = (old - row_max).exp2(), [(score - top).exp2() for score in scores]
     return RowSoftmax(row, weights, rescale, [state[turn].store(row_max), weight_sum.store(weight_sum.load() * rescale + total(weights, UOp.add))])
 
   def store_weights(self, softmax:list[RowSoftmax], weights:UOp, rescales:UOp, pitch:int, is_first:UOp) -> SharedWeights:

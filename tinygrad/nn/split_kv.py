@@ -4,7 +4,7 @@ One sequence is cut into equal splits. Several are cut by a plan (nn/split_plan.
 Where a few tokens' splits are read by a product of each head alone, v_b, its blocks combine them for themselves (SplitContext): a launch less.
 
 Two forms of split_kv: split_kv_mma by tensor cores over rows that are copied to shared memory while the kernels before still run, split_kv_simt on
-every other target. Both make the same float32 sums of a split:
+every other target. Both make the same sums of a split, in float32:
 
   row_max, weight_sum, sums = MASKED_SCORE, 0, 0
   for positions in steps of the split:
@@ -13,17 +13,20 @@ every other target. Both make the same float32 sums of a split:
     weights = 2^(scores - row_max)
     weight_sum = weight_sum · rescale + Σ weights
     sums = sums · rescale + Σ weights · keys[:L]
+
+split_kv_mma stores the sums as halves (SumsLayout). Its row_max is larger by the logarithm of the split's steps, so that the sums are no more than a
+step's: halves hold them whatever the depth.
 """
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Callable
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.dtype import AddrSpace
+from tinygrad.dtype import AddrSpace, DType
 from tinygrad.nn.few_tokens import Columns, columns_like, store_columns
-from tinygrad.nn.halves import half_pair
-from tinygrad.nn.intrinsics import (MMA_CUDA, Target, copied_but, copy, group_reduce, group_sum, grouped, leave_unless, load_words, pdl_wait,
-                                    shuffle_from, store_words)
+from tinygrad.nn.halves import half_pair, of_pair
+from tinygrad.nn.intrinsics import (MMA_CUDA, Target, copied_but, copy, group_reduce, group_sum, grouped, leave_unless, load_words, pack_halves,
+                                    pdl_wait, shuffle_from, store_words)
 from tinygrad.nn.kernel import LOG2_E, MULTIPROCESSORS, Load4, behind_wait, branch, empty, gated, launch, local, total
 from tinygrad.nn.latent_cache import CODES, MASKED_SCORE, PageAhead, Pages, RowFormat
 from tinygrad.nn.online_softmax import LANE_POSITIONS, RowSoftmax, SharedWeights, SoftmaxThread
@@ -42,6 +45,7 @@ PIECE = 8                          # entries of a row that are copied at once, 1
 COMBINE_WARPS = 8                  # of a block of mla_combine, or half of them where sequences have fewer splits
 ROW_MAX, WEIGHT_SUM = 0, 1         # in stats
 CONTEXT_THREADS = 512              # of a block that combines a head's splits for itself
+CONTEXT_SPLITS = 2                 # … of which so many times a warp's lanes are in flight at once, behind the first lanes'
 MOST_COMBINED = 24 << 20           # bytes that all of those read when all splits are written: the second cache hands out 5 or 6 MB a µs
 Words = list[list[UOp]]            # of products: a lane's elements of b, two words
 
@@ -140,6 +144,38 @@ class MmaLayout:
     heads, expanded = 8 * MOST_COLUMNS, self.positions * self.pitch if self.row.coded else 0
     return 2 * (self.stages * self.stage_entries + expanded + (heads + 8) * self.weights_pitch) + 4 * heads * (self.warps * self.scores_pitch + 1)
 
+@dataclass(frozen=True)
+class SumsLayout:
+  """How the sums of a split's head lie in memory, in pieces of four words that a thread stores and loads at once. Of split_kv_mma they are halves:
+  piece 8·w + g has the numbers 64·w + g, 64·w + 8 + g, … 64·w + 56 + g, as a lane of warp w has them. Of split_kv_simt, float32 in order."""
+  latent: int
+  halves: bool
+
+  @staticmethod
+  def of(target:Target, row:RowFormat) -> SumsLayout: return SumsLayout(row.latent, uses_tensor_cores(target, row))
+  @property
+  def dtype(self) -> DType: return dtypes.uint32 if self.halves else dtypes.float
+  @property
+  def size(self) -> int:
+    """Numbers of a piece"""
+    return 8 if self.halves else 4
+  @property
+  def pieces(self) -> int:
+    """Of a head"""
+    return self.latent // self.size
+  def number(self, piece:UOp, i:int) -> UOp:
+    """Of the head, the piece's i-th"""
+    return piece // 8 * LATENT_PER_WARP + i * 8 + piece % 8 if self.halves else piece * 4 + i
+  def load(self, sums:UOp, piece:UOp, inside:UOp) -> list[UOp]:
+    """A piece of those of all heads and splits; zeros where `inside` is false"""
+    words = [sums[(piece * 4 + i).valid(inside)].load() for i in range(4)]
+    return [number for word in words for number in of_pair(word)] if self.halves else words
+  def place(self, number:UOp|int) -> UOp|int:
+    """Of a number in shared memory: lanes with neighbouring pieces store into other banks"""
+    return number + number // LATENT_PER_WARP * 8 if self.halves else number
+
+def latent_of(sums:Tensor) -> int: return sums.shape[2] * (2 if sums.dtype == dtypes.uint32 else 1)
+
 # ---- the launches ----
 
 @dataclass(frozen=True)
@@ -164,8 +200,9 @@ class SplitLaunch:
 
 def split_kv(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, step:Step, scale:float) -> tuple[Tensor, Tensor]:
   """q_latent: float32 (T, H, L), or half (T, padded(H), L) in the order of query_place where uses_tensor_cores; q: float32 (T, H, nope+R), the last R
-  numbers rotated; cache: half (C, L+R) or of 8 bits, written up to each token's position -> sums: float32 (splits, H, L), weighted sums of a split;
-  stats: float32 (H, splits, 2), its row_max (in base 2) and weight_sum, a head's side by side: every block that combines reads all of them.
+  numbers rotated; cache: half (C, L+R) or of 8 bits, written up to each token's position -> sums: (splits, H, L) as SumsLayout has them, weighted
+  sums of a split; stats: float32 (H, splits, 2), its row_max (in base 2) and weight_sum, a head's side by side: every block that combines reads all
+  of them.
   Splits that have no positions are not written."""
   (_, heads, head_dim), latent, pages = q.shape, q_latent.shape[2], Pages.of(cache, step.tables, q_latent.shape[2])
   splits, at_once = plan_splits(target, heads, pages)
@@ -174,7 +211,8 @@ def split_kv(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, step:Step, 
   shape, rope = SplitLaunch(target, pages, heads, latent, head_dim, splits, at_once, plan, scale), pages.dim - latent
   kernel = split_kv_mma if uses_tensor_cores(target, pages.format) else split_kv_simt
   def body(buffers:dict[str, UOp]) -> list[UOp]: return kernel(shape, buffers)
-  outs = {"sums": empty(cache, splits, heads, latent), "stats": empty(cache, heads, splits, 2)}
+  layout = SumsLayout.of(target, pages.format)
+  outs = {"sums": empty(cache, splits, heads, layout.pieces * 4, dtype=layout.dtype), "stats": empty(cache, heads, splits, 2)}
   ins = {"q_latent": q_latent, "q": q, "cache": cache, "tables": step.tables, **step_buffers(step)}
   sums, stats = launch(f"mla_{kernel.__name__}_{step.tokens}_{splits}_{heads}_{latent}_{rope}", outs, ins, body, cache.nbytes())
   return sums, stats
@@ -394,6 +432,8 @@ class MmaThread(SoftmaxThread):
     index, block = UOp.special(shape.splits, "gidx0"), UOp.special(-(-shape.heads // self.heads), "gidx1")
     self.split = Split(shape, buffers, index, ahead=layout.stages - 1)
     self.first_head, self.first_latent = block * self.heads, self.warp * LATENT_PER_WARP
+    steps = (self.split.count * 2 - 1).maximum(1).cast(dtypes.float).bitcast(dtypes.uint32)   # whose exponent is the logarithm, rounded up
+    self.shift = ((steps >> 23).cast(dtypes.int) - 127).cast(dtypes.float)
     self.entries = local(layout.stages * layout.stage_entries, CODES if self.format.coded else dtypes.half, 0)   # as they lie in the cache
     self.new_pages = [self.page_at(self.new_position(row)) for row, _ in self.own_rows(NEW_ROWS)]
     self.old_rows = self.copy_old_rows()
@@ -550,7 +590,7 @@ class MmaThread(SoftmaxThread):
       position = self.lane_position() + i
       shares = [shared[(warp * self.heads + head) * self.layout.scores_pitch + position].load() for warp in range(self.layout.warps)]
       scores.append((position <= last).where(total(shares, UOp.add) * self.shape.scale_log2e, MASKED_SCORE))
-    return self.online_softmax(head, state, turn, scores)
+    return self.online_softmax(head, state, turn, scores, self.shift)
 
   def share_weights(self, softmax:list[RowSoftmax]) -> SharedWeights:
     weights = local(self.weight_loads * self.columns_at_once * self.mma.N * self.layout.weights_pitch, dtypes.half, 2)
@@ -617,17 +657,18 @@ class MmaThread(SoftmaxThread):
     weight_sum = group_reduce(self.target, state[self.turns + turn].load(), self.layout.head_lanes, UOp.add)
     head, exists = self.head(self.softmax_head(turn))
     row, is_first = self.shape.stats_row(self.split.index, head), self.lane_position().eq(0)
-    return [self.buffers["stats"][gated(row + i, is_first, exists)].store(value) for i, value in enumerate((state[turn].load(), weight_sum))]
+    stats = state[turn].load() + self.shift, weight_sum
+    return [self.buffers["stats"][gated(row + i, is_first, exists)].store(value) for i, value in enumerate(stats)]
 
   def store_sums(self, sums:UOp) -> list[UOp]:
-    stores = []
-    for latent in range(LATENT_TILES):
-      for column in range(self.columns):
-        for i in range(4):
-          number, of_column = self.mma.c(self.lane, i)
-          head, exists = self.head(column * self.mma.N + of_column)
-          index = (self.split.index * self.shape.heads + head) * self.shape.latent + self.first_latent + latent * self.mma.M + number
-          stores.append(self.buffers["sums"][gated(index, exists)].store(sums[(latent * self.columns + column) * 4 + i].load()))
+    stores, layout = [], SumsLayout.of(self.target, self.format)
+    for column in range(self.columns):
+      for i in range(2):
+        head, exists = self.head(column * self.mma.N + self.in_group * 2 + i)
+        piece = (self.split.index * self.shape.heads + head) * layout.pieces + self.first_latent // layout.size + self.lane_group
+        own = [sums[(latent * self.columns + column) * 4 + half * 2 + i].load() for latent in range(LATENT_TILES) for half in range(2)]
+        words = [pack_halves(self.target, *own[number:number + 2]) for number in range(0, layout.size, 2)]
+        stores += [self.buffers["sums"][gated(piece * 4 + number, exists)].store(word) for number, word in enumerate(words)]
     return stores
 
 # ---- mla_combine ----
@@ -650,15 +691,16 @@ class CombineLaunch:
 
 def mla_combine(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Step) -> Tensor:
   """The context of all splits. sums, stats: what split_kv made of the cache -> float32 (T, H, L)"""
-  return combine_launch(target, sums, stats, cache, step, empty(sums, step.tokens, *sums.shape[1:]))
+  return combine_launch(target, sums, stats, cache, step, empty(sums, step.tokens, sums.shape[1], latent_of(sums), dtype=dtypes.float))
 
 def mla_combine_columns(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Step) -> Columns:
   """… as L numbers of each head of a token"""
-  _, heads, latent = sums.shape
-  return Columns(combine_launch(target, sums, stats, cache, step, columns_like(sums, heads, step.tokens, latent), columns=True))
+  heads = sums.shape[1]
+  return Columns(combine_launch(target, sums, stats, cache, step, columns_like(sums, heads, step.tokens, latent_of(sums)), columns=True))
 
 def combine_launch(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Step, context:Tensor, columns:bool=False) -> Tensor:
-  (splits, heads, latent), pages = sums.shape, Pages.of(cache, step.tables, sums.shape[2])
+  (splits, heads, _), latent = sums.shape, latent_of(sums)
+  pages = Pages.of(cache, step.tables, latent)
   plan = plan_of(target, heads, pages, step)
   shape = CombineLaunch(target, pages, splits, heads, latent, plan_splits(target, heads, pages)[1], plan, columns)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return combine_kernel(shape, buffers)
@@ -667,22 +709,26 @@ def combine_launch(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:
   return launch(name, {"context": context}, {"sums": sums, "stats": stats, **step_buffers(step)}, body, mem)[0]
 
 def combine_kernel(shape:CombineLaunch, buffers:dict[str, UOp]) -> list[UOp]:
-  """A block's stores. It has a token's head and 4 · lanes of the latent numbers; its warps take turns at the splits, a lane has four numbers.
+  """A block's stores. It has a token's head and as many pieces of its sums as a warp has lanes, or all of them; groups of threads, a piece each,
+  take turns at the splits.
     row_max = max of the splits' row_max
     weight of a split = 2^(its row_max - row_max)
-    weight_sum, sums = Σ weight · its weight_sum, Σ weight · its sums    a warp's splits, then all warps' in shared memory
+    weight_sum, sums = Σ weight · its weight_sum, Σ weight · its sums    a group's splits, then all groups' in shared memory
     context = sums / weight_sum"""
   thread = CombineThread(shape, buffers)
-  weight_sum, *sums = thread.warp_sums(thread.row_max())
-  return thread.combine_warps(weight_sum, sums)
+  weight_sum, *sums = thread.group_sums(thread.row_max())
+  return thread.combine_groups(weight_sum, sums)
 
 class CombineThread:
   """A thread of mla_combine"""
   def __init__(self, shape:CombineLaunch, buffers:dict[str, UOp]):
     self.shape, self.buffers, self.lanes = shape, buffers, shape.target.lanes
-    self.part, self.head = UOp.special(shape.latent // (4 * self.lanes), "gidx0"), UOp.special(shape.heads, "gidx1")
-    self.thread = UOp.special(shape.warps * self.lanes, "lidx0")
-    self.warp, self.lane = self.thread // self.lanes, self.thread % self.lanes
+    self.layout, threads = SumsLayout.of(shape.target, shape.pages.format), shape.warps * self.lanes
+    self.width = min(self.layout.pieces, self.lanes)   # pieces of a block
+    self.groups = threads // self.width
+    self.part, self.head = UOp.special(self.layout.pieces // self.width, "gidx0"), UOp.special(shape.heads, "gidx1")
+    self.thread = UOp.special(threads, "lidx0")
+    self.group, self.piece = self.thread // self.width, self.thread % self.width
     if shape.plan is None:
       self.sequence, self.first, last = UOp.const(0), UOp.const(0), shape.pages.position(buffers)
       self.written = last // split_length(last, shape.splits, shape.step) + 1   # splits
@@ -715,31 +761,32 @@ class CombineThread:
   def row_max(self) -> UOp:
     """Of all splits, in every lane"""
     def row_max_of(split:UOp) -> list[UOp]: return [(split < self.written).where(self.stat(split, ROW_MAX), MASKED_SCORE)]
-    own, = self.over_splits(self.lane, self.lanes, 0, row_max_of, UOp.maximum)
+    own, = self.over_splits(self.thread % self.lanes, self.lanes, 0, row_max_of, UOp.maximum)
     return group_reduce(self.shape.target, own, self.lanes, UOp.maximum)
 
-  def warp_sums(self, row_max:UOp) -> list[UOp]:
-    """weight_sum and the lane's four sums, of the warp's splits"""
+  def group_sums(self, row_max:UOp) -> list[UOp]:
+    """weight_sum and the thread's sums, of the group's splits"""
     def weighted(split:UOp) -> list[UOp]:
       weight = (split < self.written).where((self.stat(split, ROW_MAX) - row_max).exp2(), 0.0)
-      number = ((self.first + split) * self.shape.heads + self.head) * self.shape.latent + (self.part * self.lanes + self.lane) * 4
-      sums = [weight * self.buffers["sums"][(number + i + self.wait_zero * 4).valid(split < self.written)].load() for i in range(4)]
-      return [weight * self.stat(split, WEIGHT_SUM), *sums]
-    return self.over_splits(self.warp, self.shape.warps, 1, weighted, UOp.add)
+      piece = ((self.first + split) * self.shape.heads + self.head) * self.layout.pieces + self.part * self.width + self.piece
+      sums = self.layout.load(self.buffers["sums"], piece + self.wait_zero, split < self.written)
+      return [weight * self.stat(split, WEIGHT_SUM), *(weight * value for value in sums)]
+    return self.over_splits(self.group, self.groups, 1, weighted, UOp.add)
 
-  def combine_warps(self, weight_sum:UOp, sums:list[UOp]) -> list[UOp]:
-    """The stores of four numbers of the context, by a warp's lanes"""
-    block_numbers = 4 * self.lanes
-    shared_sums, weight_sums = local(self.shape.warps * block_numbers, dtypes.float, 0), local(self.shape.warps, dtypes.float, 1)
-    stores = [shared_sums[(self.warp * self.lanes + self.lane) * 4 + i].store(value) for i, value in enumerate(sums)]
-    barrier = UOp(Ops.BARRIER, src=(*stores, weight_sums[self.warp.valid(self.lane.eq(0))].store(weight_sum)))
+  def combine_groups(self, weight_sum:UOp, sums:list[UOp]) -> list[UOp]:
+    """The stores of the block's numbers of the context, four a thread"""
+    numbers = self.width * self.layout.size
+    pitch = self.layout.place(numbers)
+    shared_sums, weight_sums = local(self.groups * pitch, dtypes.float, 0), local(self.groups, dtypes.float, 1)
+    stores = [shared_sums[self.group * pitch + self.layout.place(self.layout.number(self.piece, i))].store(value) for i, value in enumerate(sums)]
+    barrier = UOp(Ops.BARRIER, src=(*stores, weight_sums[self.group.valid(self.piece.eq(0))].store(weight_sum)))
     shared_sums, weight_sums = shared_sums.after(barrier), weight_sums.after(barrier)
-    total_weight = reduce(UOp.add, [weight_sums[warp].load() for warp in range(self.shape.warps)])
-    values, quad = [], self.part * self.lanes + self.lane
+    total_weight = reduce(UOp.add, [weight_sums[group].load() for group in range(self.groups)])
+    values, quad = [], self.thread % (numbers // 4)
     for i in range(4):
-      total = reduce(UOp.add, [shared_sums[warp * block_numbers + self.lane * 4 + i].load() for warp in range(self.shape.warps)])
+      total = reduce(UOp.add, [shared_sums[group * pitch + self.layout.place(quad * 4) + i].load() for group in range(self.groups)])
       values.append(total / total_weight)
-    return self.store(quad, values, self.warp.eq(0))
+    return self.store(self.part * (numbers // 4) + quad, values, self.thread < numbers // 4)
 
   def store(self, quad:UOp, values:list[UOp], is_writer:UOp) -> list[UOp]:
     shape, context, number = self.shape, self.buffers["context"], self.head * self.shape.latent + quad * 4
@@ -752,14 +799,14 @@ class CombineThread:
 def blocks_combine(target:Target, heads:int, pages:Pages, blocks:int) -> bool:
   """Whether so many blocks a head, which read its context, combine its splits for themselves: where their threads share a split evenly, and what all
   of them read together stays small"""
-  splits, latent = plan_splits(target, heads, pages)[0] if pages.sequences == 1 else plan_shape(target, heads, pages).items, pages.format.latent
-  return target.shuffle_from is not None and 4 * CONTEXT_THREADS % latent == 0 and 4 * heads * blocks * splits * latent <= MOST_COMBINED
+  splits, layout = plan_splits(target, heads, pages)[0] if pages.sequences == 1 else plan_shape(target, heads, pages).items, SumsLayout.of(target, pages.format)
+  return target.shuffle_from is not None and CONTEXT_THREADS % layout.pieces == 0 and heads * blocks * splits * layout.pieces * 16 <= MOST_COMBINED
 
 @dataclass(frozen=True)
 class SplitContext:
   """The contexts of tokens' head, which a block makes of the splits (matvec's MadeVectors). Each warp has all splits' row_max and weight_sum, a
-  lane those of some. A group of threads, four numbers of the head each, takes every so many-th split: as many as a warp has lanes are in flight,
-  more come in a loop.
+  lane those of some. A group of threads, a piece of the head's sums each, takes every so many-th split: as many as a warp has lanes are in flight
+  first, more come in a loop.
     row_max = max of the splits' row_max
     weight of a split = 2^(its row_max - row_max)
     sums = Σ weight · its sums                        a group's splits; then all groups' in shared memory
@@ -776,7 +823,11 @@ class SplitContext:
   @property
   def threads(self) -> int: return CONTEXT_THREADS
   @property
-  def nbytes(self) -> int: return self.threads * 16
+  def layout(self) -> SumsLayout: return SumsLayout.of(self.target, self.pages.format)
+  @property
+  def groups(self) -> int: return self.threads // self.layout.pieces
+  @property
+  def nbytes(self) -> int: return self.groups * self.layout.place(self.layout.latent) * 4
   def own(self, token:UOp) -> tuple[UOp, UOp]:
     """(a token's first split, how many it has)"""
     if self.plan is not None: return items_of(self.plan, self.buffers, token)
@@ -785,25 +836,25 @@ class SplitContext:
   def constants(self, tokens:list[UOp]) -> list[UOp]: return [number for token in tokens for number in self.own(token)]
 
   def load4(self, tokens:list[UOp], thread:UOp, threads:int, wait_zero:UOp, slot:int) -> list[Load4]:
-    quads = self.pages.format.latent // 4
-    groups = threads // quads
-    assert threads % quads == 0 and self.target.lanes % groups == 0
-    shared, stores, weight_sums = local(len(tokens) * threads * 4, dtypes.float, slot), [], []
+    layout, groups, pitch = self.layout, self.groups, self.layout.place(self.layout.latent)
+    group, piece = thread // layout.pieces, thread % layout.pieces
+    assert threads == self.threads and threads % layout.pieces == 0 and self.target.lanes % groups == 0
+    shared, stores, weight_sums = local(len(tokens) * groups * pitch, dtypes.float, slot), [], []
     for number, token in enumerate(tokens):
-      own, weight_sum = self.group_sums(token, thread % self.target.lanes, thread // quads, groups, thread % quads, wait_zero, number)
-      stores += [shared[(number * threads + thread) * 4 + i].store(value) for i, value in enumerate(own)]
+      own, weight_sum = self.group_sums(token, thread % self.target.lanes, group, piece, wait_zero, number)
+      row = (number * groups + group) * pitch
+      stores += [shared[row + layout.place(layout.number(piece, i))].store(value) for i, value in enumerate(own)]
       weight_sums.append(weight_sum)
     shared = shared.after(UOp(Ops.BARRIER, src=tuple(stores)))
     inverses = [1 / weight_sum for weight_sum in weight_sums]
     def context(number:int, quad:UOp) -> list[UOp]:
-      first = number * threads + quad
-      return [reduce(UOp.add, [shared[(first + group * quads) * 4 + i].load() for group in range(groups)]) * inverses[number] for i in range(4)]
+      first = number * groups * pitch + layout.place(quad * 4)
+      return [reduce(UOp.add, [shared[first + group * pitch + i].load() for group in range(groups)]) * inverses[number] for i in range(4)]
     return [partial(context, number) for number in range(len(tokens))]
 
-  def group_sums(self, token:UOp, lane:UOp, group:UOp, groups:int, quad:UOp, wait_zero:UOp, number:int) -> tuple[list[UOp], UOp]:
-    """(four numbers of a token's sums, as far as they are of a group's splits; Σ weight · weight_sum of all). number: of its loop, and its
-    registers"""
-    lanes, quads, (first_split, written) = self.target.lanes, self.pages.format.latent // 4, self.own(token)
+  def group_sums(self, token:UOp, lane:UOp, group:UOp, piece:UOp, wait_zero:UOp, number:int) -> tuple[list[UOp], UOp]:
+    """(a piece of a token's sums, as far as they are of a group's splits; Σ weight · weight_sum of all). number: of its loop, and its registers"""
+    lanes, layout, (first_split, written) = self.target.lanes, self.layout, self.own(token)
     def stats_of(split:UOp) -> tuple[UOp, UOp]:
       """A split's row_max and weight_sum; of one that is not written, those of a split without positions"""
       index, inside = (self.head * self.splits + first_split + split) * 2 + wait_zero * 2, split < written
@@ -813,22 +864,24 @@ class SplitContext:
     row_max = group_reduce(self.target, reduce(UOp.maximum, [row_max for row_max, _ in stats]), lanes, UOp.maximum)
     weights = [(own - row_max).exp2() for own, _ in stats]
     weight_sum = group_reduce(self.target, reduce(UOp.add, [weight * own for weight, (_, own) in zip(weights, stats)]), lanes, UOp.add)
-    def of_splits(first:UOp|int, weight:UOp, most:int) -> list[UOp]:
-      """The group's four sums, of as many splits from `first` on as a warp has lanes, or of `most`; weight: of the lane's"""
+    def of_splits(first:UOp|int, weights:list[UOp], most:int) -> list[UOp]:
+      """The group's sums, of as many splits from `first` on as there are lanes' weights, or of `most`"""
       terms = []
-      for turn in range(0, min(lanes, most), groups):
-        of_split, split = shuffle_from(self.target, weight, turn + group), first + turn + group
-        place = (((first_split + split) * self.heads + self.head) * quads + quad) * 4
-        terms.append([of_split * self.buffers["sums"][(place + i + wait_zero * 4).valid(split < written)].load() for i in range(4)])
+      for turn in range(0, min(lanes * len(weights), most), self.groups):
+        of_split, split = shuffle_from(self.target, weights[turn // lanes], turn % lanes + group), first + turn + group
+        place = ((first_split + split) * self.heads + self.head) * layout.pieces + piece + wait_zero
+        terms.append([of_split * value for value in layout.load(self.buffers["sums"], place, split < written)])
       return [reduce(UOp.add, column) for column in zip(*terms)]
-    sums = of_splits(0, weights[0], self.splits)
-    if len(stats) > 1:
-      registers = UOp.placeholder((4,), dtypes.float, slot=number, addrspace=AddrSpace.REG)
+    sums, turns = of_splits(0, weights[:1], self.splits), [weights[i:i + CONTEXT_SPLITS] for i in range(1, len(weights), CONTEXT_SPLITS)]
+    if turns:
+      registers = UOp.placeholder((len(sums),), dtypes.float, slot=number, addrspace=AddrSpace.REG)
       registers = registers.after(UOp.group(*(registers[i].store(value) for i, value in enumerate(sums))))
-      loop = UOp.range((written - 1) // lanes, number)
-      weight, own = weights[1], registers.after(loop)
-      for turns, other in enumerate(weights[2:], 1): weight = loop.eq(turns).where(other, weight)
-      more = of_splits((loop + 1) * lanes, weight, self.splits - lanes)
+      at_once = lanes * CONTEXT_SPLITS
+      loop = UOp.range((written - lanes + at_once - 1).maximum(0) // at_once, number)
+      of_turn, own = turns[0], registers.after(loop)
+      for turn, later in enumerate(turns[1:], 1):   # the last one's may be fewer
+        of_turn = [loop.eq(turn).where(other, weight) for other, weight in zip(later, of_turn)] + of_turn[len(later):]
+      more = of_splits(loop * at_once + lanes, of_turn, self.splits - lanes)
       registers = registers.after(UOp.group(*(own[i].store(own[i].load() + value) for i, value in enumerate(more))).end(loop))
-      sums = [registers[i].load() for i in range(4)]
+      sums = [registers[i].load() for i in range(len(sums))]
     return sums, weight_sum
