@@ -80,6 +80,8 @@ class MockCompiler(Compiler):
     src = re.sub(r'asm volatile\("cp\.async\.commit_group.*?\);', "mock_group();", src)
     src = re.sub(r'asm volatile\("ldmatrix\.sync\.aligned\.m8n8\.x4\.(trans)?[^"]*" : ([^;]*)\);',
                  lambda m: f"mock_ldmatrix<{int(m[1] is not None)}>({self.operands(m[2])});", src)
+    src = re.sub(r'asm volatile\("atom\.acq_rel\.gpu\.global\.inc[^"]*" : "=r"\(old\) : "l"\(count\), "r"\((\d+u)\) : "memory"\);',
+                 r"old = mock_count(count, \1);", src)
     for instruction, text in (("ex2", "exp2(x)"), ("rcp", "1 / x"), ("rsqrt", "1 / sqrt(x)")):
       src = re.sub(rf'asm\("{instruction}\.approx[^;]*;[^;]*;', f"y = {text};", src)
     src = re.sub(r'asm\("lop3\.b32 [^"]* 0xea;"[^;]*;', "d = a & b | c;", src)

@@ -87,6 +87,9 @@ class Target:
   pack_halves: str|None = None   # the halves {0} and {1} as a word, the first in its low half; uint32
   copy: str|None = None        # statements: 16 bytes begin their way from {1} in device memory to {0} in shared memory
   copy_or_zeros: str|None = None   # … or zeros, where {2} is false
+  # of a thread of each of some blocks, where {1} is true: whether it is the last of {last} + 1 to come here, which sees all that the others' blocks
+  # stored before a barrier; {0}, in device memory, counts them, and is 0 again. uint32
+  is_last: str|None = None
   issued: str|None = None      # statement: the compiler puts no load that stands before it behind it
   grouped: str|None = None     # statements: the thread's copies that are in no group yet are one
   copied: str|None = None      # statements: go on when the thread's copies are there
@@ -121,6 +124,9 @@ TARGETS = {
                  copy=f'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : {_shared("{0}")}, "l"({{1}}) : "memory");',
                  copy_or_zeros='asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : '
                                f'{_shared("{0}")}, "l"({{1}}), "r"((int)({{2}}) * 16) : "memory");',
+                 is_last='[](unsigned* count, bool inside) {{{{ if (!inside) return 0u; unsigned old; asm volatile("atom.acq_rel.gpu.global.inc.u32 '
+                         '%0, [%1], %2;" : "=r"(old) : "l"(count), "r"({last}u) : "memory"); return (unsigned)(old == {last}u); }}}}'
+                         '((unsigned*)({{0}}), {{1}})',
                  issued="__syncwarp();", grouped='asm volatile("cp.async.commit_group;" ::: "memory");',
                  copied='asm volatile("cp.async.wait_all;" ::: "memory");', copied_but='asm volatile("cp.async.wait_group {n};" ::: "memory");',
                  matrices=_ldmatrix("shared."), transposed=_ldmatrix("trans.shared.")),
@@ -161,8 +167,8 @@ OF_CAPABILITY = {
   86: TARGETS["CUDA"],
   80: replace(TARGETS["CUDA"], most_shared_bytes=166912),
   75: replace(BEFORE_AMPERE, mma=MMA_TURING),
-  61: replace(BEFORE_AMPERE, mma=None),
-  0: replace(BEFORE_AMPERE, mma=None, dot4=None),
+  61: replace(BEFORE_AMPERE, mma=None, is_last=None),
+  0: replace(BEFORE_AMPERE, mma=None, is_last=None, dot4=None),
 }
 
 def of_arch(arch:str) -> Target:
@@ -303,6 +309,12 @@ def copied_but(target:Target, cases:list[tuple[UOp, int]], otherwise:int) -> UOp
   def text(groups:int) -> str: return target.copied if groups == 0 else target.copied_but.format(n=groups)
   ways = " ".join(f"if ({{{i}}}) {text(groups)} else" for i, (_, groups) in enumerate(cases))
   return UOp(Ops.CUSTOM, dtypes.uint32, src=tuple(case for case, _ in cases), arg=f"0; {ways} {text(otherwise)}")
+
+def is_last_block(target:Target, count:UOp, blocks:int, inside:UOp) -> UOp:
+  """Whether the block is the last of so many, uint32, in the thread where `inside` is true; 0 in all others. count: an index of a buffer of 32-bit
+  numbers, where a 0 is before and after all this"""
+  assert target.is_last is not None
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(count, inside), arg=target.is_last.format(last=blocks - 1))
 
 def leave_unless(condition:UOp) -> UOp:
   """A zero, known in the threads where the condition, the same in all of a block, is true. The others are done. A block of each launch must stay and

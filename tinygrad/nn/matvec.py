@@ -40,7 +40,7 @@ from typing import Callable, Iterable, NamedTuple, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import prod
-from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, pdl_wait, shuffle
+from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, is_last_block, pdl_wait, shuffle
 from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Matrix, Unit, Weight, branch, empty, local, safe_index, spread_quads, sum_in_order
 from tinygrad.uop.ops import Ops
 
@@ -541,6 +541,20 @@ class ExtraStores(NamedTuple):
     loop, zero = branch(number, (block < self.blocks) & self.there(block))
     return UOp.group(*self.of(block + zero, thread, threads, pdl_wait(target, zero))).end(loop)
 
+class LastBlock(NamedTuple):
+  """What the last of the first part's blocks does, behind all of them: it sees what these have stored, by early_load.
+  count: where they are counted, see is_last_block; of(thread, threads) -> stores"""
+  count: UOp
+  of: Callable[[UOp, int], list[UOp]]
+
+  def stores(self, target:Target, number:int, before:list[UOp], blocks:int, inside:UOp, thread:UOp, threads:int) -> UOp:
+    """… in a branch of that number, behind the stores `before`. inside: whether the block is one of so many"""
+    first, barrier = thread.eq(0), UOp(Ops.BARRIER, src=tuple(before))
+    flag, last = local(1, dtypes.uint32, number * SLOTS), is_last_block(target, self.count.after(barrier), blocks, first & inside)
+    flag = flag.after(UOp(Ops.BARRIER, src=(flag[UOp.const(0).valid(first)].store(last),)))
+    loop, zero = branch(number, flag[0].load() > 0)
+    return UOp.group(*self.of(thread + zero, threads)).end(loop)
+
 class Choice(Protocol):
   """What a part's rows are chosen by. early: it is made of what was written two launches back, before the wait (see pdl_wait)"""
   early: bool
@@ -550,11 +564,11 @@ class Choice(Protocol):
     """The barrier behind which the rows are known. The first of those that it takes has the sources `before`."""
 
 def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_stores:ExtraStores|None=None, choice:Choice|None=None,
-           items:int=1, trigger_last:bool=False) -> list[UOp]:
+           items:int=1, trigger_last:bool=False, last:LastBlock|None=None) -> list[UOp]:
   """The stores of a launch over gidx0, each part in blocks of its own, those of all groups of tokens side by side: they share what they read.
   items: how many times a token runs all this, by gidx1, which is the caller's, in operand and parts. Where the caller's gidx1 numbers tokens too,
   the layout, and with it the order of sums, is still that of one token alone.
-  choice, trigger_last (see pdl_wait), and extra_stores that have no blocks of their own, are for a launch of one part."""
+  choice, trigger_last (see pdl_wait), and extra_stores that have no blocks of their own, are for a launch of one part; last is for one of several."""
   making, first = operand.made.threads if operand.made is not None else 0, parts[0]
   stores_int8 = any(isinstance(part.finish, CodesOut) for part in parts)
   staged = operand.codes is None and operand.rounded is None and (items == 1 and choice is None or not stores_int8)
@@ -582,6 +596,7 @@ def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_sto
     own = Threads(block - start + zero, thread, threads, number * SLOTS)
     stores.append(UOp.group(*Part(target, operand, part, layout, columns, own, turn).stores()).end(loop))
     start += count
+  if last is not None: stores = [last.stores(target, len(parts) + 1, stores, blocks[0], block < blocks[0], thread, threads)]
   return stores
 
 def spread_sums(target:Target, columns:list[list[UOp]], lane:UOp, lanes:int) -> tuple[list[list[UOp]], UOp, UOp]:

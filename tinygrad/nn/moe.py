@@ -16,24 +16,26 @@ own wait, and the choice, or the logits, of the launch before it are known then 
 """
 from __future__ import annotations
 from dataclasses import replace
+from math import prod
 from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import Target, target_of
-from tinygrad.nn.kernel import REGISTERS_80, UNIT, Matrix, Norm, Unit, Weight, as_it_is, empty, launch, load4, optional, silu
+from tinygrad.nn.kernel import REGISTERS_80, SLOTS, UNIT, Matrix, Norm, Unit, Weight, as_it_is, empty, launch, load4, optional, silu
 from tinygrad.nn.matmul import add_chosen, expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
-from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, CodedUnit, Codes, CodesOut, DeferredMatrix, ExtraStores, MatvecPart, Operand,
+from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, CodedUnit, Codes, CodesOut, DeferredMatrix, ExtraStores, LastBlock, MatvecPart, Operand,
                                     RowSegments, Rounded, coded_job, coded_rows_take_turns, codes_in, empty_codes, empty_rounded, is_simple, is_wide,
                                     lane_steps, linear_part, load_codes, matvec, named, rows_of_job, stores_codes, thread_layout)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
 from tinygrad.nn.norm_linear import (decode_target, few_target, linear_of_codes, mul_mat, norm_linear, operand_of, prefill_target, single_segment,
                                          vector_target)
 from tinygrad.nn.primitive import primitive
-from tinygrad.nn.routing import (MadeChoice, Routing, TopKInKernel, choose_experts, choose_experts_prefill, expert_index, group_choices,
-                                     sort_by_expert)
+from tinygrad.nn.routing import (MadeChoice, Routing, TopKInKernel, choice_stores, choose_experts, choose_experts_prefill, expert_index,
+                                     group_choices, sort_by_expert)
 from tinygrad.nn.step import Step
 
 RESIDENT = 1536    # threads of a multiprocessor whose blocks choose experts: each has the registers for its loads, to be asked for together
+CHOICES = 256      # of all tokens' experts, that one block makes by the way
 PAIRS_TOKENS = 4   # up to so many, tokens have few experts in common, and each pair of the two is a matrix times a vector
 # What a launch for one token's choice costs, as instructions of a large GPU's warps: the blocks of gate and up are rid of that many to win as much
 LAUNCH_INSTRUCTIONS = 600_000
@@ -83,12 +85,14 @@ def gate_up_metal(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router
 
 @gate_up.form("decode", takes=lambda step, x, norm, gate, up, router: decode_target(step, gate, x.shape[1]))
 def gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None) -> list[Tensor]:
-  return gate_up_launch(step, x, norm, gate, up, router, empty(x, x.shape[0], gate.shape[0]))
+  return gate_up_launch(step, x, norm, (gate, up), router, empty(x, x.shape[0], gate.shape[0]))
 
-def gate_up_launch(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None, out:Tensor|Codes,
-                   beside:Rounded|Tensor|None=None) -> list[Tensor]:
-  """gate_up into `out`, and beside it RMSNorm(x), or its 1/rms alone, (T,) -> what these are made of, and the logits"""
-  target, weights, F, what = target_of(gate.device), present(gate, up, router), gate.shape[0], "rounded" if isinstance(beside, Rounded) else "factors"
+def gate_up_launch(step:Step, x:Tensor, norm:Norm, weights:Sequence[Weight], router:Weight|None, out:Tensor|Codes,
+                   beside:Rounded|Tensor|None=None, routing:Routing|None=None) -> list[Tensor]:
+  """gate_up by weights, gate and up, into `out`, and beside it RMSNorm(x), or its 1/rms alone, (T,) -> what these are made of, and the logits. routing: the last of the
+  router's blocks chooses the experts of all tokens; in the logits' place come these, int32 (T, count), and their weights, float32"""
+  gate, up = weights
+  target, (T, _), F, what = target_of(gate.device), x.shape, gate.shape[0], "rounded" if isinstance(beside, Rounded) else "factors"
   assert target is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     gate_rows, up_rows = gate.matrix(buffers, "gate"), up.matrix(buffers, "up")
@@ -106,12 +110,26 @@ def gate_up_launch(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
       logits = linear_part(router.shape[0], of, buffers["logits"], router.integer, count=rows_of_job(target, router))
       parts.append(replace(logits, steps=lane_steps(router), nbytes=router.nbytes, piece=router.piece if spread else 0))
     if step.few_tokens: parts.reverse()   # tinygrad walks the whole first branch for each access of the second, and the router's has more of them
-    return matvec(target, operand_of(buffers, x, norm), parts)
-  outs = {**named(out, "y"), **({} if beside is None else named(beside, what)),
-          **({"logits": empty(x, x.shape[0], router.shape[0])} if router is not None else {})}
-  ins = {"x": x, "norm": norm.weight, **gate.args("gate"), **up.args("up"), **(router.args("router") if router is not None else {})}
-  name = "_".join(["gate_up", *([] if beside is None else [what]), gate.label, *(["router", router.label] if router is not None else [])])
-  return launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))
+    def choose(thread:UOp, threads:int) -> list[UOp]:
+      """Each token's by threads of its own"""
+      assert routing is not None and router is not None
+      own, token = threads // T, thread // (threads // T)
+      top_k = TopKInKernel(target, routing, router.shape[0], buffers["logits"], buffers.get("bias"), token, early=True, teams=T, team=token,
+                           slot=(len(parts) + 2) * SLOTS)
+      top_k.barrier(thread % own, own, UOp.const(0), [])
+      return choice_stores(top_k, buffers["sel"], buffers["weights"], thread % own)
+    last = None if routing is None else LastBlock(buffers["plan"][prod(step.plan.shape) - 1], choose)
+    return matvec(target, operand_of(buffers, x, norm), parts, last=last)
+  outs, ins = {**named(out, "y"), **({} if beside is None else named(beside, what))}, {"x": x, "norm": norm.weight, **gate.args("gate"), **up.args("up")}
+  if router is not None: outs, ins = {**outs, "logits": empty(x, T, router.shape[0])}, {**ins, **router.args("router")}
+  if routing is not None:
+    assert step.plan is not None
+    outs |= {"sel": empty(x, T, routing.count, dtype=dtypes.int32), "weights": empty(x, T, routing.count)}
+    ins |= {"plan": step.plan, **optional(bias=routing.bias)}
+  name = "_".join(["gate_up", *([] if beside is None else [what]), gate.label, *([] if router is None else ["router", router.label]),
+                   *([] if routing is None else ["choose", str(routing.count), routing.label])])
+  made = launch(name, outs, ins, body, sum(weight.nbytes for weight in present(gate, up, router)))
+  return made if routing is None else [*made[:-3], *made[-2:]]
 
 # ---- a dense feed-forward ----
 
@@ -130,7 +148,7 @@ def hidden_stores_codes(step:Step, weights:FeedForward) -> bool:
 @feed_forward.form("decode", takes=lambda step, x, norm, weights, residual: hidden_stores_codes(step, weights))
 def feed_forward_decode(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:Tensor) -> Tensor:
   """The plain form's launches, with hidden numbers as int8"""
-  hidden = gate_up_launch(step, x, norm, weights.gate, weights.up, None, empty_codes(x, x.shape[0], weights.gate.shape[0]))
+  hidden = gate_up_launch(step, x, norm, weights[:2], None, empty_codes(x, x.shape[0], weights.gate.shape[0]))
   return linear_of_codes(Codes(*hidden), weights.down, residual)
 
 @feed_forward.form("prefill", takes=lambda step, x, norm, weights, residual: prefill_target(step, weights.gate, *weights.gate.shape))
@@ -354,7 +372,7 @@ def mixture_decode(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routin
   factors, beside = None, None
   if shared is None: logits, = norm_linear(step, x, norm, [router])
   else:
-    *codes, factors, logits = gate_up_launch(step, x, norm, shared.gate, shared.up, router, empty_codes(x, T, shared.down.shape[1]), empty(x, T))
+    *codes, factors, logits = gate_up_launch(step, x, norm, shared[:2], router, empty_codes(x, T, shared.down.shape[1]), empty(x, T))
     beside = Codes(*codes), shared.down
   chooses = chooses_early(target, experts.down, K, shared) and routing.same_everywhere
   words, scales, *sel = expert_gate_up_launch(x, norm, experts[:2], logits, routing, empty_codes(x, T, K * F), factors, chooses)
@@ -384,15 +402,16 @@ def pairs_target(step:Step, x:Tensor, _:Norm, router:Weight, routing:Routing, ex
 @mixture.form("pairs", takes=pairs_target)
 def mixture_pairs(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None,
                   residual:Tensor) -> Tensor:
-  """The launches of the decode form, but that the first hands RMSNorm(x) on as int8, and the choice is a launch: tokens come in turns, and blocks
-  that neither stage nor choose are short"""
+  """The launches of the decode form, but that the first hands RMSNorm(x) on as int8, and its last block chooses, or the choice is a launch: tokens
+  come in turns, and blocks that neither stage nor choose are short"""
   T, target = x.shape[0], target_of(router.device)
   assert target is not None and shared is not None
-  *made, logits = gate_up_launch(step, x, norm, shared.gate, shared.up, router, empty_codes(x, T, shared.down.shape[1]), empty_rounded(x, *x.shape))
-  sel, weights = choose_experts_prefill(target, logits, routing, overlaps=True)
   E, K = router.shape[0], routing.count
+  last = routing if step.plan is not None and target.is_last is not None and E * T <= CHOICES else None
+  made = gate_up_launch(step, x, norm, shared[:2], router, empty_codes(x, T, shared.down.shape[1]), empty_rounded(x, *x.shape), last)
+  sel, weights = made[-2:] if last is not None else choose_experts_prefill(target, made[-1], routing, overlaps=True)
   chooses = chooses_early(target, experts.down, K, shared)
-  hidden = chosen_gate_up(Rounded(*made[2:]), experts.gate, experts.up, sel, weights, trigger_last=chooses)
+  hidden = chosen_gate_up(Rounded(*made[2:5]), experts.gate, experts.up, sel, weights, trigger_last=chooses)
   def early(buffers:dict[str, UOp], token:UOp) -> MadeChoice: return MadeChoice(E, buffers["sel"], K, token)
   beside = Codes(*made[:2]), shared.down
   return expert_down_launch(hidden, experts.down, K, {"sel": sel}, residual, beside, early if chooses else None)

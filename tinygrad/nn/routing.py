@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.dtype import AddrSpace
+from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import prod
 from tinygrad.nn.intrinsics import Target, early_load, group_reduce, group_sum, shuffle, uniform
 from tinygrad.nn.kernel import SLOTS, behind_wait, empty, exp, launch, local, optional, safe_index, total
@@ -99,10 +99,18 @@ class TopKInKernel:
 
   Of many experts, a thread each, those of a warp are ranked first; its first `count` go on, to shared memory, and are ranked among all warps'.
   """
-  def __init__(self, target:Target, routing:Routing, experts:int, logits:UOp, bias:UOp|None, token:UOp, parts:Sequence[int]=(0,), early:bool=False):
-    """parts: the rows of logits, from the token's on, that are added up. early: they were written two launches back (see pdl_wait)"""
+  def __init__(self, target:Target, routing:Routing, experts:int, logits:UOp, bias:UOp|None, token:UOp, parts:Sequence[int]=(0,), early:bool=False,
+               teams:int=1, team:UOp|int=0, slot:int=SLOTS):
+    """parts: the rows of logits, from the token's on, that are added up. early: they were written two launches back (see pdl_wait), or by other
+    blocks. teams: of the block's threads, each with a token; `thread` and `threads` are of one. slot: of
+    shared memory, the first"""
     self.target, self.routing, self.experts, self.logits, self.bias, self.token, self.parts = target, routing, experts, logits, bias, token, parts
-    self.early = early
+    self.early, self.teams, self.team, self.slot = early, teams, team, slot
+
+  def local(self, size:int, dtype:DType, slot:int) -> UOp: return local(self.teams * size, dtype, slot)
+  def at(self, size:int, index:UOp|int) -> UOp|int:
+    """The index of the team's, in such shared memory"""
+    return index if self.teams == 1 else self.team * size + index
 
   def softmax(self, scores:list[UOp], everyone:UOp, thread:UOp) -> list[UOp]:
     """A thread's scores. Each warp takes the maximum and the sum over everyone for itself."""
@@ -110,7 +118,8 @@ class TopKInKernel:
     for first in range(0, self.experts, lanes):
       expert = thread % lanes + first
       inside = expert < self.experts
-      all_logits.append(everyone[expert].load() if self.experts % lanes == 0 else inside.where(everyone[expert.valid(inside)].load(), NEVER))
+      place = self.at(self.experts, expert)
+      all_logits.append(everyone[place].load() if self.experts % lanes == 0 else inside.where(everyone[place.valid(inside)].load(), NEVER))
     top = group_reduce(self.target, total(all_logits, UOp.maximum), lanes, UOp.maximum)
     inverse = 1 / group_sum(self.target, total([exp(logit - top) for logit in all_logits], UOp.add), lanes)
     return [exp(score - top) * inverse for score in scores]
@@ -136,8 +145,8 @@ class TopKInKernel:
     gating, n_experts, lanes, own = self.routing.gating, self.experts, self.lanes(threads), self.own(thread, threads)
     def gather(values:list[UOp], slot:int) -> UOp:
       """What the threads have of all experts, in shared memory"""
-      shared = local(n_experts, dtypes.float, slot)
-      stored = [shared[expert.valid(inside if lanes == 1 else inside & (thread % lanes).eq(0))].store(value)
+      shared = self.local(n_experts, dtypes.float, slot)
+      stored = [shared[self.at(n_experts, expert).valid(inside if lanes == 1 else inside & (thread % lanes).eq(0))].store(value)
                 for value, (expert, inside) in zip(values, own)]
       return shared.after(UOp(Ops.BARRIER, src=(*before, *stored)))
     # a gate here would stand in all that wait_zero depends on: tinygrad would make a second wait
@@ -147,37 +156,37 @@ class TopKInKernel:
     logits = [total([logit(part, *of_thread) for part in self.parts], UOp.add) for of_thread in own]
     scores = choices = logits
     if gating == Gating.SOFTMAX:   # it keeps the order: without a bias, and without groups' sums, the logits choose
-      everyone = gather(logits, SLOTS + 3)
+      everyone = gather(logits, self.slot + 3)
       scores = self.softmax(logits, everyone, thread)
       if self.routing.grouped: choices = scores
     elif gating == Gating.SIGMOID: scores = choices = [1 / (1 + exp(-logit)) for logit in logits]
     if self.bias is not None: choices = [score + bias for score, bias in zip(scores, self.constants(thread, threads))]
-    if gating != Gating.SOFTMAX or self.bias is not None or self.routing.grouped: everyone = gather(choices, SLOTS)
+    if gating != Gating.SOFTMAX or self.bias is not None or self.routing.grouped: everyone = gather(choices, self.slot)
     if self.routing.grouped:
       choices = self.of_best_groups(choices, everyone, own, (thread % lanes).eq(0))
-      everyone = gather(choices, SLOTS + 5)
+      everyone = gather(choices, self.slot + 5)
     if self.in_warps(threads):
       (score,), (choice,), ((expert, _),) = scores, choices, own
       return self.rank_in_warps(score, choice, everyone, expert)
     share = n_experts // lanes
-    others = [(index, everyone[index].load()) for index in (thread % lanes * share + i for i in range(share))]
+    others = [(index, everyone[self.at(n_experts, index)].load()) for index in (thread % lanes * share + i for i in range(share))]
     return self.rank(scores, choices, others, own, lanes)
 
   def of_best_groups(self, choices:list[UOp], everyone:UOp, own:list[tuple[UOp, UOp]], first_lane:UOp) -> list[UOp]:
     """A thread's choices, NEVER where the expert's group does not stay. first_lane: whether the thread is an expert's first"""
     groups, size = self.routing.groups, self.experts // self.routing.groups
-    scores, stored = local(groups, dtypes.float, SLOTS + 4), []
+    scores, stored = self.local(groups, dtypes.float, self.slot + 4), []
     group_of = [safe_index(expert, inside) // size for expert, inside in own]
     for group, (expert, inside) in zip(group_of, own):
       best = second = UOp.const(NEVER, dtypes.float)
       for i in range(size):
-        other = everyone[group * size + i].load()
+        other = everyone[self.at(self.experts, group * size + i)].load()
         best, second = best.maximum(other), second.maximum(best.minimum(other))
-      stored.append(scores[group.valid(inside & first_lane & (expert % size).eq(0))].store(best + second))
+      stored.append(scores[self.at(groups, group).valid(inside & first_lane & (expert % size).eq(0))].store(best + second))
     scores = scores.after(UOp(Ops.BARRIER, src=tuple(stored)))
-    others, kept = [scores[i].load() for i in range(groups)], []
+    others, kept = [scores[self.at(groups, i)].load() for i in range(groups)], []
     for choice, group in zip(choices, group_of):
-      score = scores[group].load()
+      score = scores[self.at(groups, group)].load()
       before = [((other > score) | (other >= score) & (group > i)).cast(dtypes.int) for i, other in enumerate(others)]
       kept.append((total(before, UOp.add) < self.routing.used_groups).where(choice, NEVER))
     return kept
@@ -194,15 +203,15 @@ class TopKInKernel:
     def before(own:UOp, number:UOp, others:list[UOp]) -> UOp:
       """How many others come before it; they are in order of their experts where they are the same"""
       return total([((other > own) | (other >= own) & (number > i)).cast(dtypes.int) for i, other in enumerate(others)], UOp.add)
-    rank = before(choice, expert % lanes, [everyone[warp * lanes + i].load() for i in range(lanes)])
+    rank = before(choice, expert % lanes, [everyone[self.at(self.experts, warp * lanes + i)].load() for i in range(lanes)])
     goes_on = rank < count
-    place = (warp * count + goes_on.where(rank, 0).cast(dtypes.weakint)).valid(goes_on)
-    kept = [local(warps * count, dtype, SLOTS + 6 + i) for i, dtype in enumerate((dtypes.float, dtypes.float, dtypes.int))]
+    place = self.at(warps * count, warp * count + goes_on.where(rank, 0).cast(dtypes.weakint)).valid(goes_on)
+    kept = [self.local(warps * count, dtype, self.slot + 6 + i) for i, dtype in enumerate((dtypes.float, dtypes.float, dtypes.int))]
     barrier = UOp(Ops.BARRIER, src=tuple(buffer[place].store(value) for buffer, value in zip(kept, (choice, score, expert.cast(dtypes.int)))))
     kept = [buffer.after(barrier) for buffer in kept]
     inside = expert < warps * count
-    own, own_score, own_expert = (buffer[safe_index(expert, inside)].load() for buffer in kept)
-    final = inside.where(before(own, expert, [kept[0][i].load() for i in range(warps * count)]), count)
+    own, own_score, own_expert = (buffer[self.at(warps * count, safe_index(expert, inside))].load() for buffer in kept)
+    final = inside.where(before(own, expert, [kept[0][self.at(warps * count, i)].load() for i in range(warps * count)]), count)
     return self.write([(final, own_expert, own_score)])
 
   def rank(self, scores:list[UOp], choices:list[UOp], others:list[tuple[UOp, UOp]], own:list[tuple[UOp, UOp]], lanes:int) -> UOp:
@@ -218,20 +227,30 @@ class TopKInKernel:
   def write(self, ranked:list[tuple[UOp, UOp, UOp]]) -> UOp:
     """Writes the first `count` experts to shared memory. ranked: of a thread's, the rank, the expert and its score"""
     count, written = self.routing.count, []
-    ids, values = local(count, dtypes.int, SLOTS + 1), local(count, dtypes.float, SLOTS + 2)
+    ids, values = self.local(count, dtypes.int, self.slot + 1), self.local(count, dtypes.float, self.slot + 2)
     for rank, expert, score in ranked:
       wins = rank < count
       slot = wins.where(rank, 0).cast(dtypes.weakint)
-      written.append(ids[slot.valid(wins)].store(expert))
-      written.append(values[slot.valid(wins)].store(score))
+      written.append(ids[self.at(count, slot).valid(wins)].store(expert))
+      written.append(values[self.at(count, slot).valid(wins)].store(score))
     barrier = UOp(Ops.BARRIER, src=tuple(written))
     self.ids, self.values = ids.after(barrier), values.after(barrier)
     return barrier
 
-  def expert(self, k:UOp) -> UOp: return self.ids[k].load().maximum(0).minimum(self.experts - 1)  # where logits are no numbers, none was chosen
+  def expert(self, k:UOp) -> UOp:
+    """Where logits are no numbers, none was chosen"""
+    return self.ids[self.at(self.routing.count, k)].load().maximum(0).minimum(self.experts - 1)
 
   def weight(self, k:UOp) -> UOp:
-    return weight_of([self.values[i].load() for i in range(self.routing.count)], self.values[k].load(), self.routing)
+    count = self.routing.count
+    return weight_of([self.values[self.at(count, i)].load() for i in range(count)], self.values[self.at(count, k)].load(), self.routing)
+
+def choice_stores(top_k:TopKInKernel, experts:UOp, weights:UOp, thread:UOp, inside:UOp|None=None) -> list[UOp]:
+  """The stores of a token's choice, which is made, in (T, count) each. inside: whether there is such a token; None: always"""
+  count = top_k.routing.count
+  k, first = thread.minimum(count - 1), thread < count
+  place = (top_k.token * count + k).valid(first if inside is None else first & inside)
+  return [experts[place].store(top_k.expert(k)), weights[place].store(top_k.weight(k))]
 
 def expert_index(sel:UOp, experts:int) -> UOp:
   """An expert's number as an index of a stack of so many: in bounds whatever memory holds"""
@@ -258,9 +277,7 @@ def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing, overla
     token, thread = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0")
     top_k = TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token, parts)
     top_k.barrier(thread, threads, UOp.const(0), [])
-    k = thread.minimum(K - 1)
-    out_index = (token * K + k).valid(thread < K)
-    return [buffers["experts"][out_index].store(top_k.expert(k)), buffers["weights"][out_index].store(top_k.weight(k))]
+    return choice_stores(top_k, buffers["experts"], buffers["weights"], thread)
   outs = {"experts": empty(logits, T, K, dtype=dtypes.int32), "weights": empty(logits, T, K)}
   ins = {"logits": logits, **optional(bias=routing.bias)}
   experts, weights = launch(f"choose_experts_{len(parts)}_{T}_{E}_{K}_{routing.label}", outs, ins, body)
