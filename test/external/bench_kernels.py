@@ -79,7 +79,7 @@ def wide_matrices() -> Cases:
   for kind in KINDS:
     integer = lin(kind, 32, 256).integer
     def gate_and_up(m:tuple, integer:bool=integer) -> list[Tensor]:
-      return gate_up_launch(step, x, norm_x, *m, None, empty_codes(x, 1, F)) if integer else gate_up(step, x, norm_x, *m)
+      return gate_up_launch(step, x, norm_x, m, None, empty_codes(x, 1, F)) if integer else gate_up(step, x, norm_x, *m)
     out[f"{kind.name} gate|up {F}x{D}"] = functools.partial(lambda kind: (lin(kind, F, D), lin(kind, F, D)), kind), gate_and_up, nbytes
     for name, width in ("down", F), ("attn_output", heads):
       vector = codes(x, width) if integer else numbers(width)

@@ -50,6 +50,7 @@ def test_rendered(arch: str, monkeypatch: pytest.MonkeyPatch):
   text, capability = sources(arch, monkeypatch), int(arch.removeprefix("sm_"))
   found = {name for name in LEAST if re.search(re.escape(name) + r"\b", text)}
   assert found <= {name for name, least in LEAST.items() if least <= capability}
+  assert not re.search(r"\b(exp2|sqrt)\(|\(1/", text)   # as many instructions, and a branch (intrinsics.in_one_instruction)
   best = "mma.sync.aligned.m16n8k16" if capability >= 80 else "mma.sync.aligned.m16n8k8"
   others = {*LEAST} - {best, "__dp4a", "griddepcontrol"}   # of older tensor cores; of mla_prefill_heads, which does not take the model's short rows
   assert found >= {name for name, least in LEAST.items() if least <= capability} - others

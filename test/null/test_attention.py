@@ -41,13 +41,13 @@ def nobodys(rows: np.ndarray, count: int) -> np.ndarray:
   """So many rows like these that must not be read: as numbers, or scales, they are NaN"""
   return np.full((count, *rows.shape[1:]), np.nan if rows.dtype == np.float16 else 0xffff, rows.dtype)
 
-def attention(H: int, L: int, R: int, C: int, last: int, seed: int, coded: bool = False) -> tuple[float, float]:
+def attention(H: int, L: int, R: int, C: int, last: int, seed: int, coded: bool = False, level: float = 0) -> tuple[float, float]:
   """The worst head's NMSE of the kernels' result, and what halves for queries and weights may cost: a half is off by at most 2^-11 of itself, so a
-  score by 2^-11 of what scores come to, and its weight, a half too, by as much of the weight"""
+  score by 2^-11 of what scores come to, and its weight, a half too, by as much of the weight. level: of the cache's numbers; then queries are 0"""
   rng = np.random.default_rng(seed)
-  q_latent, q = rng.standard_normal((H, L)).astype(np.float32) * 2, rng.standard_normal((H, 48 + R)).astype(np.float32) * 2
+  q_latent, q = (rng.standard_normal((H, n)).astype(np.float32) * (2 if level == 0 else 0) for n in (L, 48 + R))
   pages = -(-C // PAGE)
-  rows, numbers = stored(rng.standard_normal((pages * PAGE, L + R)).astype(np.float16), L, coded)
+  rows, numbers = stored((rng.standard_normal((pages * PAGE, L + R)) + level).astype(np.float16), L, coded)
   rows[last + 1:] = nobodys(rows, 1)
   query, keys = np.concatenate([q_latent, q[:, 48:]], 1).astype(np.float64), numbers[:last + 1].astype(np.float64)
   table = rng.permutation(pages + 3)[:pages]                 # pages lie anywhere in the pool
@@ -113,6 +113,14 @@ def test_few_blocks(last: int, arch: str, monkeypatch: pytest.MonkeyPatch):
   monkeypatch.setattr(split_kv, "MULTIPROCESSORS", 3 if last < 400 else 1)
   with on_cuda(arch):
     error, halves = attention(10, 128, 32, 401, last, seed=3)
+    assert error < halves
+
+@pytest.mark.parametrize("last", [15, 16, 400])
+def test_sums_that_halves_hold(last: int, monkeypatch: pytest.MonkeyPatch):
+  """… by a split's steps: all positions weigh the same, and together are more than a half can be"""
+  monkeypatch.setattr(split_kv, "MULTIPROCESSORS", 1)
+  with on_cuda():
+    error, halves = attention(5, 128, 32, 401, last, seed=4, level=1500)
     assert error < halves
 
 # ---- splits that v_b combines ----

@@ -16,7 +16,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope, Temperature, query_table, rope_table
-from tinygrad.nn import cpu, cutoff, drafts, draw, embedding, intrinsics, likeliest, matvec, mla_attention, moe, norm_linear
+from tinygrad.nn import cpu, cutoff, drafts, draw, embedding, intrinsics, kernel, likeliest, matvec, mla_attention, moe, norm_linear
 from tinygrad.nn.nucleus import Nucleus
 from tinygrad.nn.lora_query import QueryWeights
 from tinygrad.nn.primitive import PRIMITIVES, Primitive, plain_ops
@@ -340,6 +340,28 @@ def test_choice_before_the_wait(name: str, form: str, tokens: int, monkeypatch: 
   """On a target whose kernels overlap, down's experts are known to it early"""
   monkeypatch.setitem(DEVICES, "CUDA", lambda: on_cuda("sm_90"))
   run(next(case for case in CASES if case.of is moe.mixture and case.name == name), "CUDA", form, tokens)
+
+@pytest.mark.parametrize("name,gating,tokens", [("shared", Gating.SIGMOID, 2), ("shared", Gating.SOFTMAX, 4), ("shared", Gating.SOFTMAX_WEIGHT, 3),
+                                                ("in groups", Gating.SIGMOID, 4)])
+def test_last_block_chooses(name: str, gating: Gating, tokens: int):
+  """… where the step has a plan, whose last number counts the router's blocks: the same bytes as by a launch, and a zero again"""
+  with on_cuda("sm_90"):
+    case = next(case for case in CASES if case.of is moe.mixture and case.name == name)
+    step, x, norm, router, routing, *rest = case.args(Sequences(tokens))
+    of, plan = (x, norm, router, replace(routing, gating=gating), *rest), tensor(np.zeros((3, 4), np.int32))
+    pairs = moe.mixture.forms["pairs"].run
+    want = numbers(pairs(step, *of))
+    for _ in range(2):
+      for a, b in zip(numbers(pairs(replace(step, plan=plan), *of)), want, strict=True): assert np.array_equal(a, b)
+    assert not plan.numpy().any()
+
+@pytest.mark.parametrize("more", [1, 2])
+def test_blocks_that_are_counted_wrongly(more: int, monkeypatch: pytest.MonkeyPatch):
+  """… are noticed"""
+  right = matvec.is_last_block
+  monkeypatch.setattr(matvec, "is_last_block", lambda target, count, blocks, inside: right(target, count, blocks + more, inside))
+  monkeypatch.setattr(kernel, "_programs", {})
+  with pytest.raises(AssertionError): test_last_block_chooses("shared", Gating.SIGMOID, 2)
 
 def test_blocks_that_take_turns(monkeypatch: pytest.MonkeyPatch):
   """A row of what is int8 already lies over twice as many warps"""

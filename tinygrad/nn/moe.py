@@ -23,14 +23,14 @@ from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import REGISTERS_80, SLOTS, UNIT, Matrix, Norm, Unit, Weight, as_it_is, empty, launch, load4, optional, silu
 from tinygrad.nn.matmul import add_chosen, expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
-from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, CodedUnit, Codes, CodesOut, DeferredMatrix, ExtraStores, LastBlock, MatvecPart, Operand,
-                                    RowSegments, Rounded, coded_job, coded_rows_take_turns, codes_in, empty_codes, empty_rounded, is_simple, is_wide,
-                                    lane_steps, linear_part, load_codes, matvec, named, rows_of_job, stores_codes, thread_layout)
+from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, CodedUnit, Codes, CodesOut, DeferredMatrix, ExtraStores, LastBlock, MatvecPart,
+                                    Operand, RowSegments, Rounded, coded_job, coded_rows_take_turns, codes_in, empty_codes, empty_rounded,
+                                    is_simple, is_wide, lane_steps, linear_part, load_codes, matvec, named, rows_of_job, stores_codes, thread_layout)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
 from tinygrad.nn.norm_linear import (decode_target, few_target, linear_of_codes, mul_mat, norm_linear, operand_of, prefill_target, single_segment,
                                          vector_target)
 from tinygrad.nn.primitive import primitive
-from tinygrad.nn.routing import (MadeChoice, Routing, TopKInKernel, choice_stores, choose_experts, choose_experts_prefill, expert_index,
+from tinygrad.nn.routing import (MadeChoice, Routing, Share, TopKInKernel, choices_of_all, choose_experts, choose_experts_prefill, expert_index,
                                      group_choices, sort_by_expert)
 from tinygrad.nn.step import Step
 
@@ -89,8 +89,9 @@ def gate_up_decode(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, route
 
 def gate_up_launch(step:Step, x:Tensor, norm:Norm, weights:Sequence[Weight], router:Weight|None, out:Tensor|Codes,
                    beside:Rounded|Tensor|None=None, routing:Routing|None=None) -> list[Tensor]:
-  """gate_up by weights, gate and up, into `out`, and beside it RMSNorm(x), or its 1/rms alone, (T,) -> what these are made of, and the logits. routing: the last of the
-  router's blocks chooses the experts of all tokens; in the logits' place come these, int32 (T, count), and their weights, float32"""
+  """gate_up by weights, gate and up, into `out`, and beside it RMSNorm(x), or its 1/rms alone, (T,) -> what these are made of, and the logits.
+  routing: the last of the router's blocks chooses the experts of all tokens; in the logits' place come these, int32 (T, count), and their weights,
+  float32 (T, count)"""
   gate, up = weights
   target, (T, _), F, what = target_of(gate.device), x.shape, gate.shape[0], "rounded" if isinstance(beside, Rounded) else "factors"
   assert target is not None
@@ -111,16 +112,12 @@ def gate_up_launch(step:Step, x:Tensor, norm:Norm, weights:Sequence[Weight], rou
       parts.append(replace(logits, steps=lane_steps(router), nbytes=router.nbytes, piece=router.piece if spread else 0))
     if step.few_tokens: parts.reverse()   # tinygrad walks the whole first branch for each access of the second, and the router's has more of them
     def choose(thread:UOp, threads:int) -> list[UOp]:
-      """Each token's by threads of its own"""
       assert routing is not None and router is not None
-      own, token = threads // T, thread // (threads // T)
-      top_k = TopKInKernel(target, routing, router.shape[0], buffers["logits"], buffers.get("bias"), token, early=True, teams=T, team=token,
-                           slot=(len(parts) + 2) * SLOTS)
-      top_k.barrier(thread % own, own, UOp.const(0), [])
-      return choice_stores(top_k, buffers["sel"], buffers["weights"], thread % own)
+      return choices_of_all(target, routing, router.shape[0], T, buffers, thread, threads, slot=(len(parts) + 2) * SLOTS)
     last = None if routing is None else LastBlock(buffers["plan"][prod(step.plan.shape) - 1], choose)
     return matvec(target, operand_of(buffers, x, norm), parts, last=last)
-  outs, ins = {**named(out, "y"), **({} if beside is None else named(beside, what))}, {"x": x, "norm": norm.weight, **gate.args("gate"), **up.args("up")}
+  outs = {**named(out, "y"), **({} if beside is None else named(beside, what))}
+  ins = {"x": x, "norm": norm.weight, **gate.args("gate"), **up.args("up")}
   if router is not None: outs, ins = {**outs, "logits": empty(x, T, router.shape[0])}, {**ins, **router.args("router")}
   if routing is not None:
     assert step.plan is not None
@@ -377,7 +374,7 @@ def mixture_decode(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routin
   chooses = chooses_early(target, experts.down, K, shared) and routing.same_everywhere
   words, scales, *sel = expert_gate_up_launch(x, norm, experts[:2], logits, routing, empty_codes(x, T, K * F), factors, chooses)
   def early(buffers:dict[str, UOp], token:UOp) -> TopKInKernel:
-    return TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token, early=True)
+    return TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token, share=Share(early=True))
   choosing = {"logits": logits, **optional(bias=routing.bias)} if chooses else {"sel": sel[0]}
   return expert_down_launch(Codes(words, scales), experts.down, K, choosing, residual, beside, early if chooses else None)
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 import enum
 from dataclasses import dataclass
-from typing import Callable, Sequence
+from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import prod
@@ -85,6 +85,16 @@ class MadeChoice:
     return barrier
   def expert(self, k:UOp) -> UOp: return self.ids[k].load().maximum(0).minimum(self.experts - 1)
 
+TOP_K_SLOTS = 9   # of shared memory
+
+class Share(NamedTuple):
+  """What of a launch a TopKInKernel has. early: logits that were written two launches back (see pdl_wait), or by other blocks of this one; one of so
+  many teams of a block's threads, each with a token of its own; TOP_K_SLOTS of shared memory from `slot` on"""
+  early: bool = False
+  teams: int = 1
+  team: UOp|int = 0
+  slot: int = SLOTS
+
 class TopKInKernel:
   """choose_experts of one token within a block of threads: barrier() chooses, then expert(k) and weight(k) are known to every thread.
   logits, (T, E), of which it takes the token's, and bias: float32 buffers. In the kernel:
@@ -99,18 +109,16 @@ class TopKInKernel:
 
   Of many experts, a thread each, those of a warp are ranked first; its first `count` go on, to shared memory, and are ranked among all warps'.
   """
-  def __init__(self, target:Target, routing:Routing, experts:int, logits:UOp, bias:UOp|None, token:UOp, parts:Sequence[int]=(0,), early:bool=False,
-               teams:int=1, team:UOp|int=0, slot:int=SLOTS):
-    """parts: the rows of logits, from the token's on, that are added up. early: they were written two launches back (see pdl_wait), or by other
-    blocks. teams: of the block's threads, each with a token; `thread` and `threads` are of one. slot: of
-    shared memory, the first"""
+  def __init__(self, target:Target, routing:Routing, experts:int, logits:UOp, bias:UOp|None, token:UOp, parts:Sequence[int]=(0,),
+               share:Share=Share()):
+    """parts: the rows of logits, from the token's on, that are added up"""
     self.target, self.routing, self.experts, self.logits, self.bias, self.token, self.parts = target, routing, experts, logits, bias, token, parts
-    self.early, self.teams, self.team, self.slot = early, teams, team, slot
+    self.share, self.slot, self.early = share, share.slot, share.early
 
-  def local(self, size:int, dtype:DType, slot:int) -> UOp: return local(self.teams * size, dtype, slot)
+  def local(self, size:int, dtype:DType, slot:int) -> UOp: return local(self.share.teams * size, dtype, slot)
   def at(self, size:int, index:UOp|int) -> UOp|int:
     """The index of the team's, in such shared memory"""
-    return index if self.teams == 1 else self.team * size + index
+    return index if self.share.teams == 1 else self.share.team * size + index
 
   def softmax(self, scores:list[UOp], everyone:UOp, thread:UOp) -> list[UOp]:
     """A thread's scores. Each warp takes the maximum and the sum over everyone for itself."""
@@ -244,6 +252,21 @@ class TopKInKernel:
   def weight(self, k:UOp) -> UOp:
     count = self.routing.count
     return weight_of([self.values[self.at(count, i)].load() for i in range(count)], self.values[self.at(count, k)].load(), self.routing)
+
+def choices_of_all(target:Target, routing:Routing, experts:int, tokens:int, buffers:dict[str, UOp], thread:UOp, threads:int, slot:int) -> list[UOp]:
+  """The stores of the choices of so many tokens by one block, whole warps a token, of logits that others have just stored. slot: of shared memory,
+  the first"""
+  teams, stores = 1, []
+  while teams < tokens and threads // target.lanes % (2 * teams) == 0: teams *= 2
+  own = threads // teams
+  for first in range(0, tokens, teams):
+    team = thread // own
+    token, inside = (first + team, None) if first + teams <= tokens else ((first + team).minimum(tokens - 1), first + team < tokens)
+    top_k = TopKInKernel(target, routing, experts, buffers["logits"], buffers.get("bias"), token, share=Share(True, teams, team, slot))
+    top_k.barrier(thread % own, own, UOp.const(0), [])
+    stores += choice_stores(top_k, buffers["sel"], buffers["weights"], thread % own, inside)
+    slot += TOP_K_SLOTS
+  return stores
 
 def choice_stores(top_k:TopKInKernel, experts:UOp, weights:UOp, thread:UOp, inside:UOp|None=None) -> list[UOp]:
   """The stores of a token's choice, which is made, in (T, count) each. inside: whether there is such a token; None: always"""

@@ -799,8 +799,9 @@ class CombineThread:
 def blocks_combine(target:Target, heads:int, pages:Pages, blocks:int) -> bool:
   """Whether so many blocks a head, which read its context, combine its splits for themselves: where their threads share a split evenly, and what all
   of them read together stays small"""
-  splits, layout = plan_splits(target, heads, pages)[0] if pages.sequences == 1 else plan_shape(target, heads, pages).items, SumsLayout.of(target, pages.format)
-  return target.shuffle_from is not None and CONTEXT_THREADS % layout.pieces == 0 and heads * blocks * splits * layout.pieces * 16 <= MOST_COMBINED
+  splits = plan_splits(target, heads, pages)[0] if pages.sequences == 1 else plan_shape(target, heads, pages).items
+  pieces = SumsLayout.of(target, pages.format).pieces
+  return target.shuffle_from is not None and CONTEXT_THREADS % pieces == 0 and heads * blocks * splits * pieces * 16 <= MOST_COMBINED
 
 @dataclass(frozen=True)
 class SplitContext:
