@@ -8,12 +8,13 @@ from helpers import WIDE, engine_of, write_mixed
 from mockcuda import on_cuda
 from oracle import logits
 from tinygrad import Device, Tensor, dtypes
+from tinygrad.apps.capture import Replay
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import Transformer, sizes_on
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import compile_linear
-from tinygrad.nn.kernel import blocks_at_once
+from tinygrad.nn.kernel import blocks_at_once, empty, launch
 from tinygrad.nn.step import PAGE, Step
 from tinygrad.nn.intrinsics import HOPPER, MMA_CUDA, MMA_TURING, of_arch, target_of
 from tinygrad.uop.ops import Ops, UOp
@@ -22,6 +23,7 @@ from tinygrad.uop.ops import Ops, UOp
 LEAST = {"__dp4a": 61, "mma.sync.aligned.m16n8k8": 75, "mma.sync.aligned.m16n8k16": 80, "cp.async": 80, "ldmatrix": 75, "griddepcontrol": 90}
 # bytes of shared memory that a block may have (CUDA C++ Programming Guide, technical specifications per compute capability)
 MOST_SHARED = {60: 49152, 61: 49152, 70: 98304, 75: 65536, 80: 166912, 86: 101376, 90: 232448, 100: 232448, 120: 101376}
+PRECISE = r"\b(exp2|sqrt)\(|\(1/"   # many instructions, and a branch (intrinsics.in_one_instruction)
 ARCHS = ("sm_60", "sm_61", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_90a", "sm_100", "sm_120")
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -50,11 +52,26 @@ def test_rendered(arch: str, monkeypatch: pytest.MonkeyPatch):
   text, capability = sources(arch, monkeypatch), int(arch.removeprefix("sm_"))
   found = {name for name in LEAST if re.search(re.escape(name) + r"\b", text)}
   assert found <= {name for name, least in LEAST.items() if least <= capability}
-  assert not re.search(r"\b(exp2|sqrt)\(|\(1/", text)   # as many instructions, and a branch (intrinsics.in_one_instruction)
+  assert not re.search(PRECISE, text)
   best = "mma.sync.aligned.m16n8k16" if capability >= 80 else "mma.sync.aligned.m16n8k8"
   others = {*LEAST} - {best, "__dp4a", "griddepcontrol"}   # of older tensor cores; of mla_prefill_heads, which does not take the model's short rows
   assert found >= {name for name, least in LEAST.items() if least <= capability} - others
   assert ("// blocks at once: 1\n" in text) == (capability >= 90) and ("wgmma" in text) == (capability == 90)
+
+def one_of_each(x: Tensor) -> Tensor:
+  def body(buffers: dict[str, UOp]) -> list[UOp]:
+    thread = UOp.special(32, "lidx0")
+    number = buffers["x"][thread].load()
+    return [buffers["y"][thread].store((3.0 / number + (number + 1).rsqrt()) * (number * 2).exp2())]
+  return launch("numbers", {"y": empty(x, 32)}, {"x": x}, body)[0]
+
+def test_one_instruction():
+  """What a launch divides by, takes the root of, and raises 2 to is one instruction each, without a branch"""
+  with bench.no_device("CUDA"):
+    replay = Replay(compiled=False)
+    replay.run(one_of_each, Tensor.empty(32))
+    text = "\n".join(c.src[0].src[2].arg for c in compile_linear(UOp(Ops.LINEAR, src=tuple(replay.calls))).src)
+  assert all(f"{name}.approx.ftz.f32" in text for name in ("rcp", "rsqrt", "ex2")) and not re.search(PRECISE, text)
 
 @pytest.mark.parametrize("arch,longest", [("sm_75", 512), ("sm_80", 2048), ("sm_90", 2048)])
 def test_long_chunks(arch: str, longest: int, tmp_path: Path):
