@@ -6,7 +6,7 @@ lengths of the sequences. A sequence of more than FEW_SPLITS steps has two in an
 others where they are long, or many, and with it the order in which its sums are rounded, nothing else.
 
 A plan is int32 (items + S, ROW): of each item [sequence, first position, steps, last position of the sequence], of each sequence [first item, items].
-Items behind the last sequence's have no steps.
+Items behind the last sequence's have no steps. The last number of all is 0: by it a launch may count its blocks (LastBlock in nn/matvec.py).
 """
 from __future__ import annotations
 from dataclasses import dataclass
