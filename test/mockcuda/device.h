@@ -62,6 +62,7 @@ static inline void mock_look(unsigned long long& first, unsigned long long& seco
 extern "C" void mock_trap();
 #define __trap mock_trap
 extern "C" void mock_copied(int groups);
+static inline float __fdividef(float a, float b) { return a / b; }
 static inline unsigned mock_count(unsigned* count, unsigned last) { unsigned old = *count; *count = old >= last ? 0 : old + 1; return old; }
 static inline int __dp4a(int a, int b, int c) {
   for (int i = 0; i < 4; i++) c += (int)(signed char)(a >> 8 * i) * (int)(signed char)(b >> 8 * i);

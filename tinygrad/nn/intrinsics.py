@@ -82,6 +82,7 @@ class Target:
   words: str|None = None       # the type of {n} words, two or four, that one instruction loads
   # of float32, nearly, in one instruction each, without a branch for what is very small or large: 1 / {0}, 1 / sqrt({0}), 2^{0}
   reciprocal: str|None = None
+  reciprocal_from_one: str|None = None   # … where {0} is 1 at least: in the compiler's own words, which it puts where registers are free
   rsqrt: str|None = None
   exp2: str|None = None
   pack_halves: str|None = None   # the halves {0} and {1} as a word, the first in its low half; uint32
@@ -119,7 +120,7 @@ TARGETS = {
                         "({0}, {1}, {2})",
                  fma_halves="tg_bitcast<uint>(__hfma2(tg_bitcast<half2>((uint)({0})), tg_bitcast<half2>((uint)({1})), "
                             "tg_bitcast<half2>((uint)({2}))))",
-                 reciprocal=_approximate("rcp"), rsqrt=_approximate("rsqrt"), exp2=_approximate("ex2"),
+                 reciprocal=_approximate("rcp"), reciprocal_from_one="__fdividef(1.0f, {0})", rsqrt=_approximate("rsqrt"), exp2=_approximate("ex2"),
                  pack_halves="tg_bitcast<uint>(make_half2({0}, {1}))", words="uint{n}", shared_bytes=49152, most_shared_bytes=101376,
                  copy=f'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : {_shared("{0}")}, "l"({{1}}) : "memory");',
                  copy_or_zeros='asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : '
@@ -342,10 +343,14 @@ def peer_receive(target:Target, place:UOp, registers:list[UOp], tag:UOp) -> UOp:
   return UOp(Ops.CUSTOM, dtypes.uint32, src=(*registers, place, tag), arg=f"0; {{{{ {target.peer_receive} }}}}")
 
 def _nearly(text:str|None, x:UOp) -> UOp|None: return None if text is None else UOp(Ops.CUSTOM, dtypes.float, src=(x,), arg=text)
+def _reciprocal(target:Target, x:UOp) -> UOp|None:
+  one, power = ([part for part in x.src if part.op is op] if x.op is Ops.ADD else [] for op in (Ops.CONST, Ops.CUSTOM))
+  from_one = bool(one and power) and float(one[0].arg) == 1 and power[0].arg == target.exp2   # 1 + 2^x
+  return _nearly(target.reciprocal_from_one if from_one else target.reciprocal, x)
 _FLOAT = UPat.var("x", dtypes.float)
 _NEARLY = PatternMatcher([   # of which the context is the target
   (UPat(Ops.RECIPROCAL, src=(UPat(Ops.SQRT, src=(_FLOAT,)),)), lambda ctx, x: _nearly(ctx.rsqrt, x)),
-  (UPat(Ops.RECIPROCAL, src=(_FLOAT,)), lambda ctx, x: _nearly(ctx.reciprocal, x)),
+  (UPat(Ops.RECIPROCAL, src=(_FLOAT,)), lambda ctx, x: _reciprocal(ctx, x)),
   (UPat(Ops.EXP2, src=(_FLOAT,)), lambda ctx, x: _nearly(ctx.exp2, x))])
 
 def in_one_instruction(target:Target, stores:list[UOp]) -> list[UOp]:
