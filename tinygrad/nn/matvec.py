@@ -543,17 +543,17 @@ class ExtraStores(NamedTuple):
 
 class LastBlock(NamedTuple):
   """What the last of the first part's blocks does, behind all of them: it sees what these have stored, by early_load.
-  count: where they are counted, see is_last_block; of(thread, threads) -> stores"""
+  count: where they are counted, see is_last_block; of(thread, threads, slot) -> stores. slot: of shared memory, the first that is free"""
   count: UOp
-  of: Callable[[UOp, int], list[UOp]]
+  of: Callable[[UOp, int, int], list[UOp]]
 
   def stores(self, target:Target, number:int, before:list[UOp], blocks:int, inside:UOp, thread:UOp, threads:int) -> UOp:
     """… in a branch of that number, behind the stores `before`. inside: whether the block is one of so many"""
-    first, barrier = thread.eq(0), UOp(Ops.BARRIER, src=tuple(before))
-    flag, last = local(1, dtypes.uint32, number * SLOTS), is_last_block(target, self.count.after(barrier), blocks, first & inside)
+    first, barrier, slot = thread.eq(0), UOp(Ops.BARRIER, src=tuple(before)), number * SLOTS
+    flag, last = local(1, dtypes.uint32, slot), is_last_block(target, self.count.after(barrier), blocks, first & inside)
     flag = flag.after(UOp(Ops.BARRIER, src=(flag[UOp.const(0).valid(first)].store(last),)))
     loop, zero = branch(number, flag[0].load() > 0)
-    return UOp.group(*self.of(thread + zero, threads)).end(loop)
+    return UOp.group(*self.of(thread + zero, threads, slot + 1)).end(loop)
 
 class Choice(Protocol):
   """What a part's rows are chosen by. early: it is made of what was written two launches back, before the wait (see pdl_wait)"""

@@ -22,7 +22,7 @@ from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import Target, target_of
-from tinygrad.nn.kernel import REGISTERS_80, SLOTS, UNIT, Matrix, Norm, Unit, Weight, as_it_is, empty, launch, load4, optional, silu
+from tinygrad.nn.kernel import REGISTERS_80, UNIT, Matrix, Norm, Unit, Weight, as_it_is, empty, launch, load4, optional, silu
 from tinygrad.nn.matmul import add_chosen, expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
 from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, CodedUnit, Codes, CodesOut, DeferredMatrix, ExtraStores, LastBlock, MatvecPart,
                                     Operand, RowSegments, Rounded, coded_job, coded_rows_take_turns, codes_in, empty_codes, empty_rounded,
@@ -112,9 +112,9 @@ def gate_up_launch(step:Step, x:Tensor, norm:Norm, weights:Sequence[Weight], rou
       logits = linear_part(router.shape[0], of, buffers["logits"], router.integer, count=rows_of_job(target, router))
       parts.append(replace(logits, steps=lane_steps(router), nbytes=router.nbytes, piece=router.piece if spread else 0))
     if step.few_tokens: parts.reverse()   # tinygrad walks the whole first branch for each access of the second, and the router's has more of them
-    def choose(thread:UOp, threads:int) -> list[UOp]:
+    def choose(thread:UOp, threads:int, slot:int) -> list[UOp]:
       assert routing is not None and router is not None
-      return choices_of_all(target, routing, router.shape[0], T, buffers, thread, threads, slot=(len(parts) + 2) * SLOTS)
+      return choices_of_all(target, routing, router.shape[0], T, buffers, thread, threads, slot)
     last = None if routing is None else LastBlock(buffers["plan"][prod(step.plan.shape) - 1], choose)
     return matvec(target, operand_of(buffers, x, norm), parts, last=last)
   outs = {**named(out, "y"), **({} if beside is None else named(beside, what))}
