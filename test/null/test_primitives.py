@@ -342,7 +342,7 @@ def test_choice_before_the_wait(name: str, form: str, tokens: int, monkeypatch: 
   run(next(case for case in CASES if case.of is moe.mixture and case.name == name), "CUDA", form, tokens)
 
 @pytest.mark.parametrize("name,gating,tokens", [("shared", Gating.SIGMOID, 2), ("shared", Gating.SOFTMAX, 4), ("shared", Gating.SOFTMAX_WEIGHT, 3),
-                                                ("in groups", Gating.SIGMOID, 4)])
+                                                ("in groups", Gating.SIGMOID, 2)])
 def test_last_block_chooses(name: str, gating: Gating, tokens: int):
   """… where the step has a plan, whose last number counts the router's blocks: the same bytes as by a launch, and a zero again"""
   with on_cuda("sm_90"):
