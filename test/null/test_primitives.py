@@ -290,7 +290,7 @@ def numbers(out: Any) -> list[np.ndarray]:
 # what a form's arithmetic costs a product: activations of 8 bits; of halves; the order of float32 sums (a cache of halves: its rounding)
 EIGHT_BITS = 1e-5   # … and in rows of the cache: a code is its neighbour
 LIMITS = {("CUDA", "decode"): 2e-3, ("HOPPER", "decode"): 2e-3, ("CUDA", "pairs"): 2e-3, ("CUDA", "few"): 5e-5, ("CUDA", "prefill"): 5e-5,
-          ("METAL", "prefill"): 5e-5}
+          ("METAL", "prefill"): 5e-5, ("HOPPER", "few"): 5e-5, ("HOPPER", "prefill"): 5e-5}
 
 def run(case: Case, device: str, form: str, tokens: int) -> None:
   def bound() -> tuple:
@@ -379,7 +379,7 @@ def test_turns_of_a_large_launch(kind: T, rows: int, inner: int, rotated: bool, 
   """A team does several jobs, the last block's some that are not there, and what is its sum is so among others too"""
   for name, value in {"AT_ONCE": 8, "MANY_WARPS": 4, "FEW_BLOCKS": 0}.items(): monkeypatch.setattr(matvec, name, value)
   found, turns_of = [], matvec.turns_of
-  monkeypatch.setattr(matvec, "turns_of", lambda work, part: found.append(turns_of(work, part)) or found[-1])
+  monkeypatch.setattr(matvec, "turns_of", lambda *args: found.append(turns_of(*args)) or found[-1])
   def large(tokens: int) -> tuple:
     rope = Rope(rope_table(16, 1e4, 128), 32, 16) if rotated else None
     return step_of(tokens), floats(tokens, inner), norm(inner), [load(kind, rows, inner)], rope, None if rotated else floats(tokens, rows)
@@ -396,6 +396,16 @@ def test_floats_of_a_wide_vector(kind: T, rotated: bool):
     return step_of(tokens), floats(tokens, 4352), norm(4352), [load(kind, 32 if rotated else 37, 4352), load(T.F32, 5, 4352)], rope, None
   run(case := Case(norm_linear.norm_linear, "wide", wide, []), "CUDA", "decode", 1)
   test_as_alone(case, "CUDA", "decode", Sequences(2))
+
+@pytest.mark.parametrize("tokens,form", [(32, "few"), (33, "prefill"), (64, "prefill")])
+def test_a_large_matrix(tokens: int, form: str, monkeypatch: pytest.MonkeyPatch):
+  """… that no cache keeps is read once for all tokens"""
+  def large(tokens: int) -> tuple:
+    return step_of(tokens), floats(tokens, 256), norm(256), [load(T.Q6_K, 70, 256)], None, floats(tokens, 70)
+  monkeypatch.setattr(norm_linear, "CACHED_BYTES", 70 * 210 - 1)
+  run(Case(norm_linear.norm_linear, "large", large, []), "HOPPER", form, Sequences(tokens))
+  monkeypatch.setattr(norm_linear, "CACHED_BYTES", 70 * 210)
+  with on_cuda("sm_90"): assert norm_linear.norm_linear.choose(*large(Sequences(tokens))) == "few"
 
 @pytest.mark.parametrize("kind,turns", [(T.Q5_K, [5, 8]), (T.Q8_0, [8, 8])])
 def test_turns_of_parts(kind: T, turns: list[int], monkeypatch: pytest.MonkeyPatch):

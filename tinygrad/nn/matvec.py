@@ -52,7 +52,7 @@ CODED_WARPS = 4                    # of a block that reads int8, if a team is no
 MANY_JOBS = 2048
 WAVES = 4096                       # warps of a launch whose blocks take turns
 WAVE_STEPS = 3                     # units of a row that a lane of them takes: it holds few registers, and more blocks run at once
-AT_ONCE, TURNS = 4096, 32          # warps of a large launch that run at once; jobs that its teams do at most, turn by turn
+AT_ONCE, TURNS = 4096, 40          # warps of a large launch that run at once; jobs that its teams do at most, turn by turn
 LARGE_STEPS = 2                    # units of a row that a lane of one takes at most
 WIDE_VECTOR = 128                  # units of a vector that twice as many threads stage: a multiprocessor has one block of a large launch
 FEW_BLOCKS = 64                    # a launch of fewer blocks is cut finer
@@ -470,10 +470,13 @@ def large_warps(target:Target, units:int, jobs:int, integer:bool) -> int:
   if target.dot4 is None or jobs * -(-units // (target.lanes * LARGE_STEPS)) < 2 * AT_ONCE: return 0
   return MANY_WARPS * 2 if integer and units >= WIDE_VECTOR else MANY_WARPS
 
-def turns_of(work:int, part:MatvecPart) -> int:
-  """How many jobs a team of a large launch does: all blocks run at once, or in as few waves as can be. Floats take twice the registers, and of shared
-  memory little is left beside a vector of them. work: in jobs of a warp"""
-  at_once, most = (AT_ONCE, TURNS) if part.integer else (AT_ONCE // 2, TURNS // 2)
+def turns_of(target:Target, work:int, part:MatvecPart, units:int) -> int:
+  """How many jobs a team of a large launch does: all blocks run at once, or in as few waves as can be. Floats take twice the registers, and what a
+  vector of so many units leaves of shared memory is for the jobs' sums. work: in jobs of a warp"""
+  if part.integer: at_once, most = AT_ONCE, TURNS
+  else:
+    left = target.shared_bytes - (FloatVectors.nbytes(units) if stages_floats(target, units) else 0) - MANY_WARPS * 4   # beside the sums of squares
+    at_once, most = AT_ONCE // 2, min(left // (MANY_WARPS * ROWS * 4), TURNS)
   return -(-work // (at_once * -(-work // (at_once * most))))
 
 def turns_of_parts(parts:Sequence[MatvecPart], layouts:Sequence[ThreadLayout], block_warps:int) -> list[int]:
@@ -583,7 +586,7 @@ def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_sto
   turns = [1 for _ in parts]
   if large and in_parts: turns = turns_of_parts(parts, layouts, large)
   elif large and operand.tokens == 1 and operand.made is None and choice is None:   # of several tokens a block has work enough beside its loads
-    turns = [turns_of(items * first.jobs * layouts[0].span // target.lanes, first)]
+    turns = [turns_of(target, items * first.jobs * layouts[0].span // target.lanes, first, operand.units)]
   blocks = [-(-part.jobs // (layout.teams * turn)) * group_count(operand.tokens, columns) for part, layout, turn in zip(parts, layouts, turns)]
   start = 0 if extra_stores is None else extra_stores.blocks
   block, thread = UOp.special(start + sum(blocks), "gidx0"), UOp.special(threads, "lidx0")

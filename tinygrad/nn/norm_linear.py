@@ -3,8 +3,8 @@ composed of both; side_by_side, RMSNorms alone. Each begins with its plain ops; 
 Most predicates ask decode_target or prefill_target. A form hands `launch` a body, which reads weights by `Weight.matrix` (nn/kernel.py): no block
 format is known here.
 
-A token of each sequence on a target with kernels is one launch (nn/matvec.py); many tokens on one with a matrix product are a launch a matrix
-(nn/matmul.py).
+A token of each sequence on a target with kernels is one launch (nn/matvec.py, nn/few_tokens.py); many tokens on one with a matrix product are a launch
+a matrix (nn/matmul.py), and so is the head of more than 32 sequences.
 """
 from __future__ import annotations
 import functools
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Callable, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import prod
-from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
+from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens, group_walk
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import (SLOTS, UNIT, Load4, Matrix, Norm, Rope, Weight, behind_wait, block_sum, empty, gated, launch, load4, optional,
                                 position_of, rotated, sum_in_order)
@@ -23,6 +23,8 @@ from tinygrad.nn.matvec import (LARGE_STEPS, ROWS, CodedUnit, Codes, CodesOut, D
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, msl_takes
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step, few_rows, one_row
+
+CACHED_BYTES = 32 << 20   # of a matrix, in the cache that all multiprocessors of a large GPU share
 
 def decode_target(step:Step, weight:Weight, *widths:int) -> Target|None:
   """The target whose matrix times vector takes this step: a token of each sequence, vectors of whole units"""
@@ -38,6 +40,13 @@ def few_target(step:Step, weight:Weight, *widths:int) -> Target|None:
   """The target whose tensor cores take this step: a few tokens, vectors of whole units"""
   target = target_of(weight.device) if step.few_tokens and few_tokens.LEAST_TOKENS <= step.tokens <= few_tokens.MOST_TOKENS else None
   return target if target is not None and few_tokens.takes(target) and all(width % UNIT == 0 for width in widths) else None
+
+def tiled(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None) -> bool:
+  """Whether a few tokens are multiplied by tiles, as a prompt's, where few_target's groups of warps do that: more than a block of few_tokens.py has at
+  once, whose other blocks would read a matrix again that no cache keeps"""
+  target, (first, *rest) = few_target(step, weights[0], x.shape[1]), weights
+  return target is not None and group_walk.takes(target, x.shape[1]) and step.tokens > few_tokens.TOKENS_AT_ONCE and \
+    first.nbytes > CACHED_BYTES and norm is not None and rope is None and not rest
 
 def vector_target(step:Step, weight:Weight, *widths:int) -> Target|None:
   """decode_target's, where few_target's tensor cores do not take the step"""
@@ -164,7 +173,8 @@ def norm_linear_decode(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Wei
   name = "_".join([what for what, it in there.items() if it is not None] + [weight.label for weight in weights])
   return launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))
 
-@norm_linear.form("prefill", takes=lambda step, x, norm, weights, rope, residual: prefill_target(step, weights[0], x.shape[1]))
+@norm_linear.form("prefill", takes=lambda step, x, norm, weights, rope, residual:
+                  prefill_target(step, weights[0], x.shape[1]) or tiled(step, x, norm, weights, rope))
 def norm_linear_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   target, (first, *rest) = target_of(weights[0].device), weights
   assert target is not None
@@ -173,7 +183,8 @@ def norm_linear_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[We
   rotated_or_sum = matmul(target, normed, first, residual, rotation=rotation, dtype=dtypes.float if rope is None else dtypes.half)
   return [rotated_or_sum, *[matmul(target, normed, weight) for weight in rest]]
 
-@norm_linear.form("few", takes=lambda step, x, norm, weights, rope, residual: few_target(step, weights[0], x.shape[1]))
+@norm_linear.form("few", takes=lambda step, x, norm, weights, rope, residual:
+                  few_target(step, weights[0], x.shape[1]) and not tiled(step, x, norm, weights, rope))
 def norm_linear_few(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   target = target_of(weights[0].device)
   assert target is not None
