@@ -129,14 +129,14 @@ def down(shared: bool, kind: T) -> Callable:
     beside = (floats(tokens, 64), load(T.Q8_0, 45, 64)) if shared else None
     return step_of(tokens), floats(tokens, 3, 256), experts(kind, 7, 45, 256), sel, residual(tokens, 45, 2e4 if shared else 2e3), beside
   return of
-def mixed(shared: bool, kind: T = T.Q4_0, grouped: bool = False) -> Callable:
+def mixed(shared: bool, kind: T = T.Q4_0, grouped: bool = False, wide: int = 96) -> Callable:
   """kind: of the shared expert's gate and up"""
   E = 12 if grouped else 7
   def of(tokens: int) -> tuple:
-    one = moe.FeedForward(*gate_and_up(kind, 64, 96), load(T.Q8_0, 96, 64)) if shared else None
-    many = moe.FeedForward(*gate_and_up(T.Q4_0, E, 64, 96, cls=QuantizedExpertWeights), experts(T.Q5_1, E, 96, 64))
-    how, added = in_groups(3, E) if grouped else routing(2), residual(tokens, 96, 3e6 if kind is T.Q4_0 else 3e8)
-    return step_of(tokens), floats(tokens, 96), norm(96), load(T.F32, E, 96), how, many, one, added
+    one = moe.FeedForward(*gate_and_up(kind, 64, wide), load(T.Q8_0, wide, 64)) if shared else None
+    many = moe.FeedForward(*gate_and_up(T.Q4_0, E, 64, wide, cls=QuantizedExpertWeights), experts(T.Q5_1, E, wide, 64))
+    how, added = in_groups(3, E) if grouped else routing(2), residual(tokens, wide, 3e6 if kind is T.Q4_0 else 3e8)
+    return step_of(tokens), floats(tokens, wide), norm(wide), load(T.F32, E, wide), how, many, one, added
   return of
 
 def rows_of_embedding(kind: T) -> Callable:
@@ -341,19 +341,22 @@ def test_choice_before_the_wait(name: str, form: str, tokens: int, monkeypatch: 
   monkeypatch.setitem(DEVICES, "CUDA", lambda: on_cuda("sm_90"))
   run(next(case for case in CASES if case.of is moe.mixture and case.name == name), "CUDA", form, tokens)
 
-@pytest.mark.parametrize("name,gating,tokens", [("shared", Gating.SIGMOID, 2), ("shared", Gating.SOFTMAX, 4), ("shared", Gating.SOFTMAX_WEIGHT, 3),
-                                                ("in groups", Gating.SIGMOID, 2)])
-def test_last_block_chooses(name: str, gating: Gating, tokens: int):
+@pytest.mark.parametrize("form,grouped,gating,tokens", [
+  ("pairs", False, Gating.SIGMOID, 2), ("pairs", False, Gating.SOFTMAX, 4), ("pairs", False, Gating.SOFTMAX_WEIGHT, 3),
+  ("pairs", True, Gating.SIGMOID, 2), ("few", False, Gating.SOFTMAX, 8), ("few", True, Gating.SIGMOID, 5)])
+def test_last_block_chooses(form: str, grouped: bool, gating: Gating, tokens: int, monkeypatch: pytest.MonkeyPatch):
   """… where the step has a plan, whose last number counts the router's blocks: the same bytes as by a launch, and a zero again"""
+  counted, last = [], matvec.is_last_block
+  monkeypatch.setattr(matvec, "is_last_block", lambda *args: counted.append(args) or last(*args))
   with on_cuda("sm_90"):
-    case = next(case for case in CASES if case.of is moe.mixture and case.name == name)
-    step, x, norm, router, routing, *rest = case.args(Sequences(tokens))
+    step, x, norm, router, routing, *rest = mixed(True, grouped=grouped, wide=96 if form == "pairs" else 1024)(Sequences(tokens))
     of, plan = (x, norm, router, replace(routing, gating=gating), *rest), tensor(np.zeros((3, 4), np.int32))
-    pairs = moe.mixture.forms["pairs"].run
-    want = numbers(pairs(step, *of))
+    run = moe.mixture.forms[form].run
+    want = numbers(run(step, *of))
+    assert not counted
     for _ in range(2):
-      for a, b in zip(numbers(pairs(replace(step, plan=plan), *of)), want, strict=True): assert np.array_equal(a, b)
-    assert not plan.numpy().any()
+      for a, b in zip(numbers(run(replace(step, plan=plan), *of)), want, strict=True): assert np.array_equal(a, b)
+    assert not plan.numpy().any() and len(counted) == 1
 
 @pytest.mark.parametrize("more", [1, 2])
 def test_blocks_that_are_counted_wrongly(more: int, monkeypatch: pytest.MonkeyPatch):
@@ -361,7 +364,7 @@ def test_blocks_that_are_counted_wrongly(more: int, monkeypatch: pytest.MonkeyPa
   right = matvec.is_last_block
   monkeypatch.setattr(matvec, "is_last_block", lambda target, count, blocks, inside: right(target, count, blocks + more, inside))
   monkeypatch.setattr(kernel, "_programs", {})
-  with pytest.raises(AssertionError): test_last_block_chooses("shared", Gating.SIGMOID, 2)
+  with pytest.raises(AssertionError): test_last_block_chooses("pairs", False, Gating.SIGMOID, 2, monkeypatch)
 
 def test_blocks_that_take_turns(monkeypatch: pytest.MonkeyPatch):
   """A row of what is int8 already lies over twice as many warps"""

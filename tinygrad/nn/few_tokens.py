@@ -18,13 +18,14 @@ from itertools import product
 from typing import Any, Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
+from tinygrad.helpers import prod
 from tinygrad.nn.halves import FOUR, FOURS, QUADS, SCALE_UP, half_pair, halves, rounding_error, same_halves
 from tinygrad.nn.intrinsics import Target, and_or, byte_perm, copied, copy, fma_halves, group_sum, opaque_zero, word
 from tinygrad.nn.kernel import (MULTIPROCESSORS, REGISTERS_80, SLOTS, UNIT, BlockSum, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum,
                                 branch, empty, gated, launch, local, optional, rotated, safe_index, silu, sum_in_order, total)
 from tinygrad.nn.matmul import HALF_SCALE
-from tinygrad.nn.matvec import ExtraStores, global_loads
-from tinygrad.nn.routing import GROUP, expert_index, most_groups
+from tinygrad.nn.matvec import ExtraStores, LastBlock, global_loads
+from tinygrad.nn.routing import GROUP, Routing, chosen_groups, expert_index, groups_in_a_launch, groups_like, most_groups
 from tinygrad.uop.ops import Ops
 
 # Two tokens are faster by a matrix times two vectors (nn/matvec.py), which takes half as many launches. Past 64 the sums leave a warp's registers.
@@ -409,9 +410,9 @@ class Part:
   precise: bool = False
 
 def few_products(target:Target, width:int, x:Columns|Floats, buffers:dict[str, UOp], parts:Sequence[Part], head:UOp|int=0,
-                 beside:ExtraStores|None=None) -> list[UOp]:
+                 beside:ExtraStores|None=None, last:LastBlock|None=None) -> list[UOp]:
   """The stores of a launch over gidx0, each part in blocks of its own. buffers: x and, where a part is precise, low; of Floats also norm, if there is
-  one. In the kernel:
+  one. last: of the last part's blocks. In the kernel:
 
   weights = the lane's units of the block's rows                 # loads are issued; none waits for the tokens
   wait until the kernels before are done
@@ -459,7 +460,9 @@ def few_products(target:Target, width:int, x:Columns|Floats, buffers:dict[str, U
       finished += part.finish(block, quad._replace(token=token + among * T, inside=inside), behind)
     stores += finished if loop is None else [UOp.group(*finished).end(loop)]
     start += count
-  return stores
+  if last is None: return stores
+  assert groups == 1
+  return [last.stores(target, len(parts) + 1, stores, counts[-1], number >= start - counts[-1], block.thread, block.n_threads)]
 
 # ---- one matrix or several, or one a head ----
 
@@ -513,9 +516,11 @@ def few_heads(target:Target, x:Columns, weight:Weight) -> Columns:
   outs = {"y": columns_like(x.words, 1, T, heads * rows)}
   return Columns(launch(f"few_heads_{weight.label}_{T}", outs, {"x": x.words, **weight.args("w")}, body, weight.nbytes)[0], 1 / HALF_SCALE)
 
-def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|None=None, low:Columns|None=None) -> tuple[Columns, list[Tensor]]:
+def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|None=None, low:Columns|None=None,
+                last:tuple[Routing, Tensor]|None=None) -> tuple[Columns, list[Tensor]]:
   """silu(gate·x) · (up·x) for each token's x; gate, up: (F, D). And router·(x + low), as good as float32; router: (E, D) -> [float32
-  (precise_blocks, T, E), to be added up]. In the kernel:
+  (precise_blocks, T, E), to be added up]. last: how experts are chosen, and the step's plan: the last of the router's blocks chooses -> [the choices'
+  weights, float32 (T, count); their groups, as group_choices gives them]. In the kernel:
 
   gate, up = gate·x and up·x of a tile of rows and all tokens    # a block
   out = silu(gate) · up · HALF_SCALE
@@ -527,13 +532,28 @@ def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|
       return store_columns(buffers["y"], quad.row, quad.token, T, quad.inside, values)
     parts = [Part(F, [gate.matrix(buffers, "gate"), up.matrix(buffers, "up")], swiglu)]
     if router is not None: parts.append(router_part(router, buffers))
-    return few_products(target, width, x, buffers, parts)
-  outs = {"y": columns_like(x.words, 1, T, F), **({} if router is None else {"logits": empty(x.words, precise_blocks(width), T, router.shape[0])})}
-  ins = {"x": x.words, **optional(low=None if router is None else low.words), **gate.args("gate"), **up.args("up"),
-         **({} if router is None else router.args("router"))}
-  name = "_".join(["few_gate_up", gate.label, *([] if router is None else ["router", router.label]), str(T)])
-  hidden, *logits = launch(name, outs, ins, body, sum(weight.nbytes for weight in (gate, up, router) if weight is not None))
-  return Columns(hidden, 1 / HALF_SCALE), logits
+    def choose(thread:UOp, threads:int, slot:int) -> list[UOp]:
+      assert last is not None and router is not None
+      return chosen_groups(target, last[0], router.shape[0], T, [i * T for i in range(precise_blocks(width))], buffers, thread, threads, slot)
+    chooses = None if last is None else LastBlock(buffers["plan"][prod(last[1].shape) - 1], choose)
+    return few_products(target, width, x, buffers, parts, last=chooses)
+  outs, ins = {"y": columns_like(x.words, 1, T, F)}, {"x": x.words, **gate.args("gate"), **up.args("up")}
+  if router is not None and low is not None:
+    outs |= {"logits": empty(x.words, precise_blocks(width), T, router.shape[0])}
+    ins |= {"low": low.words, **router.args("router")}
+    if last is not None:
+      routing, plan = last
+      outs |= {"weights": empty(x.words, T, routing.count), "groups": groups_like(x.words, T, routing.count, router.shape[0])}
+      ins |= {"plan": plan, **optional(bias=routing.bias)}
+  name = "_".join(["few_gate_up", gate.label, *([] if router is None else ["router", router.label]),
+                   *([] if last is None else ["choose", str(last[0].count), last[0].label]), str(T)])
+  hidden, *made = launch(name, outs, ins, body, sum(weight.nbytes for weight in (gate, up, router) if weight is not None))
+  return Columns(hidden, 1 / HALF_SCALE), made if last is None else made[1:]
+
+def last_block_chooses(target:Target, x:Columns, gate:Weight, router:Weight, routing:Routing) -> bool:
+  """Whether few_gate_up's last block does"""
+  threads = warps_of(gate.shape[1]) * target.lanes
+  return target.is_last is not None and x.tokens <= TILE_TOKENS and groups_in_a_launch(target, x.tokens, routing.count, router.shape[0], threads)
 
 def router_part(router:Weight, buffers:dict[str, UOp]) -> Part:
   """logits = router·(x + low)"""

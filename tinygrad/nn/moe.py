@@ -437,12 +437,14 @@ def mixture_few(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, 
   target = target_of(router.device)
   assert target is not None
   normed, low = few_tokens.columns(target, x, norm, low=True)
-  if shared is None: logits, beside = few_tokens.few_router(target, normed, low, router), None
+  def choose(logits:Tensor) -> tuple[Tensor, Tensor]:
+    sel, scale = choose_experts_prefill(target, logits, routing, overlaps=True)
+    return scale, group_choices(target, sel, router.shape[0])
+  if shared is None: (scale, groups), beside = choose(few_tokens.few_router(target, normed, low, router)), None
   else:
-    hidden, (logits,) = few_tokens.few_gate_up(target, normed, shared.gate, shared.up, router, low)
-    beside = few_tokens.Shared(shared.down, hidden)
-  sel, scale = choose_experts_prefill(target, logits, routing, overlaps=True)
-  groups = group_choices(target, sel, router.shape[0])
+    last = (routing, step.plan) if step.plan is not None and few_tokens.last_block_chooses(target, normed, shared.gate, router, routing) else None
+    hidden, made = few_tokens.few_gate_up(target, normed, shared.gate, shared.up, router, low, last)
+    (scale, groups), beside = choose(*made) if last is None else made, few_tokens.Shared(shared.down, hidden)
   hidden = few_tokens.few_expert_gate_up(target, normed, experts[:2], groups, scale)
   each = few_tokens.few_expert_down(target, hidden, experts.down, groups, routing.count, beside)
   return few_tokens.few_sum(target, residual, each, routing.count)

@@ -404,46 +404,78 @@ def sums_over(shared:UOp, count:int, number:int, values:Callable[[UOp, UOp], lis
   kept = kept.after(UOp.group(*(own[i].store(own[i].load() + value) for i, value in enumerate(more))).end(loop))
   return [kept[i].load() for i in range(len(more))]
 
+def groups_like(like:Tensor, tokens:int, count:int, experts:int) -> Tensor:
+  return empty(like, most_groups(tokens, count, experts) + SPARE, GROUP + 1, dtype=dtypes.int32)
+
+def group_threads(target:Target, tokens:int, count:int, experts:int) -> int:
+  """Of the block that makes the groups"""
+  return -(-max(tokens * count, experts, most_groups(tokens, count, experts)) // target.lanes) * target.lanes
+
 def group_choices(target:Target, chosen:Tensor, experts:int) -> Tensor:
   """The choices of each expert in groups of GROUP, one expert's after another's. chosen: int32 (T, K), a token's distinct experts -> int32
-  (most_groups + SPARE, 1 + GROUP): a group's expert and its choices, token · K + k; -1: none. A block makes it all. In the kernel:
+  (most_groups + SPARE, 1 + GROUP): a group's expert and its choices, token · K + k; -1: none. A block makes it all, see group_stores."""
+  T, K = chosen.shape
+  threads = group_threads(target, T, K, experts)
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    behind, thread = behind_wait(target, buffers), UOp.special(threads, "lidx0")
+    own = behind["chosen"][thread.valid(thread < T * K)].load()
+    return group_stores(buffers["groups"], own, T, K, experts, thread, 0)
+  outs = {"groups": groups_like(chosen, T, K, experts)}
+  return launch(f"group_choices_{T}_{K}_{experts}", outs, {"chosen": chosen}, body)[0]
 
-  everyone = chosen, in shared memory; barrier
+def group_stores(groups:UOp, own:UOp, T:int, K:int, experts:int, thread:UOp, slot:int) -> list[UOp]:
+  """The stores of the groups by a block of group_threads or more. own: of the first T · K threads an expert, the choice of that number. slot: of shared
+  memory, the first of three. In the kernel:
+
+  everyone = own, in shared memory; barrier
   rank = the number of earlier choices of the same expert               # a thread a choice
   count = the number of choices                                         # a thread an expert
   first = the groups of the experts before                              # in shared memory; barriers
   groups[first + rank / GROUP, 1 + rank % GROUP] = choice; groups[first …, 0] = expert; what is left is -1
   """
-  (T, K), n_groups = chosen.shape, most_groups(chosen.shape[0], chosen.shape[1], experts)
-  n_choices, width = T * K, GROUP + 1
-  threads = -(-max(n_choices, experts, n_groups) // target.lanes) * target.lanes
+  n_choices, n_groups, width = T * K, most_groups(T, K, experts), GROUP + 1
   zero, one = UOp.const(0, dtypes.int), UOp.const(1, dtypes.int)
-  def body(buffers:dict[str, UOp]) -> list[UOp]:
-    behind, thread = behind_wait(target, buffers), UOp.special(threads, "lidx0")
-    is_choice, is_expert, number = thread < n_choices, thread < experts, thread.cast(dtypes.int)
-    own = behind["chosen"][thread.valid(is_choice)].load().maximum(0).minimum(experts - 1)
-    everyone = local(n_choices, dtypes.int, 0)
-    everyone = everyone.after(UOp(Ops.BARRIER, src=(everyone[thread.valid(is_choice)].store(own),)))
-    def of_choice(i:UOp, other:UOp) -> list[UOp]: return [(other.eq(own) & (number > i)).where(one, zero), other.eq(number).where(one, zero)]
-    rank, count = sums_over(everyone, n_choices, 0, of_choice)
-    own_groups = (count + (GROUP - 1)) // GROUP
-    groups_of = local(experts, dtypes.int, 1)
-    groups_of = groups_of.after(UOp(Ops.BARRIER, src=(groups_of[thread.valid(is_expert)].store(own_groups),)))
-    first, in_all = sums_over(groups_of, experts, 1, lambda i, other: [(number > i).where(other, 0), other])
-    firsts = local(experts, dtypes.int, 2)
-    firsts = firsts.after(UOp(Ops.BARRIER, src=(firsts[thread.valid(is_expert)].store(first),)))
-    groups, stores = buffers["groups"], []
-    def put(group:UOp, column:UOp|int, value:UOp, there:UOp) -> None:
-      """Not in the gate: tinygrad would take `there` for true in all that the place depends on, the barriers' stores too"""
-      place = there.where(group, n_groups)
-      taken = place < n_groups
-      index = taken.where(place, 0).cast(dtypes.weakint) * width + column
-      stores.append(groups[index.valid(taken)].store(value))
-    put(firsts[own.cast(dtypes.weakint)].load() + rank // GROUP, (rank % GROUP).cast(dtypes.weakint) + 1, number, is_choice)
-    for i in range(-(-T // GROUP)): put(first + i, 0, number, is_expert & (own_groups > i))
-    in_last = count - (own_groups - 1) * GROUP
-    for i in range(1, GROUP): put(first + own_groups - 1, i + 1, zero - 1, is_expert & (own_groups > 0) & (in_last <= i))
-    put(number, 0, zero - 1, (number >= in_all) & (number < n_groups))
-    return stores
-  outs = {"groups": empty(chosen, n_groups + SPARE, width, dtype=dtypes.int32)}
-  return launch(f"group_choices_{T}_{K}_{experts}", outs, {"chosen": chosen}, body)[0]
+  is_choice, is_expert, number = thread < n_choices, thread < experts, thread.cast(dtypes.int)
+  own = own.maximum(0).minimum(experts - 1)
+  everyone = local(n_choices, dtypes.int, slot)
+  everyone = everyone.after(UOp(Ops.BARRIER, src=(everyone[thread.valid(is_choice)].store(own),)))
+  def of_choice(i:UOp, other:UOp) -> list[UOp]: return [(other.eq(own) & (number > i)).where(one, zero), other.eq(number).where(one, zero)]
+  rank, count = sums_over(everyone, n_choices, 0, of_choice)
+  own_groups = (count + (GROUP - 1)) // GROUP
+  groups_of = local(experts, dtypes.int, slot + 1)
+  groups_of = groups_of.after(UOp(Ops.BARRIER, src=(groups_of[thread.valid(is_expert)].store(own_groups),)))
+  first, in_all = sums_over(groups_of, experts, 1, lambda i, other: [(number > i).where(other, 0), other])
+  firsts, stores = local(experts, dtypes.int, slot + 2), []
+  firsts = firsts.after(UOp(Ops.BARRIER, src=(firsts[thread.valid(is_expert)].store(first),)))
+  def put(group:UOp, column:UOp|int, value:UOp, there:UOp) -> None:
+    """Not in the gate: tinygrad would take `there` for true in all that the place depends on, the barriers' stores too"""
+    place = there.where(group, n_groups)
+    taken = place < n_groups
+    index = taken.where(place, 0).cast(dtypes.weakint) * width + column
+    stores.append(groups[index.valid(taken)].store(value))
+  put(firsts[own.cast(dtypes.weakint)].load() + rank // GROUP, (rank % GROUP).cast(dtypes.weakint) + 1, number, is_choice)
+  for i in range(-(-T // GROUP)): put(first + i, 0, number, is_expert & (own_groups > i))
+  in_last = count - (own_groups - 1) * GROUP
+  for i in range(1, GROUP): put(first + own_groups - 1, i + 1, zero - 1, is_expert & (own_groups > 0) & (in_last <= i))
+  put(number, 0, zero - 1, (number >= in_all) & (number < n_groups))
+  return stores
+
+def groups_in_a_launch(target:Target, tokens:int, count:int, experts:int, threads:int) -> bool:
+  """Whether one block of so many threads, of a larger launch, makes all tokens' choices and their groups by the way: a warp or more a token, no loops"""
+  return tokens * target.lanes <= threads and group_threads(target, tokens, count, experts) <= threads and max(tokens * count, experts) <= TURN
+
+def chosen_groups(target:Target, routing:Routing, experts:int, tokens:int, parts:Sequence[int], buffers:dict[str, UOp], thread:UOp, threads:int,
+                  slot:int) -> list[UOp]:
+  """choices_of_all of logits whose rows `parts` are added up, and group_stores: of the tokens' weights and of the groups"""
+  teams, count = 1, routing.count
+  while teams < tokens: teams *= 2
+  own = threads // teams
+  team = (thread // own)
+  token = team if teams == tokens else team.minimum(tokens - 1)
+  top_k = TopKInKernel(target, routing, experts, buffers["logits"], buffers.get("bias"), token, parts, Share(True, teams, team, slot))
+  top_k.barrier(thread % own, own, UOp.const(0), [])
+  k = (thread % own).minimum(count - 1)
+  place = (token * count + k).valid((thread % own < count) & (team < tokens))
+  chosen = top_k.ids[thread.valid(thread < tokens * count)].load()   # a team's begin where those of its token do
+  return [buffers["weights"][place].store(top_k.weight(k)),
+          *group_stores(buffers["groups"], chosen, tokens, count, experts, thread, slot + TOP_K_SLOTS)]
