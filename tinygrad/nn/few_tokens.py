@@ -534,7 +534,7 @@ def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|
     if router is not None: parts.append(router_part(router, buffers))
     def choose(thread:UOp, threads:int, slot:int) -> list[UOp]:
       assert last is not None and router is not None
-      return chosen_groups(target, last[0], router.shape[0], T, [i * T for i in range(precise_blocks(width))], buffers, thread, threads, slot)
+      return chosen_groups(target, last[0], (precise_blocks(width), T, router.shape[0]), buffers, thread, threads, slot)
     chooses = None if last is None else LastBlock(buffers["plan"][prod(last[1].shape) - 1], choose)
     return few_products(target, width, x, buffers, parts, last=chooses)
   outs, ins = {"y": columns_like(x.words, 1, T, F)}, {"x": x.words, **gate.args("gate"), **up.args("up")}

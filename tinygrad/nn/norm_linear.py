@@ -3,8 +3,8 @@ composed of both; side_by_side, RMSNorms alone. Each begins with its plain ops; 
 Most predicates ask decode_target or prefill_target. A form hands `launch` a body, which reads weights by `Weight.matrix` (nn/kernel.py): no block
 format is known here.
 
-A token of each sequence on a target with kernels is one launch (nn/matvec.py, nn/few_tokens.py); many tokens on one with a matrix product are a launch
-a matrix (nn/matmul.py), and so is the head of more than 32 sequences.
+A token of each sequence on a target with kernels is one launch (nn/matvec.py, nn/few_tokens.py); many tokens on one with a matrix product are a
+launch a matrix (nn/matmul.py), and so is the head of more than 32 sequences.
 """
 from __future__ import annotations
 import functools
@@ -42,8 +42,8 @@ def few_target(step:Step, weight:Weight, *widths:int) -> Target|None:
   return target if target is not None and few_tokens.takes(target) and all(width % UNIT == 0 for width in widths) else None
 
 def tiled(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None) -> bool:
-  """Whether a few tokens are multiplied by tiles, as a prompt's, where few_target's groups of warps do that: more than a block of few_tokens.py has at
-  once, whose other blocks would read a matrix again that no cache keeps"""
+  """Whether a few tokens are multiplied by tiles, as a prompt's, where few_target's groups of warps do that: more than a block of few_tokens.py has
+  at once, whose other blocks would read a matrix again that no cache keeps"""
   target, (first, *rest) = few_target(step, weights[0], x.shape[1]), weights
   return target is not None and group_walk.takes(target, x.shape[1]) and step.tokens > few_tokens.TOKENS_AT_ONCE and \
     first.nbytes > CACHED_BYTES and norm is not None and rope is None and not rest
