@@ -386,84 +386,71 @@ def most_groups(tokens:int, count:int, experts:int) -> int:
   choices = tokens * count
   return min(choices, experts) + (max(choices - experts, 0) if tokens > GROUP else 0) // GROUP
 
-MOST_THREADS = 1024   # of a block
 TURN = 64   # numbers that a thread looks at at once: of more the compiler loads all before it looks at the first, and has no registers for them
 
-def sums_over(target:Target, shared:UOp, count:int, number:int, lanes:int, lane:UOp, values:Callable[[UOp, UOp], list[UOp]]) -> list[UOp]:
-  """The sums, over the first `count` of a buffer of int32, of each of values(index, entry), both int32. Neighbouring lanes have a share each, in
-  turns of as many entries as divide it. number: the loop's own in the kernel"""
-  share = count // lanes
-  size = max(size for size in range(1, TURN + 1) if share % size == 0)
-  def of_turn(start:UOp) -> list[UOp]:
-    places = [lane * share + start + i for i in range(size)]
-    each = [values(place.cast(dtypes.int), shared[place].load()) for place in places]
+def sums_over(shared:UOp, count:int, number:int, values:Callable[[UOp, UOp], list[UOp]]) -> list[UOp]:
+  """The sums, over the first `count` of a buffer of int32, of each of values(index, entry), both int32, in turns of as many entries as divide the
+  count. number: the loop's own in the kernel"""
+  size = max(size for size in range(1, TURN + 1) if count % size == 0)
+  def of_turn(first:UOp) -> list[UOp]:
+    each = [values((first + i).cast(dtypes.int), shared[first + i].load()) for i in range(size)]
     return [total([*of_value], UOp.add) for of_value in zip(*each)]
-  if size == share: sums = of_turn(UOp.const(0))
-  else:
-    loop = UOp.range(share // size, number)
-    more = of_turn(loop * size)
-    kept = UOp.placeholder((len(more),), dtypes.int, slot=3 + number, addrspace=AddrSpace.REG)
-    kept = kept.after(UOp.group(*(kept[i].store(UOp.const(0, dtypes.int)) for i in range(len(more)))))
-    own = kept.after(loop)
-    kept = kept.after(UOp.group(*(own[i].store(own[i].load() + value) for i, value in enumerate(more))).end(loop))
-    sums = [kept[i].load() for i in range(len(more))]
-  return [group_sum(target, value, lanes) for value in sums]
+  if size == count: return of_turn(UOp.const(0))
+  loop = UOp.range(count // size, number)
+  more = of_turn(loop * size)
+  kept = UOp.placeholder((len(more),), dtypes.int, slot=3 + number, addrspace=AddrSpace.REG)
+  kept = kept.after(UOp.group(*(kept[i].store(UOp.const(0, dtypes.int)) for i in range(len(more)))))
+  own = kept.after(loop)
+  kept = kept.after(UOp.group(*(own[i].store(own[i].load() + value) for i, value in enumerate(more))).end(loop))
+  return [kept[i].load() for i in range(len(more))]
 
 def groups_like(like:Tensor, tokens:int, count:int, experts:int) -> Tensor:
   return empty(like, most_groups(tokens, count, experts) + SPARE, GROUP + 1, dtype=dtypes.int32)
 
-def group_items(tokens:int, count:int, experts:int) -> int:
-  """Choices, experts or groups, whichever are more"""
-  return max(tokens * count, experts, most_groups(tokens, count, experts))
-def group_lanes(tokens:int, count:int, experts:int, threads:int) -> int:
-  """Neighbouring lanes of group_stores that share an item, of a block of so many threads"""
-  lanes, items = 1, group_items(tokens, count, experts)
-  while lanes < MOST_LANES and 2 * lanes * items <= threads and tokens * count % (2 * lanes) == experts % (2 * lanes) == 0: lanes *= 2
-  return lanes
+def group_threads(target:Target, tokens:int, count:int, experts:int) -> int:
+  """Of the block that makes the groups"""
+  return -(-max(tokens * count, experts, most_groups(tokens, count, experts)) // target.lanes) * target.lanes
 
 def group_choices(target:Target, chosen:Tensor, experts:int) -> Tensor:
   """The choices of each expert in groups of GROUP, one expert's after another's. chosen: int32 (T, K), a token's distinct experts -> int32
   (most_groups + SPARE, 1 + GROUP): a group's expert and its choices, token · K + k; -1: none. A block makes it all, see group_stores."""
   T, K = chosen.shape
-  lanes = group_lanes(T, K, experts, MOST_THREADS)
-  threads = -(-lanes * group_items(T, K, experts) // target.lanes) * target.lanes
+  threads = group_threads(target, T, K, experts)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     behind, thread = behind_wait(target, buffers), UOp.special(threads, "lidx0")
-    def choice(number:UOp, inside:UOp) -> UOp: return behind["chosen"][number.valid(inside)].load()
-    return group_stores(target, buffers["groups"], choice, (T, K, experts), thread, lanes, 0)
+    own = behind["chosen"][thread.valid(thread < T * K)].load()
+    return group_stores(buffers["groups"], own, (T, K, experts), thread, 0)
   outs = {"groups": groups_like(chosen, T, K, experts)}
   return launch(f"group_choices_{T}_{K}_{experts}", outs, {"chosen": chosen}, body)[0]
 
-def group_stores(target:Target, groups:UOp, choice:Callable[[UOp, UOp], UOp], sizes:tuple[int, int, int], thread:UOp, lanes:int,
-                 slot:int) -> list[UOp]:
-  """The stores of the groups by a block. choice(number, inside) loads an expert, the choice of that number, where `inside` is true. sizes: T, K and
-  the experts. lanes: as group_lanes has them. slot: of shared memory, the first of three. In the kernel:
+def group_stores(groups:UOp, own:UOp, sizes:tuple[int, int, int], thread:UOp, slot:int) -> list[UOp]:
+  """The stores of the groups by a block of group_threads or more. own: of the first T · K threads an expert, the choice of that number. sizes: T, K
+  and the experts. slot: of shared memory, the first of three. In the kernel:
 
-  everyone = the choices, in shared memory; barrier
-  rank = the number of earlier choices of the same expert               # lanes a choice
-  count = the number of choices                                         # lanes an expert
+  everyone = own, in shared memory; barrier
+  rank = the number of earlier choices of the same expert               # a thread a choice
+  count = the number of choices                                         # a thread an expert
   first = the groups of the experts before                              # in shared memory; barriers
   groups[first + rank / GROUP, 1 + rank % GROUP] = choice; groups[first …, 0] = expert; what is left is -1
   """
   T, K, experts = sizes
   n_choices, n_groups, width = T * K, most_groups(T, K, experts), GROUP + 1
   zero, one = UOp.const(0, dtypes.int), UOp.const(1, dtypes.int)
-  item, lane = thread // lanes, thread % lanes
-  is_choice, is_expert, number = item < n_choices, item < experts, item.cast(dtypes.int)
-  def gather(value:UOp, inside:UOp, count:int, slot:int) -> UOp:
-    shared = local(count, dtypes.int, slot)
-    return shared.after(UOp(Ops.BARRIER, src=(shared[item.valid(inside if lanes == 1 else inside & lane.eq(0))].store(value),)))
-  own = choice(item, is_choice).maximum(0).minimum(experts - 1)
-  everyone = gather(own, is_choice, n_choices, slot)
+  is_choice, is_expert, number = thread < n_choices, thread < experts, thread.cast(dtypes.int)
+  own = own.maximum(0).minimum(experts - 1)
+  everyone = local(n_choices, dtypes.int, slot)
+  everyone = everyone.after(UOp(Ops.BARRIER, src=(everyone[thread.valid(is_choice)].store(own),)))
   def of_choice(i:UOp, other:UOp) -> list[UOp]: return [(other.eq(own) & (number > i)).where(one, zero), other.eq(number).where(one, zero)]
-  rank, count = sums_over(target, everyone, n_choices, 0, lanes, lane, of_choice)
+  rank, count = sums_over(everyone, n_choices, 0, of_choice)
   own_groups = (count + (GROUP - 1)) // GROUP
-  groups_of = gather(own_groups, is_expert, experts, slot + 1)
-  first, in_all = sums_over(target, groups_of, experts, 1, lanes, lane, lambda i, other: [(number > i).where(other, 0), other])
-  firsts, stores = gather(first, is_expert, experts, slot + 2), []
+  groups_of = local(experts, dtypes.int, slot + 1)
+  groups_of = groups_of.after(UOp(Ops.BARRIER, src=(groups_of[thread.valid(is_expert)].store(own_groups),)))
+  first, in_all = sums_over(groups_of, experts, 1, lambda i, other: [(number > i).where(other, 0), other])
+  firsts, stores = local(experts, dtypes.int, slot + 2), []
+  firsts = firsts.after(UOp(Ops.BARRIER, src=(firsts[thread.valid(is_expert)].store(first),)))
   def put(group:UOp, column:UOp|int, value:UOp, there:UOp) -> None:
     """Not in the gate: tinygrad would take `there` for true in all that the place depends on, the barriers' stores too"""
-    place = (there if lanes == 1 else there & lane.eq(0)).where(group, n_groups)
+    place = there.where(group, n_groups)
     taken = place < n_groups
     index = taken.where(place, 0).cast(dtypes.weakint) * width + column
     stores.append(groups[index.valid(taken)].store(value))
@@ -477,7 +464,7 @@ def group_stores(target:Target, groups:UOp, choice:Callable[[UOp, UOp], UOp], si
 def groups_in_a_launch(target:Target, tokens:int, count:int, experts:int, threads:int) -> bool:
   """Whether one block of so many threads, of a larger launch, makes all tokens' choices and their groups by the way: a warp or more a token, and no
   loops"""
-  return max(tokens * target.lanes, group_items(tokens, count, experts)) <= threads and max(tokens * count, experts) <= TURN
+  return tokens * target.lanes <= threads and group_threads(target, tokens, count, experts) <= threads and max(tokens * count, experts) <= TURN
 
 def chosen_groups(target:Target, routing:Routing, logits:tuple[int, int, int], buffers:dict[str, UOp], thread:UOp, threads:int,
                   slot:int) -> list[UOp]:
@@ -490,7 +477,6 @@ def chosen_groups(target:Target, routing:Routing, logits:tuple[int, int, int], b
                        Share(True, teams, team, slot))
   top_k.barrier(member, threads // teams, UOp.const(0), [])
   place = (token * count + member.minimum(count - 1)).valid((member < count) & (team < tokens))
-  def choice(number:UOp, inside:UOp) -> UOp: return top_k.ids[number.valid(inside)].load()   # a team's begin where those of its token do
-  lanes = group_lanes(tokens, count, experts, threads)
+  chosen = top_k.ids[thread.valid(thread < tokens * count)].load()   # a team's begin where those of its token do
   return [buffers["weights"][place].store(top_k.weight(member.minimum(count - 1))),
-          *group_stores(target, buffers["groups"], choice, (tokens, count, experts), thread, lanes, slot + TOP_K_SLOTS)]
+          *group_stores(buffers["groups"], chosen, (tokens, count, experts), thread, slot + TOP_K_SLOTS)]
