@@ -349,7 +349,7 @@ def test_last_block_chooses(form: str, grouped: bool, gating: Gating, tokens: in
   counted, last = [], matvec.is_last_block
   monkeypatch.setattr(matvec, "is_last_block", lambda *args: counted.append(args) or last(*args))
   with on_cuda("sm_90"):
-    step, x, norm, router, routing, *rest = mixed(True, grouped=grouped, wide=96 if form == "pairs" else 1024)(Sequences(tokens))
+    step, x, norm, router, routing, *rest = mixed(True, grouped=grouped, wide=96 if form == "pairs" else 1920)(Sequences(tokens))
     of, plan = (x, norm, router, replace(routing, gating=gating), *rest), tensor(np.zeros((3, 4), np.int32))
     run = moe.mixture.forms[form].run
     want = numbers(run(step, *of))

@@ -58,7 +58,7 @@ WIDE_VECTOR = 128                  # units of a vector that twice as many thread
 FEW_BLOCKS = 64                    # a launch of fewer blocks is cut finer
 ROUNDED = 1.5 * 2 ** 23            # added to a small float: the nearest integer stands in the lowest bits
 LEAST = 2.0 ** -126              # numbers of which none is larger are zeros: a target's own reciprocal of what is smaller is infinite
-COLUMNS = (8, 4, 2, 1)             # tokens of a block: eight have their sums in registers, beside the weights
+COLUMNS = (1, 2, 3, 4, 8)          # tokens of a block: eight have their sums in registers, beside the weights
 ROWS, MANY_ROWS = 2, 4             # of a job; of one that reads int8, where a unit of weights is much work: what is made of the vector's serves all
 FEW_PLANES = 3                     # of a weight whose unit is little work: codes, a scale, perhaps a minimum
 TURN_LOOP = 50                     # the number of the first part's loop over turns
@@ -404,13 +404,15 @@ def vectors_of(target:Target, operand:Operand, integer:bool) -> type:
   return FloatVectors if stages_floats(target, operand.units) else DeviceVectors
 
 def columns_of(target:Target, operand:Operand, parts:Sequence[MatvecPart], warps:int) -> int:
-  """How many tokens a block takes: all whose vectors and sums find room in shared memory, so that a read of the weights serves as many as can be"""
+  """How many tokens a block takes, whose vectors and sums find room in shared memory: a read of the weights serves as many as can be, and no block has
+  many fewer than another"""
   needed = len(parts) * warps * (1 + ROWS) * 4
   for part in parts:
     vectors = vectors_of(target, operand, part.integer)
     if vectors in (FloatVectors, Int8Vectors, RoundedVectors): needed += vectors.nbytes(operand.units)
   if operand.made is not None: needed += operand.made.nbytes
-  return next(columns for columns in COLUMNS if columns == 1 or columns <= operand.tokens and columns * needed <= target.shared_bytes)
+  fit = (columns for columns in COLUMNS if columns == 1 or columns <= operand.tokens and columns * needed <= target.shared_bytes)
+  return min(fit, key=lambda columns: (group_count(operand.tokens, columns), columns))
 
 # ---- threads ----
 
@@ -604,10 +606,10 @@ def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_sto
 
 def spread_sums(target:Target, columns:list[list[UOp]], lane:UOp, lanes:int) -> tuple[list[list[UOp]], UOp, UOp]:
   """The sums of each column's values over `lanes` neighbouring lanes, a power of two, spread over those lanes: (the columns whose sums a lane has,
-  the number of the first, whether the lane is the first that has them). Half of the columns go to half of the lanes as long as there are several:
+  the number of the first, whether the lane is the first that has them). Half of the columns go to half of the lanes as long as there are halves:
   fewer shuffles than group_sum of each, and the same additions."""
   count = len(columns)
-  while len(columns) > 1 and lanes > 1:
+  while len(columns) % 2 == 0 and lanes > 1:
     lanes, half = lanes // 2, len(columns) // 2
     upper = (lane // lanes % 2).eq(1)
     columns = [[upper.where(b, a) + shuffle(target, upper.where(a, b), lanes) for a, b in zip(low, high)]
@@ -616,14 +618,14 @@ def spread_sums(target:Target, columns:list[list[UOp]], lane:UOp, lanes:int) -> 
   return columns, lane // lanes * len(columns) % count, (lane % lanes).eq(0)
 
 class SquareSums:
-  """The sums of the squares of a block's vectors. `store` writes each warp's to shared memory, behind a barrier that follows they are to be read."""
+  """The sums of the squares of a block's vectors. `stores` write each warp's to shared memory, behind a barrier that follows they are to be read."""
   def __init__(self, target:Target, columns:list[UOp], thread:UOp, threads:int, slot:int):
     self.warps, self.count = threads // target.lanes, len(columns)
     self.shared = local(self.warps * self.count, dtypes.float, slot)
     lane = thread % target.lanes
     own, first, is_first = spread_sums(target, [[column] for column in columns], lane, target.lanes)
-    assert len(own) == 1
-    self.store = self.shared[(thread // target.lanes * self.count + first).valid(is_first)].store(own[0][0])
+    place = thread // target.lanes * self.count + first
+    self.stores = [self.shared[(place + i).valid(is_first)].store(value) for i, (value,) in enumerate(own)]
   def of_column(self, column:UOp, barrier:UOp) -> UOp:
     shared = self.shared.after(barrier)
     return sum_in_order(shared[warp * self.count + column].load() for warp in range(self.warps))
@@ -782,7 +784,7 @@ class Part:
     if not self.operand.sums_squares: return vectors, None, stores
     if self.part.rounded is not None and isinstance(vectors, Int8Vectors): stores += self.rounded_stores(vectors.staged)
     sums = SquareSums(self.target, [sum_in_order(own) for own in squares], self.thread, self.threads, self.slot + 2)
-    return vectors, sums, [*stores, sums.store]
+    return vectors, sums, [*stores, *sums.stores]
 
   def staged_numbers(self) -> list[tuple[UOp, UOp|None]]:
     """The float4 that the thread stages, and whether it is the first that does"""

@@ -8,7 +8,8 @@ experts and their gate and up with SwiGLU and the routing weight in the epilogue
 choice is made by every block of the second launch for itself: 64 logits cost less to rank again than a launch costs. Expert ids are read in the
 kernels. In the first launch the blocks part into two branches, each with vectors and a layout of its own, and all tokens share a read of the weights;
 in the others a block has one token. Where the target has an int8 dot product, hidden numbers are int8 between the launches (mixture_decode). Two to
-PAIRS_TOKENS tokens on tensor cores' targets choose by the last of the router's blocks, and RMSNorm(x) comes to the experts as int8 (mixture_pairs).
+PAIRS_TOKENS tokens on tensor cores' targets choose by the last of the router's blocks, and RMSNorm(x) comes to the experts as int8 (mixture_pairs);
+so do up to eight by tensor cores, whose choices it puts in groups, too (mixture_few).
 Of very many experts, and of one token of a wide model where what the blocks would repeat costs more than a launch (repeated_instructions), the choice
 is a launch.
 

@@ -461,22 +461,27 @@ def group_stores(groups:UOp, own:UOp, sizes:tuple[int, int, int], thread:UOp, sl
   put(number, 0, zero - 1, (number >= in_all) & (number < n_groups))
   return stores
 
+def teams_of(tokens:int) -> int:
+  """Of a block that chooses for all of them, a token each: a power of two"""
+  return 1 << (tokens - 1).bit_length()
+
 def groups_in_a_launch(target:Target, tokens:int, count:int, experts:int, threads:int) -> bool:
   """Whether one block of so many threads, of a larger launch, makes all tokens' choices and their groups by the way: a warp or more a token, and no
   loops"""
-  return tokens * target.lanes <= threads and group_threads(target, tokens, count, experts) <= threads and max(tokens * count, experts) <= TURN
+  return threads % (teams_of(tokens) * target.lanes) == 0 and group_threads(target, tokens, count, experts) <= threads and \
+    max(tokens * count, experts) <= TURN
 
 def chosen_groups(target:Target, routing:Routing, logits:tuple[int, int, int], buffers:dict[str, UOp], thread:UOp, threads:int,
                   slot:int) -> list[UOp]:
   """The stores of all tokens' weights, as choices_of_all has them, and of their groups. logits: their shape, (parts that are added up, T, E)"""
-  (n_parts, tokens, experts), teams, count = logits, 1, routing.count
-  while teams < tokens: teams *= 2
+  (n_parts, tokens, experts), count = logits, routing.count
+  teams = teams_of(tokens)
   team, member = thread // (threads // teams), thread % (threads // teams)
-  token = team if teams == tokens else team.minimum(tokens - 1)
+  token = team if teams == tokens else team.minimum(tokens - 1)   # teams too many store what the last token's does
   top_k = TopKInKernel(target, routing, experts, buffers["logits"], buffers.get("bias"), token, [i * tokens for i in range(n_parts)],
                        Share(True, teams, team, slot))
   top_k.barrier(member, threads // teams, UOp.const(0), [])
-  place = (token * count + member.minimum(count - 1)).valid((member < count) & (team < tokens))
+  place = (token * count + member.minimum(count - 1)).valid(member < count)
   chosen = top_k.ids[thread.valid(thread < tokens * count)].load()   # a team's begin where those of its token do
   return [buffers["weights"][place].store(top_k.weight(member.minimum(count - 1))),
           *group_stores(buffers["groups"], chosen, (tokens, count, experts), thread, slot + TOP_K_SLOTS)]
