@@ -404,8 +404,8 @@ def vectors_of(target:Target, operand:Operand, integer:bool) -> type:
   return FloatVectors if stages_floats(target, operand.units) else DeviceVectors
 
 def columns_of(target:Target, operand:Operand, parts:Sequence[MatvecPart], warps:int) -> int:
-  """How many tokens a block takes, whose vectors and sums find room in shared memory: a read of the weights serves as many as can be, and no block has
-  many fewer than another"""
+  """How many tokens a block takes, whose vectors and sums find room in shared memory: a read of the weights serves as many as can be, and no block
+  has many fewer than another"""
   needed = len(parts) * warps * (1 + ROWS) * 4
   for part in parts:
     vectors = vectors_of(target, operand, part.integer)
