@@ -83,8 +83,12 @@ SLOW = [
   r"unit/test_speculate\.py::test_(on_a_mock\[on_metal|the_same_tokens\[1\])",   # rows of drafts are rows: test_many has METAL, test_mtp one
   r"unit/test_mtp\.py::test_launches\[METAL",
   r"null/test_prefill\.py::test_heads_factor_residual\[64x128-2\]",
+  r"null/test_waits\.py::test_blocks_at_once_of_experts",     # test_kernel_count schedules these steps
+  r"null/test_two_tokens\.py::test_two_are_as_one\[ds2lite",
+  r"null/test_prefill\.py::test_(unabsorbed\[132-sm_89|chunks_that_are_not_absorbed\[(kimi|ds2lite-sm_90))",   # glm-sm_90, ds2lite-sm_80 stay
+  r"null/test_primitives\.py::test_form\[mixture few: shared-CUDA-few-5",                                   # test_last_block_chooses has five
   # of three tokens one of four teams is idle; five by tensor cores choose in groups
-  r"null/test_primitives\.py::test_(last_block_chooses\[(pairs-False-1-4|pairs-True|few-False)|blocks_that_are_counted_wrongly\[2)",
+  r"null/test_primitives\.py::test_(last_block_chooses\[(pairs-False-(1-4|2-2)|pairs-True|few-False)|blocks_that_are_counted_wrongly\[2)",
   r"null/test_prefill\.py::test_(head_rows\[(32-1|40-3)-.*sm_89|chunks_that_are_not_absorbed\[youtu)",   # sm_80's kernels, in less memory
   r"null/test_prefill\.py::test_(choice\[[12]-384|weights_as_halves\[Q4_1|attention_of_heads\[33-)",
   r"null/test_waits\.py::test_nothing_of_others_before_the_wait\[glm-2-greedy",  # test_choice_before_the_wait has two tokens

@@ -145,15 +145,18 @@ def test_nothing_of_others_before_the_wait(model: str, rows: int, features: Feat
       assert not re.search(r"\*\(+data\d+_[^;]*\)+ = ", before), f"{name}: stores before the wait"
 
 def said_of_blocks(launches: list[Launched], prefix: str) -> list[list[str]]:
-  return [re.findall(r"// blocks at once: (\d+)\n", launch.source) for launch in launches if launch.name.startswith(prefix)]
+  """By different launches of that prefix"""
+  found = {launch.name: launch.source for launch in launches if launch.name.startswith(prefix)}
+  return [re.findall(r"// blocks at once: (\d+)\n", source) for source in found.values()]
 
 def test_blocks_at_once():
-  """What launches of GLM say of their blocks: 384, of which a multiprocessor holds three; one for each; many; of several tokens' experts, as many as
-  have 80 registers a thread. A wide model's down, too"""
-  launches = list({launch.name: launch for launch in [*sources("glm"), *sources("glm", 8)]}.values())
-  for name, each in (("expert_gate_up", ["3"]), ("mla_split_kv_mma_1", ["1"]), ("norm_linear_q6_k_154880", []), ("few_expert_gate_up", ["3"]),
-                     ("few_expert_down", ["4"]), ("expert_down_4_early", ["4"])):
-    assert said_of_blocks(launches, name) == [each], name
+  """What launches of GLM say of their blocks: 384, of which a multiprocessor holds three; one for each; many"""
+  for name, each in (("expert_gate_up", ["3"]), ("mla_split_kv_mma_1", ["1"]), ("norm_linear_q6_k_154880", []), ("expert_down_4_early", ["4"])):
+    assert said_of_blocks(sources("glm"), name) == [each], name
+
+def test_blocks_at_once_of_experts():
+  """… of several tokens, as many as have 80 registers a thread; a wide model's down, too"""
+  assert said_of_blocks(sources("glm", 8), "few_expert_gate_up") == [["3"]] and said_of_blocks(sources("glm", 8), "few_expert_down") == [["4"]]
   assert said_of_blocks(sources("kimi"), "expert_down_8") == [["3"]]
 
 def test_a_weight_does_go_first():
