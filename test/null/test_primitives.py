@@ -347,6 +347,7 @@ def test_choice_before_the_wait(name: str, form: str, tokens: int, monkeypatch: 
 def test_last_block_chooses(form: str, grouped: bool, gating: Gating, tokens: int, monkeypatch: pytest.MonkeyPatch):
   """… where the step has a plan, whose last number counts the router's blocks: the same bytes as by a launch, and a zero again"""
   counted, last = [], matvec.is_last_block
+  monkeypatch.setattr(kernel, "_programs", {})   # what another test has put together would count nothing here
   monkeypatch.setattr(matvec, "is_last_block", lambda *args: counted.append(args) or last(*args))
   with on_cuda("sm_90"):
     step, x, norm, router, routing, *rest = mixed(True, grouped=grouped, wide=96 if form == "pairs" else 1920)(Sequences(tokens))
@@ -363,7 +364,6 @@ def test_blocks_that_are_counted_wrongly(more: int, monkeypatch: pytest.MonkeyPa
   """… are noticed"""
   right = matvec.is_last_block
   monkeypatch.setattr(matvec, "is_last_block", lambda target, count, blocks, inside: right(target, count, blocks + more, inside))
-  monkeypatch.setattr(kernel, "_programs", {})
   with pytest.raises(AssertionError): test_last_block_chooses("pairs", False, Gating.SIGMOID, 2, monkeypatch)
 
 def test_blocks_that_take_turns(monkeypatch: pytest.MonkeyPatch):
@@ -390,6 +390,14 @@ def test_turns_of_a_large_launch(kind: T, rows: int, inner: int, rotated: bool, 
   run(case, "CUDA", "decode", 1)
   assert found == [turns]
   test_as_alone(case, "CUDA", "decode", Sequences(2))
+
+@pytest.mark.parametrize("units,turns", [(224, 36), (367, 12), (512, 36)])
+def test_turns_of_floats(units: int, turns: int):
+  """As many as shared memory has room for beside the vector, also the widest that is staged; one that stays in device memory leaves all of it"""
+  part = matvec.MatvecPart(1, lambda job: [], lambda *args: [], integer=False)
+  assert matvec.turns_of(intrinsics.HOPPER, 36 * matvec.AT_ONCE // 2, part, units) == turns
+  held = matvec.FloatVectors.nbytes(units) if matvec.stages_floats(intrinsics.HOPPER, units) else 0
+  assert held + matvec.MANY_WARPS * 4 * (1 + matvec.ROWS * turns) <= intrinsics.HOPPER.shared_bytes
 
 @pytest.mark.parametrize("kind,rotated", [(T.F16, True), (T.BF16, False)])
 def test_floats_of_a_wide_vector(kind: T, rotated: bool):

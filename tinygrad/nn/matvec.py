@@ -547,7 +547,7 @@ class ExtraStores(NamedTuple):
     return UOp.group(*self.of(block + zero, thread, threads, pdl_wait(target, zero))).end(loop)
 
 class LastBlock(NamedTuple):
-  """What the last of the first part's blocks does, behind all of them: it sees what these have stored, by early_load.
+  """What the last of a part's blocks does, behind all of them: it sees what these have stored, by early_load.
   count: where they are counted, see is_last_block; of(thread, threads, slot) -> stores. slot: of shared memory, the first that is free"""
   count: UOp
   of: Callable[[UOp, int, int], list[UOp]]
@@ -573,7 +573,8 @@ def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_sto
   """The stores of a launch over gidx0, each part in blocks of its own, those of all groups of tokens side by side: they share what they read.
   items: how many times a token runs all this, by gidx1, which is the caller's, in operand and parts. Where the caller's gidx1 numbers tokens too,
   the layout, and with it the order of sums, is still that of one token alone.
-  choice, trigger_last (see pdl_wait), and extra_stores that have no blocks of their own, are for a launch of one part; last is for one of several."""
+  choice, trigger_last (see pdl_wait), and extra_stores that have no blocks of their own, are for a launch of one part; last, of the first part's
+  blocks, for one of several."""
   making, first = operand.made.threads if operand.made is not None else 0, parts[0]
   stores_int8 = any(isinstance(part.finish, CodesOut) for part in parts)
   staged = operand.codes is None and operand.rounded is None and (items == 1 and choice is None or not stores_int8)

@@ -32,8 +32,8 @@ from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_m
 from tinygrad.nn.norm_linear import (decode_target, few_target, linear_of_codes, mul_mat, norm_linear, operand_of, prefill_target, single_segment,
                                          vector_target)
 from tinygrad.nn.primitive import primitive
-from tinygrad.nn.routing import (MadeChoice, Routing, Share, TopKInKernel, choices_of_all, choose_experts, choose_experts_prefill, expert_index,
-                                     group_choices, sort_by_expert)
+from tinygrad.nn.routing import (MadeChoice, Routing, Share, TopKInKernel, choice_stores, choose_experts, choose_experts_prefill, expert_index,
+                                     group_choices, sort_by_expert, team_choices)
 from tinygrad.nn.step import Step
 
 RESIDENT = 1536    # threads of a multiprocessor whose blocks choose experts: each has the registers for its loads, to be asked for together
@@ -115,7 +115,8 @@ def gate_up_launch(step:Step, x:Tensor, norm:Norm, weights:Sequence[Weight], rou
     if step.few_tokens: parts.reverse()   # tinygrad walks the whole first branch for each access of the second, and the router's has more of them
     def choose(thread:UOp, threads:int, slot:int) -> list[UOp]:
       assert routing is not None and router is not None
-      return choices_of_all(target, routing, router.shape[0], T, buffers, thread, threads, slot)
+      made = team_choices(target, routing, (1, T, router.shape[0]), buffers, thread, threads, slot)
+      return [store for choice in made for store in choice_stores(choice, buffers["sel"], buffers["weights"])]
     last = None if routing is None else LastBlock(buffers["plan"][prod(step.plan.shape) - 1], choose)
     return matvec(target, operand_of(buffers, x, norm), parts, last=last)
   outs = {**named(out, "y"), **({} if beside is None else named(beside, what))}

@@ -253,27 +253,34 @@ class TopKInKernel:
     count = self.routing.count
     return weight_of([self.values[self.at(count, i)].load() for i in range(count)], self.values[self.at(count, k)].load(), self.routing)
 
-def choices_of_all(target:Target, routing:Routing, experts:int, tokens:int, buffers:dict[str, UOp], thread:UOp, threads:int, slot:int) -> list[UOp]:
-  """The stores of the choices of so many tokens by one block, whole warps a token, of logits that others have just stored. slot: of shared memory,
-  the first"""
-  teams, stores = 1, []
-  while teams < tokens and threads // target.lanes % (2 * teams) == 0: teams *= 2
-  own = threads // teams
-  for first in range(0, tokens, teams):
-    team = thread // own
-    token, inside = (first + team, None) if first + teams <= tokens else ((first + team).minimum(tokens - 1), first + team < tokens)
-    top_k = TopKInKernel(target, routing, experts, buffers["logits"], buffers.get("bias"), token, share=Share(True, teams, team, slot))
-    top_k.barrier(thread % own, own, UOp.const(0), [])
-    stores += choice_stores(top_k, buffers["sel"], buffers["weights"], thread % own, inside)
-    slot += TOP_K_SLOTS
-  return stores
+class TeamChoice(NamedTuple):
+  """A token's choice, which a team of a block's threads has made. member: of the team; inside: whether there is such a token; None: always"""
+  top_k: TopKInKernel
+  member: UOp
+  inside: UOp|None
 
-def choice_stores(top_k:TopKInKernel, experts:UOp, weights:UOp, thread:UOp, inside:UOp|None=None) -> list[UOp]:
-  """The stores of a token's choice, which is made, in (T, count) each. inside: whether there is such a token; None: always"""
+def team_choices(target:Target, routing:Routing, logits:tuple[int, int, int], buffers:dict[str, UOp], thread:UOp, threads:int,
+                 slot:int) -> list[TeamChoice]:
+  """Of all tokens by one block, whole warps a token, turn by turn. logits: the shape of what others have just stored, (parts that are added up, T,
+  E). slot: of shared memory, the first of TOP_K_SLOTS a turn"""
+  (n_parts, tokens, experts), teams, made = logits, 1, []
+  while teams < tokens and threads // target.lanes % (2 * teams) == 0: teams *= 2
+  team, member, parts = thread // (threads // teams), thread % (threads // teams), [i * tokens for i in range(n_parts)]
+  for first in range(0, tokens, teams):
+    token, inside = (first + team, None) if first + teams <= tokens else ((first + team).minimum(tokens - 1), first + team < tokens)
+    top_k = TopKInKernel(target, routing, experts, buffers["logits"], buffers.get("bias"), token, parts, Share(True, teams, team, slot))
+    top_k.barrier(member, threads // teams, UOp.const(0), [])
+    made.append(TeamChoice(top_k, member, inside))
+    slot += TOP_K_SLOTS
+  return made
+
+def choice_stores(choice:TeamChoice, experts:UOp|None, weights:UOp) -> list[UOp]:
+  """The stores of a token's choice, in (T, count) each: of the experts, where they are wanted, and of their weights"""
+  top_k, member, inside = choice
   count = top_k.routing.count
-  k, first = thread.minimum(count - 1), thread < count
+  k, first = member.minimum(count - 1), member < count
   place = (top_k.token * count + k).valid(first if inside is None else first & inside)
-  return [experts[place].store(top_k.expert(k)), weights[place].store(top_k.weight(k))]
+  return [*([] if experts is None else [experts[place].store(top_k.expert(k))]), weights[place].store(top_k.weight(k))]
 
 def expert_index(sel:UOp, experts:int) -> UOp:
   """An expert's number as an index of a stack of so many: in bounds whatever memory holds"""
@@ -300,7 +307,7 @@ def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing, overla
     token, thread = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0")
     top_k = TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token, parts)
     top_k.barrier(thread, threads, UOp.const(0), [])
-    return choice_stores(top_k, buffers["experts"], buffers["weights"], thread)
+    return choice_stores(TeamChoice(top_k, thread, None), buffers["experts"], buffers["weights"])
   outs = {"experts": empty(logits, T, K, dtype=dtypes.int32), "weights": empty(logits, T, K)}
   ins = {"logits": logits, **optional(bias=routing.bias)}
   experts, weights = launch(f"choose_experts_{len(parts)}_{T}_{E}_{K}_{routing.label}", outs, ins, body)
@@ -461,27 +468,16 @@ def group_stores(groups:UOp, own:UOp, sizes:tuple[int, int, int], thread:UOp, sl
   put(number, 0, zero - 1, (number >= in_all) & (number < n_groups))
   return stores
 
-def teams_of(tokens:int) -> int:
-  """Of a block that chooses for all of them, a token each: a power of two"""
-  return 1 << (tokens - 1).bit_length()
-
 def groups_in_a_launch(target:Target, tokens:int, count:int, experts:int, threads:int) -> bool:
-  """Whether one block of so many threads, of a larger launch, makes all tokens' choices and their groups by the way: a warp or more a token, and no
-  loops"""
-  return threads % (teams_of(tokens) * target.lanes) == 0 and group_threads(target, tokens, count, experts) <= threads and \
-    max(tokens * count, experts) <= TURN
+  """Whether one block of so many threads, of a larger launch, makes all tokens' choices, in one turn, and their groups by the way: no loops"""
+  teams = 1 << (tokens - 1).bit_length()
+  return threads % (teams * target.lanes) == 0 and group_threads(target, tokens, count, experts) <= threads and max(tokens * count, experts) <= TURN
 
 def chosen_groups(target:Target, routing:Routing, logits:tuple[int, int, int], buffers:dict[str, UOp], thread:UOp, threads:int,
                   slot:int) -> list[UOp]:
-  """The stores of all tokens' weights, as choices_of_all has them, and of their groups. logits: their shape, (parts that are added up, T, E)"""
-  (n_parts, tokens, experts), count = logits, routing.count
-  teams = teams_of(tokens)
-  team, member = thread // (threads // teams), thread % (threads // teams)
-  token = team if teams == tokens else team.minimum(tokens - 1)   # teams too many store what the last token's does
-  top_k = TopKInKernel(target, routing, experts, buffers["logits"], buffers.get("bias"), token, [i * tokens for i in range(n_parts)],
-                       Share(True, teams, team, slot))
-  top_k.barrier(member, threads // teams, UOp.const(0), [])
-  place = (token * count + member.minimum(count - 1)).valid(member < count)
-  chosen = top_k.ids[thread.valid(thread < tokens * count)].load()   # a team's begin where those of its token do
-  return [buffers["weights"][place].store(top_k.weight(member.minimum(count - 1))),
-          *group_stores(buffers["groups"], chosen, (tokens, count, experts), thread, slot + TOP_K_SLOTS)]
+  """The stores of all tokens' weights and of their groups, by a block that groups_in_a_launch takes. logits, slot: as for team_choices"""
+  (_, tokens, experts), count = logits, routing.count
+  choice, = team_choices(target, routing, logits, buffers, thread, threads, slot)
+  own = choice.top_k.ids[thread.valid(thread < tokens * count)].load()   # a team's begin where those of its token do
+  return [*choice_stores(choice, None, buffers["weights"]),
+          *group_stores(buffers["groups"], own, (tokens, count, experts), thread, slot + TOP_K_SLOTS)]
