@@ -38,10 +38,11 @@ class MatrixThread:
     """Of four words, and one that takes the zeros that are stored behind statements"""
     return UOp.placeholder((5,), dtypes.uint32, slot=slot, addrspace=AddrSpace.REG).after(*after)
 
-  def accumulate(self, sums:UOp, first:int, a_words:list[UOp], b_words:list[UOp], done:UOp) -> UOp:
-    """The store behind products with the same a, whose elements of c lie one after another from the register `first` on"""
+  def accumulate(self, sums:UOp, first:int, a_words:list[UOp], b_words:list[UOp], done:UOp, inside:UOp|None=None) -> UOp:
+    """The store behind products with the same a, whose elements of c lie one after another from the register `first` on. Where `inside`, the same in
+    all of a warp's lanes, is false they stay as they are"""
     for i in range(len(b_words) // 2):
       behind = sums.after(done)
       places = [behind[first + i * 4 + element] for element in range(4)]
-      done = behind[sums.shape[0] - 1].store(self.mma.accumulate(a_words, b_words[2 * i:2 * i + 2], places))
+      done = behind[sums.shape[0] - 1].store(self.mma.accumulate(a_words, b_words[2 * i:2 * i + 2], places, inside))
     return done

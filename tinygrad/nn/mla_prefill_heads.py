@@ -10,6 +10,7 @@ memory a block has fewer heads, and where it does not hold one there is nn/mla_p
 """
 from __future__ import annotations
 from dataclasses import dataclass
+from typing import NamedTuple
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import MMA_CUDA, Target, copied, copy, group_reduce
@@ -17,7 +18,7 @@ from tinygrad.nn.kernel import LOG2_E, MULTIPROCESSORS, gated, local, total
 from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, RowFormat
 from tinygrad.nn.matrices import PIECE, pitch
 from tinygrad.nn.mla_prefill import PrefillLaunch, block_of_tokens, prefill_launch
-from tinygrad.nn.online_softmax import LANE_POSITIONS, RowSoftmax, SharedWeights, SoftmaxThread
+from tinygrad.nn.online_softmax import LANE_POSITIONS, RowSoftmax, SoftmaxThread
 from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
 
@@ -87,6 +88,12 @@ def heads_kernel(shape:HeadsLaunch, buffers:dict[str, UOp]) -> list[UOp]:
   updated = thread.update_sums(sums.after(step), *shared, rows.after(shared.barrier), step)
   done = UOp.group(updated, thread.ahead.update(step, page, following), *(store for row in softmax for store in row.stores)).end(step)
   return thread.store_context(sums.after(done), state.after(done))
+
+class SharedWeights(NamedTuple):
+  """A step's weights (rows, pitch) and rescales (rows) in shared memory behind a barrier"""
+  weights: UOp
+  rescales: UOp
+  barrier: UOp
 
 class HeadsThread(SoftmaxThread):
   """A thread of mla_prefill_heads. Row 16 · head + token is a token of one of the block's heads; a tile is the rows of a head, as a product takes
@@ -201,7 +208,8 @@ class HeadsThread(SoftmaxThread):
 
   def share_weights(self, softmax:list[RowSoftmax]) -> SharedWeights:
     weights, rescales = local(self.n_rows * WEIGHTS_PITCH, dtypes.half, 3), local(self.n_rows, dtypes.float, 4)
-    return self.store_weights(softmax, weights, rescales, WEIGHTS_PITCH, (self.lane % ROW_LANES).eq(0))
+    barrier = UOp(Ops.BARRIER, src=tuple(self.store_weights(softmax, weights, rescales, WEIGHTS_PITCH, (self.lane % ROW_LANES).eq(0))))
+    return SharedWeights(weights.after(barrier), rescales.after(barrier), barrier)
 
   def update_sums(self, sums:UOp, weights:UOp, rescales:UOp, barrier:UOp, rows:UOp, step:UOp) -> UOp:
     """The store behind the update of the lane's weighted sums"""

@@ -7,7 +7,6 @@ from tinygrad.nn.intrinsics import Target, group_reduce
 from tinygrad.nn.kernel import total
 from tinygrad.nn.latent_cache import MASKED_SCORE
 from tinygrad.nn.matrices import MatrixThread
-from tinygrad.uop.ops import Ops
 
 LANE_POSITIONS = 4   # of a lane
 
@@ -17,12 +16,6 @@ class RowSoftmax(NamedTuple):
   weights: list[UOp]
   rescale: UOp
   stores: list[UOp]
-
-class SharedWeights(NamedTuple):
-  """A step's weights (rows, pitch) and rescales (rows) in shared memory behind a barrier"""
-  weights: UOp
-  rescales: UOp
-  barrier: UOp
 
 class SoftmaxThread(MatrixThread):
   """… and shares the softmax of a step's scores: row_lanes lanes a row, which is a token of a head, four positions each; `turns` rows a lane"""
@@ -47,12 +40,11 @@ class SoftmaxThread(MatrixThread):
     rescale, weights = (old - row_max).exp2(), [(score - top).exp2() for score in scores]
     return RowSoftmax(row, weights, rescale, [state[turn].store(row_max), weight_sum.store(weight_sum.load() * rescale + total(weights, UOp.add))])
 
-  def store_weights(self, softmax:list[RowSoftmax], weights:UOp, rescales:UOp, pitch:int, is_first:UOp) -> SharedWeights:
+  def store_weights(self, softmax:list[RowSoftmax], weights:UOp, rescales:UOp, pitch:int, is_first:UOp) -> list[UOp]:
     """weights, rescales: shared memory, half (rows, pitch) and float32 (rows,). is_first: whether the lane is its row's first"""
     stores:list[UOp] = []
     for of_row in softmax:
       first = of_row.row * pitch + self.lane_position()
       stores += [weights[first + i].store(weight.cast(dtypes.half)) for i, weight in enumerate(of_row.weights)]
       stores.append(rescales[of_row.row.valid(is_first)].store(of_row.rescale))
-    barrier = UOp(Ops.BARRIER, src=tuple(stores))
-    return SharedWeights(weights.after(barrier), rescales.after(barrier), barrier)
+    return stores

@@ -29,7 +29,7 @@ from tinygrad.nn.intrinsics import (MMA_CUDA, Target, copied_but, copy, group_re
                                     pdl_wait, shuffle_from, store_words)
 from tinygrad.nn.kernel import LOG2_E, MULTIPROCESSORS, Load4, behind_wait, branch, empty, gated, launch, local, total
 from tinygrad.nn.latent_cache import CODES, MASKED_SCORE, PageAhead, Pages, RowFormat
-from tinygrad.nn.online_softmax import LANE_POSITIONS, RowSoftmax, SharedWeights, SoftmaxThread
+from tinygrad.nn.online_softmax import LANE_POSITIONS, RowSoftmax, SoftmaxThread
 from tinygrad.nn.split_plan import PlanShape, item_of, items_of, least_length
 from tinygrad.nn.step import NEW_ROWS, Step
 from tinygrad.uop.ops import Ops
@@ -119,6 +119,14 @@ class MmaLayout:
 
   @property
   def warps(self) -> int: return self.row.latent // LATENT_PER_WARP
+  @property
+  def tiles(self) -> int:
+    """Of a step's positions"""
+    return self.positions // TILE_POSITIONS
+  @property
+  def shares(self) -> int:
+    """Of a row's numbers: a warp makes the scores of one tile of positions over one of them"""
+    return self.warps // self.tiles
   # from a row, or a head, to the next one: they let the rows of a matrix begin in other banks
   @property
   def pitch(self) -> int: return self.row.dim + PIECE
@@ -139,10 +147,15 @@ class MmaLayout:
     """Of a warp in the softmax"""
     return 32 // self.head_lanes
   @property
+  def expanded(self) -> int:
+    """Halves of a step's rows, where these are codes"""
+    return self.positions * self.pitch if self.row.coded else 0
+  @property
   def shared_bytes(self) -> int:
-    """Rows of the stages, of a step as halves where they are codes, weights; partial scores, rescales; of the most heads"""
-    heads, expanded = 8 * MOST_COLUMNS, self.positions * self.pitch if self.row.coded else 0
-    return 2 * (self.stages * self.stage_entries + expanded + (heads + 8) * self.weights_pitch) + 4 * heads * (self.warps * self.scores_pitch + 1)
+    """Rows of the stages, of two steps as halves where they are codes, weights; partial scores, rescales; of the most heads"""
+    heads = 8 * MOST_COLUMNS
+    halves = self.stages * self.stage_entries + 2 * self.expanded + (heads + 8) * self.weights_pitch
+    return 2 * halves + 4 * heads * (self.shares * self.scores_pitch + 1)
 
 @dataclass(frozen=True)
 class SumsLayout:
@@ -384,31 +397,32 @@ class SimtThread:
 def split_kv_mma(shape:SplitLaunch, buffers:dict[str, UOp]) -> list[UOp]:
   """A block's stores. It has a split and some columns of eight heads; one or two tiles of 16 positions a step. The rows of its first steps
   are on their way before the block waits for the kernels before, but for those that these may write (nn/step.py). A block without positions leaves.
+  A step's sums are made beside the next step's scores, so that some warps multiply while others wait.
     old rows of the first `stages` steps begin their way to shared memory; wait for the kernels before; so do the new ones
     queries = the lane's words, in registers
+    wait for the first step's rows; barrier
     for each step of the split:
-      wait for its rows; barrier; the rows of a later step begin their way to where those of the step before were
       of rows of 8 bits the halves -> shared memory; barrier
-      partial scores = keys · queries, of the warp's share of the numbers -> shared memory; barrier
-      scores = Σ of the shares; the online softmax, some lanes a head; weights, rescale -> shared memory; barrier
-      sums = sums · rescale + values · weights, the warp's 64 latent numbers
+      partial scores = keys · queries, of the warp's tile of positions and its share of the numbers -> shared memory
+      the sums of the step before; barrier; the rows of a later step begin their way to where those of the step before were
+      scores = Σ of the shares; the online softmax, some lanes a head; weights, rescale -> shared memory
+      wait for the next step's rows; barrier
+    the sums of the last step: sums = sums · rescale + values · weights, the warp's 64 latent numbers
     store row_max, weight_sum, sums"""
   thread = MmaThread(shape, buffers)
   queries, state, sums = thread.load_queries(), thread.initial_state(), thread.no_sums()
-  new_rows = thread.copy_new_rows()
+  first = thread.wait(UOp.const(0), thread.copy_new_rows())
   step = thread.split.steps()
-  arrived = thread.wait(step, new_rows)
   page, following = thread.split.pages.read(step), thread.split.page_of(step + thread.stages)
-  copies = thread.copy_later_rows(step, page, arrived)
-  rows = thread.halves(step, arrived, copies)
-  scores = thread.share_scores(*thread.partial_scores(queries, rows, step), following)
+  partial_scores = thread.partial_scores(queries, thread.halves(step, first), step)
+  before = thread.update_sums(sums.after(step), step + thread.kept - 1, step > 0, first, step)
+  scores = thread.share_scores(*partial_scores, before, following)
+  copies = thread.copy_later_rows(step, page, scores)
   softmax = [thread.softmax(state.after(step), turn, scores, step) for turn in range(thread.turns)]
-  shared = thread.share_weights(softmax)
-  updated = thread.update_sums(sums.after(step), *shared, rows.after(shared.barrier), step)
   turned = thread.split.pages.update(step, page, following)
-  done = UOp.group(updated, turned, *(store for head in softmax for store in head.stores)).end(step)
-  stats = [store for turn in range(thread.turns) for store in thread.store_stats(state.after(done), turn)]
-  return [*stats, *thread.store_sums(sums.after(done))]
+  done = thread.wait(step + 1, copies, turned, *(store for head in softmax for store in head.stores), *thread.weight_stores(softmax)).end(step)
+  sums = sums.after(thread.update_sums(sums.after(done), thread.split.count - 1, None, done))
+  return [*(store for turn in range(thread.turns) for store in thread.store_stats(state.after(done), turn)), *thread.store_sums(sums)]
 
 class MmaThread(SoftmaxThread):
   """A thread of split_kv_mma. Queries, rows of the cache and weights are half, two in a word; sums are float32. Positions are rows of the products
@@ -417,16 +431,18 @@ class MmaThread(SoftmaxThread):
   def __init__(self, shape:SplitLaunch, buffers:dict[str, UOp]):
     self.shape, self.buffers, self.format = shape, buffers, shape.pages.format
     self.layout = layout = MmaLayout.of(shape.target, self.format)
-    self.stages, self.tiles, self.columns = layout.stages, layout.positions // TILE_POSITIONS, head_columns(shape.heads)
+    self.stages, self.columns = layout.stages, head_columns(shape.heads)
     self.heads = self.columns * shape.target.mma.N            # of a block
     super().__init__(shape.target, layout.warps * 32, self.heads, layout.head_lanes)
-    self.products = LATENT_PER_WARP // self.mma.K             # of a warp, on its share of the latent numbers
-    self.rotated_products = (shape.dim - shape.latent) // self.mma.K * self.tiles   # of all warps, which take turns
-    self.rotated_turns = -(-self.rotated_products // layout.warps)
+    self.tile, self.share = self.warp % layout.tiles, self.warp // layout.tiles   # whose scores the warp makes
+    self.products = shape.latent // layout.shares // self.mma.K   # of a share, on latent numbers
+    self.rotated_products = (shape.dim - shape.latent) // self.mma.K   # of all shares, which take turns
+    self.rotated_turns = -(-self.rotated_products // layout.shares)
+    self.kept = 2 if self.format.coded else layout.stages   # whose rows are there as halves
     pieces = self.format.entries // PIECE                     # of a row
     self.own_row, self.own_number, self.rows_at_once = self.thread // pieces, self.thread % pieces * PIECE, layout.warps * 32 // pieces
     self.has_rows = self.own_row < self.rows_at_once
-    self.columns_at_once = 4 // (layout.positions // 8)       # whose weights four matrices are
+    self.columns_at_once = 2 // layout.tiles                  # whose weights four matrices are
     self.weight_loads = -(-self.columns // self.columns_at_once)
     self.lane_group, self.in_group = self.lane // 4, self.lane % 4
     index, block = UOp.special(shape.splits, "gidx0"), UOp.special(-(-shape.heads // self.heads), "gidx1")
@@ -435,6 +451,9 @@ class MmaThread(SoftmaxThread):
     steps = (self.split.count * 2 - 1).maximum(1).cast(dtypes.float).bitcast(dtypes.uint32)   # whose exponent is the logarithm, rounded up
     self.shift = ((steps >> 23).cast(dtypes.int) - 127).cast(dtypes.float)
     self.entries = local(layout.stages * layout.stage_entries, CODES if self.format.coded else dtypes.half, 0)   # as they lie in the cache
+    self.rows = local(2 * layout.expanded, dtypes.half, 4) if self.format.coded else self.entries   # as halves
+    self.weights = local(self.weight_loads * self.columns_at_once * self.mma.N * layout.weights_pitch, dtypes.half, 2)
+    self.rescales = local(self.heads, dtypes.float, 3)
     self.new_pages = [self.page_at(self.new_position(row)) for row, _ in self.own_rows(NEW_ROWS)]
     self.old_rows = self.copy_old_rows()
     self.behind = behind_wait(shape.target, buffers, self.old_rows[0].load(), *self.new_pages)
@@ -448,14 +467,10 @@ class MmaThread(SoftmaxThread):
     return number.minimum(self.shape.heads - 1), number < self.shape.heads
 
   def rotated_product(self, turn:int) -> tuple[UOp, UOp|None]:
-    """(the first of the 16 rotated numbers that the warp multiplies, with those of its own tile 0, whether there is such a product); None: always"""
-    number = turn * self.layout.warps + self.warp
-    if self.rotated_products % self.layout.warps == 0: return number // self.tiles * self.mma.K, None
-    return number.minimum(self.rotated_products - 1) // self.tiles * self.mma.K, number < self.rotated_products
-
-  def own_tile(self, tile:int) -> UOp:
-    """The tile that is the warp's so-and-so-many-th: each warp begins with another, so that they share the products of rotated numbers"""
-    return (tile + self.warp) % self.tiles
+    """(the first of the 16 rotated numbers that the warp multiplies, whether there is such a product); None: always"""
+    number = turn * self.layout.shares + self.share
+    if self.rotated_products % self.layout.shares == 0: return number * self.mma.K, None
+    return number.minimum(self.rotated_products - 1) * self.mma.K, number < self.rotated_products
 
   def stage(self, step:UOp|int) -> UOp|int:
     """Where a step's rows begin"""
@@ -520,15 +535,15 @@ class MmaThread(SoftmaxThread):
       zero = zero.after(zero[0].store(copy(self.target, self.entries[place], self.behind["cache"][source], inside)))
     return zero
 
-  def copy_later_rows(self, step:UOp, page:UOp, arrived:UOp) -> UOp:
+  def copy_later_rows(self, step:UOp, page:UOp, behind:UOp) -> UOp:
     """… of a step's rows, to where those of the step before were: the step that is `stages` behind that one. From the second step on"""
     later = step + (self.stages - 1)
     has_rows = (step > 0) & (later < self.split.count) & self.has_rows
-    zero = self.zero(self.copy_step(self.zero(arrived), later, page, 0, lambda behind: has_rows))
+    zero = self.zero(self.copy_step(self.zero(behind), later, page, 0, lambda behind: has_rows))
     return zero[0].store(grouped(self.target, zero[0].load(), step > 0))
 
   def wait(self, step:UOp, *before:UOp) -> UOp:
-    """The barrier behind which all have the step's rows, and none reads those of the step before"""
+    """The barrier behind which all have the step's rows, and what is done `before`"""
     has_new_rows = self.split.last < self.split.start_of(step + 1) + (NEW_ROWS - 1)
     event = copied_but(self.target, [(has_new_rows, 0), (step.eq(0), self.stages - 1)], self.stages - 2)
     return UOp(Ops.BARRIER, src=(self.zero(step, *before)[0].store(event),))
@@ -537,9 +552,8 @@ class MmaThread(SoftmaxThread):
 
   def halves(self, step:UOp, *after:UOp) -> UOp:
     """The step's rows as halves in shared memory: those copied, or of 8 bits what these stand for behind a barrier"""
-    entries, layout = self.entries.after(*after), self.layout
-    if not self.format.coded: return entries
-    expanded, of_row, threads = local(layout.positions * layout.pitch, dtypes.half, 4), self.shape.dim // PIECE, layout.warps * 32
+    if not self.format.coded: return self.rows.after(*after)
+    entries, layout, of_row, threads = self.entries.after(*after), self.layout, self.shape.dim // PIECE, self.layout.warps * 32
     zero, pieces = self.zero(step, *after), layout.positions * of_row
     for turn in range(0, pieces, threads):
       piece, count = (self.thread + turn).minimum(pieces - 1), self.format.piece_words(PIECE)
@@ -547,40 +561,36 @@ class MmaThread(SoftmaxThread):
       places, words = self.format.piece(entries, self.stage(step) + row * layout.entries_pitch, number, PIECE), self.registers(9, zero)
       words = words.after(self.load(words, places))
       halves = self.format.halves(self.target, [words[i].load() for i in range(count)], number)
-      zero = zero.after(zero[0].store(store_words(self.target, expanded[row * layout.pitch + number], halves)))
-    return expanded.after(UOp(Ops.BARRIER, src=(zero,)))
+      zero = zero.after(zero[0].store(store_words(self.target, self.rows[self.first_row(step) + row * layout.pitch + number], halves)))
+    return self.rows.after(UOp(Ops.BARRIER, src=(zero,)))
 
-  def first_row(self, step:UOp) -> UOp|int:
-    """Where the rows begin that `halves` returns"""
-    return 0 if self.format.coded else self.stage(step)
+  def first_row(self, step:UOp) -> UOp:
+    """Where a step's rows begin in what `halves` returns"""
+    return step % self.kept * (self.layout.positions * self.layout.pitch)
 
   def partial_scores(self, queries:list[list[UOp]], rows:UOp, step:UOp) -> tuple[UOp, UOp]:
-    """(registers of the lane's elements of c by the warp's own tile and column, (positions, heads), of its share of the numbers; the store behind
+    """(registers of the lane's elements of c by column, (positions, heads), of the warp's tile and its share of the numbers; the store behind
     them)"""
-    count = self.tiles * self.columns * 4
-    sums = UOp.placeholder((count + 1,), dtypes.float, slot=5, addrspace=AddrSpace.REG).after(step)
-    done = UOp.group(*(sums[i].store(0.0) for i in range(count)))
-    numbers = [self.first_latent + product * self.mma.K for product in range(self.products)]
+    sums = UOp.placeholder((self.columns * 4 + 1,), dtypes.float, slot=5, addrspace=AddrSpace.REG).after(step)
+    done = UOp.group(*(sums[i].store(0.0) for i in range(self.columns * 4)))
+    numbers = [(self.share * self.products + product) * self.mma.K for product in range(self.products)]
     rotated = [self.shape.latent + self.rotated_product(turn)[0] for turn in range(self.rotated_turns)]
     for product, number in enumerate(numbers + rotated):
-      for tile in range(self.tiles if product < self.products else 1):
-        place = self.first_row(step) + self.a_place(self.own_tile(tile) * TILE_POSITIONS, number, self.layout.pitch)
-        keys = self.words(rows, place, self.registers(6, done))
-        for column in range(self.columns):
-          done = self.accumulate(sums, (tile * self.columns + column) * 4, keys, queries[column][2 * product:2 * product + 2], done)
+      place = self.first_row(step) + self.a_place(self.tile * TILE_POSITIONS, number, self.layout.pitch)
+      keys = self.words(rows, place, self.registers(6, done))
+      for column in range(self.columns):
+        done = self.accumulate(sums, column * 4, keys, queries[column][2 * product:2 * product + 2], done)
     return sums.after(done), done
 
   def share_scores(self, sums:UOp, *before:UOp) -> UOp:
-    """Partial scores in shared memory behind a barrier, (warps, heads, scores_pitch); `before` is done before it"""
+    """Partial scores in shared memory behind a barrier, (shares, heads, scores_pitch); `before` is done before it"""
     pitch, stores = self.layout.scores_pitch, []
-    scores = local(self.layout.warps * self.heads * pitch, dtypes.float, 1)
-    for tile in range(self.tiles):
-      for column in range(self.columns):
-        for i in range(4):
-          position, head = self.mma.c(self.lane, i)
-          row = self.warp * self.heads + column * self.mma.N + head
-          place = row * pitch + self.own_tile(tile) * TILE_POSITIONS + position
-          stores.append(scores[place].store(sums[(tile * self.columns + column) * 4 + i].load()))
+    scores = local(self.layout.shares * self.heads * pitch, dtypes.float, 1)
+    for column in range(self.columns):
+      for i in range(4):
+        position, head = self.mma.c(self.lane, i)
+        row = self.share * self.heads + column * self.mma.N + head
+        stores.append(scores[row * pitch + self.tile * TILE_POSITIONS + position].store(sums[column * 4 + i].load()))
     return scores.after(UOp(Ops.BARRIER, src=(*stores, *before)))
 
   def softmax(self, state:UOp, turn:int, shared:UOp, step:UOp) -> RowSoftmax:
@@ -588,13 +598,12 @@ class MmaThread(SoftmaxThread):
     head, last, scores = self.softmax_head(turn), self.split.last - self.split.start_of(step), []
     for i in range(LANE_POSITIONS):
       position = self.lane_position() + i
-      shares = [shared[(warp * self.heads + head) * self.layout.scores_pitch + position].load() for warp in range(self.layout.warps)]
+      shares = [shared[(share * self.heads + head) * self.layout.scores_pitch + position].load() for share in range(self.layout.shares)]
       scores.append((position <= last).where(total(shares, UOp.add) * self.shape.scale_log2e, MASKED_SCORE))
     return self.online_softmax(head, state, turn, scores, self.shift)
 
-  def share_weights(self, softmax:list[RowSoftmax]) -> SharedWeights:
-    weights = local(self.weight_loads * self.columns_at_once * self.mma.N * self.layout.weights_pitch, dtypes.half, 2)
-    return self.store_weights(softmax, weights, local(self.heads, dtypes.float, 3), self.layout.weights_pitch, self.lane_position().eq(0))
+  def weight_stores(self, softmax:list[RowSoftmax]) -> list[UOp]:
+    return self.store_weights(softmax, self.weights, self.rescales, self.layout.weights_pitch, self.lane_position().eq(0))
 
   def no_sums(self) -> UOp:
     """Registers of the weighted sums by tile of 16 latent numbers and column, and one behind them"""
@@ -602,23 +611,25 @@ class MmaThread(SoftmaxThread):
     sums = UOp.placeholder((count + 1,), dtypes.float, slot=4, addrspace=AddrSpace.REG)
     return sums.after(UOp.group(*(sums[i].store(0.0) for i in range(count))))
 
-  def update_sums(self, sums:UOp, weights:UOp, rescales:UOp, barrier:UOp, rows:UOp, step:UOp) -> UOp:
-    """The store behind the update of the lane's weighted sums"""
-    of_heads = [[rescales[column * self.mma.N + self.in_group * 2 + i].load() for i in range(2)] for column in range(self.columns)]
+  def update_sums(self, sums:UOp, step:UOp, inside:UOp|None, *behind:UOp) -> UOp:
+    """The store behind the update of the lane's weighted sums by a step, whose weights and rows are there behind `behind`, where `inside` is true"""
+    rows, weights, rescales = (shared.after(*behind) for shared in (self.rows, self.weights, self.rescales))
+    def rescale(head:UOp) -> UOp: return rescales[head].load() if inside is None else inside.where(rescales[head].load(), 1.0)
+    of_heads = [[rescale(column * self.mma.N + self.in_group * 2 + i) for i in range(2)] for column in range(self.columns)]
     places = [(sums[i], of_heads[i // 4 % self.columns][i % 2]) for i in range(LATENT_TILES * self.columns * 4)]
     done = UOp.group(*(place.store(place.load() * rescale) for place, rescale in places))
     b_words, matrices = [], 4 // self.columns_at_once   # of eight positions each, of a column
     for load in range(self.weight_loads):
       head = (load * self.columns_at_once + self.matrix // matrices) * self.mma.N + self.in_matrix
       b_words += self.words(weights, head * self.layout.weights_pitch + self.matrix % matrices * 8, self.registers(8 + load, done))
-    for tile in range(self.tiles):
+    for tile in range(self.layout.tiles):
       for latent in range(LATENT_TILES):
         # rows are the inner numbers here
         place = self.first_row(step) + self.b_place(tile * TILE_POSITIONS, self.first_latent + latent * self.mma.M, self.layout.pitch)
         values = self.words(rows, place, self.registers(7, done), transposed=True)
         for column in range(self.columns):
           own = column * matrices + tile * 2
-          done = self.accumulate(sums, (latent * self.columns + column) * 4, values, b_words[own:own + 2], done)
+          done = self.accumulate(sums, (latent * self.columns + column) * 4, values, b_words[own:own + 2], done, inside)
     return done
 
   # ---- before the loop, and behind it ----
@@ -641,7 +652,7 @@ class MmaThread(SoftmaxThread):
     shape, pairs = self.shape, self.products // 2
     heads = [self.first_head + column * self.mma.N + self.lane_group for column in range(self.columns)]
     first, q_latent = self.split.sequence * (padded(shape.heads) * shape.latent), self.behind["q_latent"]
-    places = [first + query_place(head.minimum(padded(shape.heads) - 1), self.first_latent + pair * 32 + self.in_group * 2, shape.latent)
+    places = [first + query_place(head.minimum(padded(shape.heads) - 1), (self.share * pairs + pair) * 32 + self.in_group * 2, shape.latent)
               for head in heads for pair in range(pairs)]
     latent = self.no_words(4 * len(places), 9)
     latent = latent.after(self.load(latent, [(q_latent[place], 4) for place in places]))
