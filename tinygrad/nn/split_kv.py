@@ -38,7 +38,7 @@ SIMT_BLOCKS = 3                    # that a multiprocessor holds
 SIMT_WARPS, SIMT_HEADS = 4, 2      # of a block
 POSITIONS_AT_ONCE = 4              # that a warp reads
 MMA_STEPS, TILE_POSITIONS = (32, 16), 16   # positions that a block of split_kv_mma has at once, by its shared memory; that a product takes
-STAGES = range(4, 1, -1)           # steps whose rows are on their way or read
+STAGES = range(4, 2, -1)           # steps whose rows are on their way or read, which two are at once
 MOST_COLUMNS = 4                   # of eight heads, of a block, by its registers
 LATENT_PER_WARP, LATENT_TILES = 64, 4   # numbers that a warp multiplies, and whose weighted sums it makes; products of these
 PIECE = 8                          # entries of a row that are copied at once, 16 bytes
@@ -111,7 +111,7 @@ class MmaLayout:
 
   @staticmethod
   def of(target:Target, row:RowFormat) -> MmaLayout|None:
-    """The largest steps of which there are two, and as many as there are. None: the target, or the row, does not suit"""
+    """The largest steps of which there are three, and as many as there are. None: the target, or the row, does not suit"""
     whole = row.latent % LATENT_PER_WARP == 0 and row.rotated % TILE_POSITIONS == 0 and row.latent // LATENT_PER_WARP in (2, 4, 8)
     if target.mma is not MMA_CUDA or target.copy is None or not whole: return None
     layouts = (MmaLayout(row, positions, stages) for positions in MMA_STEPS for stages in STAGES)
