@@ -106,6 +106,13 @@ def test_what_8_bits_cost(latent: int, rotated: int):
     assert (np.abs(found - groups) <= np.abs(groups).max(-1, keepdims=True) / LARGEST * 0.57).all()
   assert nmse(numbers, rows) < 7e-5 and not numbers[0].any()
 
+def test_steps():
+  """Of GLM's rows, as halves and of 8 bits: a step's sums and the next one's scores read two steps' rows, a third's are on their way"""
+  for arch, positions, stages in (("sm_80", 32, 3), (STEP_16, 16, 4), (STEP_32, 32, 4)):
+    for coded in (False, True):
+      layout = split_kv.MmaLayout.of(intrinsics.of_arch(arch), RowFormat(512, 64, coded))
+      assert (layout.positions, layout.stages) == (positions, stages), (arch, coded)
+
 @pytest.mark.parametrize("last,arch", [*((last, STEP_16) for last in (0, 1, 15, 16, 63, 64, 127, 400)),
                                        *((last, STEP_32) for last in (30, 31, 32, 33, 38, 400))])
 def test_few_blocks(last: int, arch: str, monkeypatch: pytest.MonkeyPatch):
@@ -389,7 +396,7 @@ def anothers_query(right: Callable) -> Callable:
 def test_a_planted_fault(place: object, name: str, fault: Callable, monkeypatch: pytest.MonkeyPatch):
   monkeypatch.setattr(place, name, fault(getattr(place, name)))
   monkeypatch.setattr(kernel, "_programs", {})
-  monkeypatch.setattr(split_kv, "STAGES", range(2, 1, -1))   # few enough that items have more steps
+  monkeypatch.setattr(split_kv, "STAGES", range(3, 2, -1))   # few enough that items have more steps
   monkeypatch.setattr(split_kv, "MULTIPROCESSORS", 7)
   with pytest.raises((AssertionError, RuntimeError)), on_cuda(): assert attention_of_several(5, 3, 128, 32, 5, longest=900) < 4
 

@@ -147,14 +147,18 @@ class MmaLayout:
     """Of a warp in the softmax"""
     return 32 // self.head_lanes
   @property
+  def kept(self) -> int:
+    """Steps whose rows are there as halves: two that are read at once, where those of the stages are codes"""
+    return 2 if self.row.coded else self.stages
+  @property
   def expanded(self) -> int:
-    """Halves of a step's rows, where these are codes"""
-    return self.positions * self.pitch if self.row.coded else 0
+    """Halves of rows that are codes"""
+    return self.kept * self.positions * self.pitch if self.row.coded else 0
   @property
   def shared_bytes(self) -> int:
-    """Rows of the stages, of two steps as halves where they are codes, weights; partial scores, rescales; of the most heads"""
+    """Rows of the stages, as halves where they are codes, weights; partial scores, rescales; of the most heads"""
     heads = 8 * MOST_COLUMNS
-    halves = self.stages * self.stage_entries + 2 * self.expanded + (heads + 8) * self.weights_pitch
+    halves = self.stages * self.stage_entries + self.expanded + (heads + 8) * self.weights_pitch
     return 2 * halves + 4 * heads * (self.shares * self.scores_pitch + 1)
 
 @dataclass(frozen=True)
@@ -415,7 +419,7 @@ def split_kv_mma(shape:SplitLaunch, buffers:dict[str, UOp]) -> list[UOp]:
   step = thread.split.steps()
   page, following = thread.split.pages.read(step), thread.split.page_of(step + thread.stages)
   partial_scores = thread.partial_scores(queries, thread.halves(step, first), step)
-  before = thread.update_sums(sums.after(step), step + thread.kept - 1, step > 0, first, step)
+  before = thread.update_sums(sums.after(step), step + thread.layout.kept - 1, step > 0, first, step)
   scores = thread.share_scores(*partial_scores, before, following)
   copies = thread.copy_later_rows(step, page, scores)
   softmax = [thread.softmax(state.after(step), turn, scores, step) for turn in range(thread.turns)]
@@ -438,7 +442,6 @@ class MmaThread(SoftmaxThread):
     self.products = shape.latent // layout.shares // self.mma.K   # of a share, on latent numbers
     self.rotated_products = (shape.dim - shape.latent) // self.mma.K   # of all shares, which take turns
     self.rotated_turns = -(-self.rotated_products // layout.shares)
-    self.kept = 2 if self.format.coded else layout.stages   # whose rows are there as halves
     pieces = self.format.entries // PIECE                     # of a row
     self.own_row, self.own_number, self.rows_at_once = self.thread // pieces, self.thread % pieces * PIECE, layout.warps * 32 // pieces
     self.has_rows = self.own_row < self.rows_at_once
@@ -451,7 +454,7 @@ class MmaThread(SoftmaxThread):
     steps = (self.split.count * 2 - 1).maximum(1).cast(dtypes.float).bitcast(dtypes.uint32)   # whose exponent is the logarithm, rounded up
     self.shift = ((steps >> 23).cast(dtypes.int) - 127).cast(dtypes.float)
     self.entries = local(layout.stages * layout.stage_entries, CODES if self.format.coded else dtypes.half, 0)   # as they lie in the cache
-    self.rows = local(2 * layout.expanded, dtypes.half, 4) if self.format.coded else self.entries   # as halves
+    self.rows = local(layout.expanded, dtypes.half, 4) if self.format.coded else self.entries   # as halves
     self.weights = local(self.weight_loads * self.columns_at_once * self.mma.N * layout.weights_pitch, dtypes.half, 2)
     self.rescales = local(self.heads, dtypes.float, 3)
     self.new_pages = [self.page_at(self.new_position(row)) for row, _ in self.own_rows(NEW_ROWS)]
@@ -539,7 +542,7 @@ class MmaThread(SoftmaxThread):
     """… of a step's rows, to where those of the step before were: the step that is `stages` behind that one. From the second step on"""
     later = step + (self.stages - 1)
     has_rows = (step > 0) & (later < self.split.count) & self.has_rows
-    zero = self.zero(self.copy_step(self.zero(behind), later, page, 0, lambda behind: has_rows))
+    zero = self.zero(self.copy_step(self.zero(behind), later, page, 0, lambda _: has_rows))
     return zero[0].store(grouped(self.target, zero[0].load(), step > 0))
 
   def wait(self, step:UOp, *before:UOp) -> UOp:
@@ -566,7 +569,7 @@ class MmaThread(SoftmaxThread):
 
   def first_row(self, step:UOp) -> UOp:
     """Where a step's rows begin in what `halves` returns"""
-    return step % self.kept * (self.layout.positions * self.layout.pitch)
+    return step % self.layout.kept * (self.layout.positions * self.layout.pitch)
 
   def partial_scores(self, queries:list[list[UOp]], rows:UOp, step:UOp) -> tuple[UOp, UOp]:
     """(registers of the lane's elements of c by column, (positions, heads), of the warp's tile and its share of the numbers; the store behind
@@ -617,7 +620,7 @@ class MmaThread(SoftmaxThread):
     def rescale(head:UOp) -> UOp: return rescales[head].load() if inside is None else inside.where(rescales[head].load(), 1.0)
     of_heads = [[rescale(column * self.mma.N + self.in_group * 2 + i) for i in range(2)] for column in range(self.columns)]
     places = [(sums[i], of_heads[i // 4 % self.columns][i % 2]) for i in range(LATENT_TILES * self.columns * 4)]
-    done = UOp.group(*(place.store(place.load() * rescale) for place, rescale in places))
+    done = UOp.group(*(place.store(place.load() * factor) for place, factor in places))
     b_words, matrices = [], 4 // self.columns_at_once   # of eight positions each, of a column
     for load in range(self.weight_loads):
       head = (load * self.columns_at_once + self.matrix // matrices) * self.mma.N + self.in_matrix
