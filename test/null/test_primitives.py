@@ -242,6 +242,7 @@ CASES = [
   Case(moe.mixture, "shared", mixed(True), INT8[:1] + [("CUDA", "pairs", Sequences(n)) for n in (2, 3)] + gpus((), (19,))),
   Case(moe.mixture, "in groups", mixed(True, grouped=True), INT8[:1] + few(9)),
   Case(moe.mixture, "shared IQ4_NL", mixed(True, T.IQ4_NL), INT8[1:]),
+  Case(moe.mixture, "lanes without a unit", mixed(True, grouped=True), [("CUDA", "pairs", Sequences(4))]),
   Case(norm_linear.norm_linear, "CPU, few: 33 rows", linear(33, False), cpu_few(2, 33)),
   Case(norm_linear.norm_linear, "CPU, few: 96 rows rotated", linear(96, True), cpu_few(3, 5)),
   Case(norm_linear.norm_linear, "CPU, few: residual", with_residual, cpu_few(13)),
