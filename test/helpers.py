@@ -12,13 +12,14 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T, GGUFWriter
 from gguf.quants import dequantize
 from extra import mkgguf
+from oracle import Judge
 from tinygrad.apps.capture import to_device
 from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import Transformer
 from tinygrad.nn.routing import Routing
-from tinygrad.nn.step import Step
+from tinygrad.nn.step import STRIP, Step
 
 # ---- weights ----
 
@@ -82,6 +83,24 @@ def decoding(*positions: int, pages: int = 2, tables: np.ndarray | None = None) 
   return Step.decode(to_device(np.int32(positions)), to_device(pages_of(len(positions), pages) if tables is None else np.int32(tables)))
 def prefilling(start: int, tokens: int, pages: int = 2, tables: np.ndarray | None = None) -> Step:
   return Step.prefill(to_device(np.int32([start])), to_device(pages_of(1, pages) if tables is None else np.int32(tables)), tokens)
+def prefilling_several(*prompts: tuple[int, int], pages: int = 2) -> tuple[Step, list[slice]]:
+  """A step of a strip or more of each prompt, (start, tokens), and where each one's tokens are in it. A prompt has its pages behind the one before
+  it, the first from page 1 on"""
+  starts, rows, places = [], [], []
+  for (start, tokens), table in zip(prompts, pages_of(len(prompts), pages) + 1):
+    places.append(slice(len(starts) * STRIP, len(starts) * STRIP + tokens))
+    own = range(start, start + tokens, STRIP)
+    starts, rows = [*starts, *own], rows + [table] * len(own)
+  return Step.prefill(to_device(np.int32(starts)), to_device(np.int32(rows)), len(starts) * STRIP), places
+def several_prompts(model: Transformer, path: Path, limit: float) -> None:
+  """Asserts what each of three says in a step of all, one of which had a step before"""
+  prompts, own = [np.random.default_rng(i).integers(0, 320, n) for i, n in enumerate((21, STRIP, 35 + 13))], [(0, 21), (0, STRIP), (35, 13)]
+  before = model.logits(prefilling(0, 35, tables=pages_of(3, 2)[2:] + 1), to_device(prompts[2][:35].astype(np.int32))).numpy()
+  step, places = prefilling_several(*own)
+  ids = np.zeros(step.tokens, np.int32)
+  for prompt, (start, tokens), place in zip(prompts, own, places): ids[place] = prompt[start:start + tokens]
+  said = model.logits(step, to_device(ids)).numpy()
+  for prompt, (start, _), place in zip(prompts, own, places): Judge(path, prompt.tolist()).check(np.concatenate([before[:start], said[place]]), limit)
 
 # ---- routing ----
 

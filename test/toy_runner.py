@@ -8,7 +8,8 @@ from tinygrad.apps.engine import cache
 from tinygrad.apps.engine.cache import Pool
 from tinygrad.apps.engine.constraint import Constraint
 from tinygrad.apps.engine.sampling import Sampling, mask_words
-from tinygrad.apps.engine.sequence import BatchRow, Logprob
+from tinygrad.apps.engine.sequence import BatchRow, Kind, Logprob, Piece
+from tinygrad.nn.step import STRIP
 
 VOCAB = 97
 WEIGHTS = np.random.default_rng(0).integers(1, 1 << 62, 1 << 13, np.uint64) | np.uint64(1)
@@ -60,7 +61,7 @@ def alone(ids: list[int], count: int, sampling: Sampling = Sampling(), stop: fro
   return out
 
 class ToyRunner:
-  beside, slices, stages, vocab_size, kernels_a_token, certain = 8, 3, 1, VOCAB, 1, False
+  beside, slices, stages, shares, vocab_size, kernels_a_token, certain = 8, 3, 1, True, VOCAB, 1, False
   def __init__(self, pages: int, max_context: int, sizes: tuple[int, ...] = (8, 32), in_flight: int = 2, drafts: int = 0, ahead: int = 0):
     """drafts: the model guesses its own next tokens, and often rightly, but not where masks or probabilities are asked for. ahead: 1, a launch writes
     the rows of the tokens that it chooses, too, where it neither guesses nor waits for masks"""
@@ -76,7 +77,7 @@ class ToyRunner:
     self.asked = False                                     # whether one of them is told probabilities
     self.undrawn: list[int]|None = None                    # the rows of a step that is launched, and has no tokens yet
     self.forgotten = self.launches = self.prefilled = 0
-    self.under_way: tuple[Any, int]|None = None   # the newest chunk, and its next slice
+    self.under_way: tuple[Kind, list[Piece], int]|None = None   # the newest chunk, and its next slice
     self.warmed: list[tuple[int, Any]] = []
 
   def place(self, table: list[int], position: int) -> int:
@@ -90,18 +91,21 @@ class ToyRunner:
     assert self.pool is None or not page or (self.pool.holders[page] == 1 and page not in self.pool.nodes), f"page {page} is shared, and written"
     self.rows[at] = value
 
-  def prefill(self, ids: list[int], start: int, size: int, table: list[int], slices: range = range(slices), following: int = 0) -> None:
+  def prefill(self, pieces: list[Piece], size: int, slices: range = range(slices), shared: bool = False) -> None:
     """The rows come with the last slice, as a model's last block has them; what the others write is nothing yet"""
-    assert 0 < len(ids) <= size and size in self.sizes and start + len(ids) <= self.max_context
-    assert len(table) * self.page >= start + len(ids) and 0 not in table and len({*table}) == len(table)
-    chunk = list(ids), start, size, list(table)
-    assert slices and slices == range(self.slices)[slices.start:slices.stop]
-    assert slices.start == 0 or self.under_way == (chunk, slices.start), "slices of one chunk, each once"
-    self.under_way, last = (chunk, slices.stop), slices.stop == self.slices
-    for position in range(start, start + size if last else start + 1):
-      padding = position >= start + len(ids)
-      self.write(table, position, 0xbad if padding or not last else row_value(self.held(table, position), ids[position - start]))
-    if last: self.prefilled += len(ids)
+    assert pieces and size in self.sizes and slices and slices == range(self.slices)[slices.start:slices.stop]
+    if slices.start: assert self.under_way[::2] == ((size, shared), slices.start) and all(piece in self.under_way[1] for piece in pieces)
+    self.under_way, last, each, end = ((size, shared), pieces, slices.stop), slices.stop == self.slices, STRIP if shared else size, 0
+    assert shared and size % STRIP == 0 or len(pieces) == 1 and pieces[0].at == 0
+    for at, ids, start, table, _ in pieces:
+      assert ids and start + len(ids) <= self.max_context and end <= at and at % each == 0
+      end = at + -(-len(ids) // each) * each
+      assert end <= size
+      assert len(table) * self.page >= start + len(ids) and 0 not in table and len({*table}) == len(table)
+      for position in range(start, start + end - at if last else start + 1):
+        padding = position >= start + len(ids)
+        self.write(table, position, 0xbad if padding or not last else row_value(self.held(table, position), ids[position - start]))
+      if last: self.prefilled += len(ids)
 
   def set_batch(self, rows: list[BatchRow]) -> None:
     assert rows and all(row.ids[-1] == row.token and len(row.ids) == row.position + 1 for row in rows)
@@ -180,7 +184,7 @@ class ToyRunner:
     self.warmed.append((rows, kinds))
   def logits(self, ids: list[int], start: int, table: list[int]) -> np.ndarray:
     chunk = self.under_way
-    self.prefill(ids, start, self.sizes[0], table)
+    self.prefill([Piece(0, ids, start, table)], self.sizes[0])
     self.under_way = chunk                        # it goes on
     rows = self.held(table, start + len(ids))[start:]
     return np.stack([np.eye(VOCAB, dtype=np.float32)[chosen(int(row), Sampling(), [])] for row in rows])

@@ -11,6 +11,7 @@ from extra.bench import random_weights, stand_in, with_blocks
 from profile_model import profile
 from tinygrad import Device
 from tinygrad.apps.engine.runner import Runner
+from tinygrad.apps.engine.sequence import Piece
 from tinygrad.apps.mla import LONG_SIZES, Config, Transformer
 
 def main() -> None:
@@ -29,7 +30,7 @@ def main() -> None:
   start = time.perf_counter()
   ids = np.random.default_rng(0).integers(0, whole.vocab_size, size).tolist()
   def run(depth:int) -> None:
-    runner.prefill(ids, depth, size, table)
+    runner.prefill([Piece(0, ids, depth, table)], size)
     Device[Device.DEFAULT].synchronize()
   run(0)
   print(f"{args.model} {args.quant}, blocks 0 to {args.blocks - 1} of {whole.n_blocks}, {size} tokens; "

@@ -396,8 +396,10 @@ def main() -> None:
   if wrong := set(args.features) - set(FEATURES): p.error(f"--features {wrong.pop()}: expected {', '.join(FEATURES)}")
   if min(*args.streams, *args.replicas, args.devices, args.repetitions, args.prompt - 1, args.count - 1) < 1:
     p.error("expected counts of 1 or more, tokens of 2 or more")
-  args.context = args.prompt + args.count + 2
-  args.cache_tokens = args.cache_tokens or max(args.streams) * (args.context + 2 * 64)   # in whole pages of 64, and one more each
+  from tinygrad.apps.models import DEFAULT_CONTEXT
+  room = args.prompt + args.count + 2
+  args.context = max(room, DEFAULT_CONTEXT)   # a server's: chunks of prompts are as long as the context at most
+  args.cache_tokens = args.cache_tokens or max(args.streams) * (room + 2 * 64)   # in whole pages of 64, and one more each
   with tempfile.TemporaryFile("w+") as log:
     try: result = measure(args, log)
     except BaseException:

@@ -383,9 +383,10 @@ class Alone:
     self.path, self.limit = path, limit
     self.runner = Runner(Transformer.from_gguf(read_gguf(path), 3 * PAGE, pool=lambda _: self.PAGES))
     replays = [self.runner.batch_of(size).replay() for size in ROWS]
-    for size in self.runner.sizes: replays.append(self.runner.chunks.setdefault(size, self.runner.record_chunk(size)))
-    say(f"{path.stem}: {len(replays)} steps recorded")
-    compile_parts([part for replay in replays for part in replay.recorded])
+    chunks = {kind: self.runner.record_chunk(*kind) for kind in self.runner.kinds}
+    say(f"{path.stem}: {len(replays) + len(chunks)} steps recorded")
+    compile_parts([part for replay in (*replays, *chunks.values()) for part in replay.recorded])
+    self.runner.add_chunks(chunks)
     say(f"{path.stem}: compiled")
     self.engine, self.said, rng = Engine(self.runner, self.PAGES), {}, random.Random(1)
     vocab = min(self.runner.vocab_size, 320)

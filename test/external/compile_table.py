@@ -90,7 +90,8 @@ def recorded(runner:Runner, kind:str, size:int) -> Iterator[tuple[str, list[UOp]
     batch.features = Features(*[True] * len(vars(Features())))
     yield f"drawn {size}", batch.record(compiled=False).calls
   elif size in runner.sizes:
-    yield f"prefill {size}", runner.record_chunk(size, compiled=False).calls
+    for shared in (False, True)[:1 + runner.shares]:
+      yield f"{'shared ' * shared}prefill {size}", runner.record_chunk(size, shared, compiled=False).calls
     if size != runner.sizes[0]: return
     replay = Replay(compiled=False)
     runner.model.logits(runner.chunk_step(size), runner.ids[size], replay.run)

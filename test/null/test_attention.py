@@ -259,7 +259,7 @@ def attention_with_late_rows(start: int, count: int, monkeypatch: pytest.MonkeyP
   given[:, split_kv.query_place(*numbers, L).reshape(-1)] = q_latent.reshape(count, -1)
   step, rows = decoding(*range(start, start + count), tables=np.tile(np.arange(pages), (count, 1))), Tensor(cache)
   if count > 1:
-    shape = split_kv.plan_shape(intrinsics.target_of(Device.DEFAULT), H, Pages.of(rows, step.tables, L))
+    shape = split_kv.plan_shape(intrinsics.target_of(Device.DEFAULT), H, Pages.of(rows, step, L))
     step = dataclasses.replace(step, plan=attention_plan(step, shape).realize())
   got = split_attention(Tensor(given.reshape(count, -1, L)), Tensor(q), rows, step, 0.11).numpy().astype(np.float64)
   query, worst = np.concatenate([q_latent, q[..., 48:]], -1).astype(np.float64), []
@@ -335,7 +335,7 @@ def attention_of_several(count: int, H: int, L: int, R: int, seed: int, longest:
     given[:, split_kv.query_place(head, number, L).reshape(-1)] = q_latent.reshape(count, -1)
     given = given.reshape(count, -1, L)
   step, cache = decoding(*batch.lasts, tables=batch.tables), Tensor(batch.cache)
-  step = dataclasses.replace(step, plan=attention_plan(step, split_kv.plan_shape(target, H, Pages.of(cache, step.tables, L))).realize())
+  step = dataclasses.replace(step, plan=attention_plan(step, split_kv.plan_shape(target, H, Pages.of(cache, step, L))).realize())
   got, worst = split_attention(Tensor(given), Tensor(q), cache, step, 0.11).numpy().astype(np.float64), []
   for i in range(count):
     keys = batch.rows(i).astype(np.float64)
@@ -363,7 +363,7 @@ def test_numbers_are_read_in_fours(count: int):
   with no_device("CUDA"), collected_calls() as calls:
     target, step = intrinsics.target_of(Device.DEFAULT), Step.decode(*(Tensor.empty(*n, dtype=dtypes.int32) for n in ((count,), (count, 9))))
     cache = Tensor.empty(20 * PAGE, 160, dtype=dtypes.half)
-    if count > 1: step = dataclasses.replace(step, plan=attention_plan(step, split_kv.plan_shape(target, 5, Pages.of(cache, step.tables, 128))))
+    if count > 1: step = dataclasses.replace(step, plan=attention_plan(step, split_kv.plan_shape(target, 5, Pages.of(cache, step, 128))))
     split_attention(Tensor.empty(count, 8, 128, dtype=dtypes.half), Tensor.empty(count, 5, 80), cache, step, 0.11).realize()
     programs = [call.src[0] for call in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   sources = {p.arg.name: next(u.arg for u in p.src if u.op is Ops.SOURCE) for p in programs}

@@ -52,7 +52,7 @@ def made(shape: Shape) -> list[np.ndarray]:
   q_latent, q_rope, cache = lora_query.lora_query(a.step, a.q_a, a.kv, QueryWeights(a.q_norm, a.q_b), a.k_b, a.norm, a.cache, a.rope)
   Tensor.realize(q_latent, q_rope, cache)
   queries = q_latent.numpy().reshape(tokens, -1).astype(np.float32)
-  if split_kv.uses_tensor_cores(target, Pages.of(a.cache, a.step.tables, L).format):
+  if split_kv.uses_tensor_cores(target, Pages.of(a.cache, a.step, L).format):
     head, number = np.meshgrid(np.arange(H), np.arange(L), indexing="ij")
     queries = queries[:, split_kv.query_place(head, number, L)]
   return [queries.reshape(tokens, H, L), q_rope.numpy().reshape(tokens, H, -1), a.row.decoded(cache).numpy().astype(np.float32)]

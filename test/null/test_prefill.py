@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
-from helpers import HALVES, WIDE, engine_of, names_of, prefilling, random_weight, tied, write_mixed
+from helpers import HALVES, WIDE, engine_of, names_of, prefilling, random_weight, several_prompts, tied, write_mixed
 from mockcuda import on_cuda
 from oracle import Judge, nmse, route
+from drafting import LEAST
 from extra.bench import LANGUAGES, CUDARenderer, no_device, stand_in, with_blocks
+from extra.mkgguf import write_model
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.apps.engine.runner import Runner
+from tinygrad.apps.engine.sequence import Piece
+from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import PREFILL_SIZES, RMSNorm, Transformer
+from tinygrad.apps.mtp import MTP, load_block
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear
 from tinygrad.apps.rope import Rope, rope_table
 from tinygrad.engine.realize import compile_linear
@@ -26,7 +31,7 @@ from tinygrad.nn.latent_cache import RowFormat
 from tinygrad.nn.mla_prefill import block_of_tokens, mla_prefill
 from tinygrad.nn.mla_unabsorbed import unabsorbed
 from tinygrad.nn import group_walk, head_rows, mla_prefill_heads, mla_unabsorbed, row_walk
-from tinygrad.nn.step import PAGE, Step
+from tinygrad.nn.step import PAGE, STRIP, Step
 from tinygrad.nn.routing import Gating, Routing, choose_experts, choose_experts_prefill, most_tiles, sort_by_expert, tile_of_choices
 from tinygrad.uop.ops import Ops
 
@@ -190,7 +195,7 @@ def test_split_half(kind: T, rows: int, width: int, arch: str):
   with on_cuda(arch):
     high, low = rms_norm_half(target(), Tensor(floats(33, width)), RMSNorm(Tensor.ones(width).contiguous().realize(), 1e-5), low=True)
     exact = values_of(high) + values_of(low)
-    got = matmul_split_half(target(), high, low, QuantizedLinear.load(kind, (rows, width), data)).numpy()
+    got = matmul_split_half(target(), high, low, QuantizedLinear.load(kind, (rows, width), data)).numpy().sum(0)
   assert nmse(got, exact @ want.T.astype(np.float64)) < 1e-11
 
 @pytest.mark.parametrize("arch,rows", [("sm_80", 70), ("sm_90", 70), ("sm_90", 128)])
@@ -436,7 +441,32 @@ def test_model(family: str, types: str, sizes: dict[str, int], arch: str, tmp_pa
     for end in range(1, len(ids) + 1, 8): model.prefill(ids[:end])  # so few at a time that they are decoded
     assert list(model.generate(ids, 4)) == tokens
 
-@pytest.mark.parametrize("size,want", [(256, 20), (512, 21), (2048, 22)])
+@pytest.mark.parametrize("rotated", [32, 64], ids=["mla_prefill", "mla_prefill_heads"])
+def test_several_prompts_in_one_step(rotated: int, tmp_path: Path):
+  path, = write_model(tmp_path / "m.gguf", "small-glm", "Q8_0", seed=1, **LEAST | dict(rope=rotated))
+  with on_cuda("sm_80"):
+    assert mla_prefill_heads.takes(target(), RowFormat(LEAST["kv_lora"], rotated), 4 * STRIP, LEAST["heads"]) == (rotated == 64)
+    several_prompts(Transformer.from_gguf(read_gguf(path), 160), path, LIMIT)
+
+def test_prompts_that_share_a_chunk(tmp_path: Path):
+  """Their rows, and those of the block that drafts, are what each has by itself"""
+  path, = write_model(tmp_path / "m.gguf", "small-glm", "Q8_0", seed=1, mtp=True, **LEAST | dict(rope=64))
+  ids, n = rng(1).integers(0, 320, 60).tolist(), 2 * STRIP
+  with on_cuda("sm_80"):
+    f = read_gguf(path)
+    model = Transformer.from_gguf(f, 128, pool=lambda _: 7)
+    runner = Runner(model, 1, MTP(model, load_block(f, model.config)))
+    assert runner.shares and runner.mtp is not None
+    def rows(page: int, count: int) -> list[np.ndarray]: return [cache.numpy()[page * PAGE:][:count] for cache in (*model.cache, runner.mtp.cache)]
+    first, second = Piece(0, ids[:n - 3], 0, [1], ids[n - 3]), Piece(n, ids[40:40 + STRIP], 30, [3, 4], ids[40 + STRIP])
+    for page in (3, 6): runner.prefill([Piece(0, ids[10:40], 0, [page], ids[40])], n)
+    runner.prefill([first, second], 4 * STRIP, shared=True)
+    alone = first._replace(table=[5]), second._replace(at=0, table=[6, 2])
+    for piece in alone: runner.prefill([piece], n)
+    for page, single, count in ((1, 5, n - 3), (3, 6, 30 + STRIP)):
+      for got, want in zip(rows(page, count), rows(single, count), strict=True): assert want.any(1).all() and nmse(got, want) < LIMIT
+
+@pytest.mark.parametrize("size,want", [(256, 19), (512, 20), (2048, 21)])
 def test_launches(size: int, want: int):
   """What a block with experts adds to a step of so many tokens"""
   file = stand_in("glm")

@@ -9,7 +9,8 @@ from helpers import in_child
 from tinygrad.apps.engine import cache, constraint, engine, scheduler, sequence
 from tinygrad.apps.engine.engine import ContextFull, DeviceFailed, Engine
 from tinygrad.apps.engine.sampling import Features, Sampling
-from tinygrad.apps.engine.sequence import BatchRow, Logprob, Request, Sequence, State
+from tinygrad.apps.engine.sequence import BatchRow, Logprob, Piece, Request, Sequence, State, kinds_of
+import toy_runner
 from toy_runner import VOCAB, Rule, ToyRunner, alone, bits_of
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB, 400).tolist()
@@ -18,6 +19,10 @@ PROMPT = np.random.default_rng(0).integers(0, VOCAB, 400).tolist()
 def page(request, monkeypatch) -> int:
   monkeypatch.setattr(cache, "PAGE", request.param)
   return request.param
+
+@pytest.fixture(autouse=True)
+def strips(monkeypatch):
+  for module in (scheduler, toy_runner): monkeypatch.setattr(module, "STRIP", 4)
 
 def toy(pages: int = 40, max_context: int = 512, runner: Callable[..., ToyRunner] = ToyRunner, max_rows: int = 64, **kw: Any) -> Engine:
   e = Engine(runner(pages, max_context, **kw), pages, max_rows)
@@ -468,6 +473,33 @@ def test_preemption_feeds_a_constraint_no_token_twice(monkeypatch):
   assert e.gauges.preemptions
   for r, s in zip(requests, each): assert (s.produced, s.logprobs) == said(r, 30) and r.constraint.seen == s.produced[:-1]
 
+def test_prompts_share_chunks(page: int):
+  """Some begin alike, some are longer than a chunk, one leaves while its chunk is under way: each says what it says alone"""
+  given: list[list[int]] = []
+  class Told(ToyRunner):
+    def prefill(self, pieces: list[Piece], size: int, slices: range, shared: bool) -> None:
+      super().prefill(pieces, size, slices, shared)
+      if slices.start == 0: given.append([len(piece.ids) for piece in pieces])
+  e = toy(200, runner=Told)
+  prompts = [PROMPT[i:i + n] for i, n in ((0, 9), (20, 6), (0, 9), (40, 8), (60, 90), (160, 3), (0, 12), (200, 5))]
+  each = [e.add(Request(ids, limit=6)) for ids in prompts]
+  e.step()
+  assert given == [[8, 5, 8, 7]] if page == 64 else [[8, 5]]   # of pages of 4 the third has those of the first
+  finish(e)
+  for s, ids in zip(each, prompts): assert s.produced == alone(ids, 6)
+  running = e.add(Request(PROMPT[:2]))
+  while len(running.produced) < 3: e.step()
+  e.max_stall = e.scheduler.max_stall = 1e-9                   # a slice between two steps
+  e.scheduler.seconds.clear()
+  given.clear()
+  first, second, third = (e.add(Request(PROMPT[i:i + 9], limit=6)) for i in (300, 320, 340))
+  while not given: e.step()
+  assert given == [[8, 8, 8]] and e.scheduler.begun is not None
+  e.abort(second)
+  e.abort(running)
+  finish(e)
+  assert given == [[8, 8, 8]] and not second.produced and all(s.produced == alone(s.ids[:9], 6) for s in (first, third))
+
 # ---- while a prompt arrives ----
 
 class Device(ToyRunner):
@@ -481,10 +513,10 @@ class Device(ToyRunner):
   def give(self, seconds: float) -> None:
     self.now += self.host
     self.free = max(self.now, self.free) + seconds
-  def prefill(self, ids: list[int], start: int, size: int, table: list[int], slices: range, following: int) -> None:
+  def prefill(self, pieces: list[Piece], size: int, slices: range, shared: bool) -> None:
     if size not in self.recorded: self.now += self.first
     self.recorded.add(size)
-    self.give(len(slices) * self.slice * (.25 + .75 * size / 512) * (1 + start * self.deeper))
+    self.give(len(slices) * self.slice * (.25 + .75 * size / 512) * (1 + pieces[0].start * self.deeper))
   def launch(self) -> None:
     super().launch()
     self.give(self.decode)
@@ -583,7 +615,8 @@ def test_warming_beside_answers(page: int):
   answer, sampling = e.generate(PROMPT[:10], 30), Sampling(.5, top_p=.9)
   said = [next(answer), next(answer)]
   e.warm(sampling, Features(mask=True))
-  assert e.runner.warmed == [(5, [sampling.features, replace(sampling.features, mask=True)])] and e.recorded == {*e.runner.sizes} and not e.flying
+  assert e.runner.warmed == [(5, [sampling.features, replace(sampling.features, mask=True)])] and not e.flying
+  assert e.recorded == {*kinds_of(e.runner.sizes, True)}
   assert said + list(answer) == alone(PROMPT[:10], 30)
   finish(e)
 
@@ -685,11 +718,11 @@ def test_no_room_for_long_chunks(monkeypatch, capsys):
   room, held = 8, list[Any]()
   class Made: pass
   class Full(ToyRunner):
-    def prefill(self, ids: list[int], start: int, size: int, *args: Any) -> None:
+    def prefill(self, pieces: list[Piece], size: int, *args: Any) -> None:
       made = Made()
       held.append(weakref.ref(made))
       if size > room: raise MemoryError("no\nroom")
-      super().prefill(ids, start, size, *args)
+      super().prefill(pieces, size, *args)
     def warm(self, *args: Any) -> None:
       if self.sizes[-1] > room: raise MemoryError("no\nroom")
       super().warm(*args)
@@ -709,7 +742,7 @@ def test_no_room_for_long_chunks(monkeypatch, capsys):
   finish(e)
   room, e = 16, toy(100, runner=Full, sizes=(4, 8, 16, 32))
   e.warm(Sampling())
-  assert e.recorded == {4, 8, 16} and "chunks of 32 tokens find no memory" in capsys.readouterr().err
+  assert e.recorded == {*kinds_of((4, 8, 16), True)} and "chunks of 32 tokens find no memory" in capsys.readouterr().err
   room, e = 3, toy(100, runner=Full, sizes=(4, 8))
   with pytest.raises(MemoryError): e.warm(Sampling())
 

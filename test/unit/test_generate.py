@@ -11,6 +11,7 @@ from tinygrad.apps.engine.engine import ContextFull, Engine
 from tinygrad.apps.mla import PREFILL_SIZES
 from tinygrad.apps.models import Model, load
 from tinygrad.apps.engine.sampling import Features, Sampling
+from tinygrad.apps.engine.sequence import Piece
 from tinygrad.engine.realize import to_program_cache
 from tinygrad.nn.step import PAGE
 
@@ -101,9 +102,9 @@ class Fed:
     def noted_launch() -> None:
       self.steps += runner.batch.columns.tolist()
       launch()
-    def noted_prefill(ids: list[int], start: int, size: int, table: list[int], slices: range, following: int) -> None:
-      if not slices.start: self.chunks.append((size, start, len(ids)))
-      prefill(ids, start, size, table, slices, following)
+    def noted_prefill(pieces: list[Piece], size: int, slices: range, shared: bool) -> None:
+      if not slices.start: self.chunks += [(size, piece.start, len(piece.ids)) for piece in pieces]
+      prefill(pieces, size, slices, shared)
     monkeypatch.setattr(runner, "launch", noted_launch)
     monkeypatch.setattr(runner, "prefill", noted_prefill)
 

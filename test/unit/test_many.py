@@ -19,7 +19,7 @@ from tinygrad.apps.engine import runner as runner_module
 from tinygrad.apps.engine.engine import Engine
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sampling import Sampling, mask_words
-from tinygrad.apps.engine.sequence import BatchRow, Request, Sequence, State
+from tinygrad.apps.engine.sequence import BatchRow, Piece, Request, Sequence, State
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import Transformer
 from tinygrad.apps.models import BUILT_IN
@@ -199,7 +199,7 @@ def assert_page_0_alone(runner: Runner, *counts: int) -> None:
     written = {table[(at + n) // PAGE] * PAGE + (at + n) % PAGE for at, table in zip(positions, tables) for n in range(2)}
     assert written <= changed(before, caches(runner)) <= written | nobodys
   before = caches(runner)
-  runner.prefill([8, 9, 10], PAGE - 3, runner.sizes[0], [3])
+  runner.prefill([Piece(0, [8, 9, 10], PAGE - 3, [3])], runner.sizes[0])
   written = {3 * PAGE + PAGE - 3 + i for i in range(3)}
   assert written <= changed(before, caches(runner)) <= written | nobodys
 
@@ -218,7 +218,7 @@ def test_warming(alone: Alone, monkeypatch: pytest.MonkeyPatch):
   while len(running.produced) < 5: engine.step()
   before = caches(runner)
   engine.warm(request.sampling)
-  assert changed(before, caches(runner)) <= {*range(PAGE)} and {*runner.chunks} == {*runner.sizes} and {*runner.batches} == {1, 2, 4}
+  assert changed(before, caches(runner)) <= {*range(PAGE)} and {*runner.chunks} == {*runner.kinds} and {*runner.batches} == {1, 2, 4}
   record_no_more(monkeypatch)
   each = [running, *(engine.add(request) for _ in range(2)), engine.add(Request(alone.prompts[1] * 2, Sampling(1.0), limit=3))]
   while engine.step(): pass
@@ -244,7 +244,7 @@ def test_steps_between_slices(alone: Alone, monkeypatch: pytest.MonkeyPatch):
   assert engine.runner.slices == len(engine.runner.model.blk) > 1
   enqueued, asked, enqueue, prefill = [], [], runner_module.enqueue, engine.runner.prefill
   monkeypatch.setattr(runner_module, "enqueue", lambda part: (enqueued.append(part), enqueue(part)))
-  monkeypatch.setattr(engine.runner, "prefill", lambda *args: (asked.extend((args[2], i) for i in args[4]), prefill(*args)))
+  monkeypatch.setattr(engine.runner, "prefill", lambda *args: (asked.extend((args[1], i) for i in args[2]), prefill(*args)))
   first, prompt = engine.add(Request(alone.prompts[0], limit=LONGEST)), next(p for p in alone.prompts if len(p) > 2 * PAGE)
   while len(first.produced) < 3: engine.step()
   enqueued.clear()
@@ -254,7 +254,7 @@ def test_steps_between_slices(alone: Alone, monkeypatch: pytest.MonkeyPatch):
     assert engine.step()
     if between == 0 and engine.scheduler.begun: logits = engine.logits(ids[:9])
     between += engine.scheduler.begun is not None
-  assert all(part is engine.runner.chunks[size][i] for part, (size, i) in zip(enqueued, asked, strict=True))
+  assert all(part is engine.runner.chunks[size, False][i] for part, (size, i) in zip(enqueued, asked, strict=True))
   while engine.step(): pass
   assert between and first.produced == alone.says(alone.prompts[0]) and second.produced == alone.says(prompt)[:5]
   engine.forget()

@@ -10,6 +10,7 @@ from extra.mkgguf import write_model
 from tinygrad import Device
 from tinygrad.apps import llm, machine, measure
 from tinygrad.apps.engine.sampling import Sampling
+from tinygrad.apps.engine.sequence import Piece
 from tinygrad.apps.measure import Row, Sweep, counts, decode_seconds, draw, numbers, prefill_seconds, table
 from tinygrad.apps.models import Model, UserError, load
 from tinygrad.helpers import NUM_CPU_THREADS, Context
@@ -161,9 +162,9 @@ def test_the_cache_is_filled_once_a_depth(model: Model, monkeypatch: pytest.Monk
   """What a run reads and where: a prefill from its depth on, and each depth's own tokens once in the whole sweep"""
   runner, ran = model.engine.runner, []
   prefill = runner.prefill
-  def note(ids: list[int], start: int, *rest: object):
-    ran.append((start, start + len(ids)))
-    prefill(ids, start, *rest)
+  def note(pieces: list[Piece], *rest: Any):
+    ran.extend((piece.start, piece.start + len(piece.ids)) for piece in pieces)
+    prefill(pieces, *rest)
   model.engine.forget()
   monkeypatch.setattr(runner, "prefill", note)
   result = table(model, "small", Sweep([48], [3], [0, 128, 256], 4), "md", None)
@@ -199,7 +200,8 @@ def test_together(flags: str, drawing: dict, small: Path, model: Model, monkeypa
   result, t = json.loads(out.splitlines()[-1]), model.transformer
   assert without_loads(err) == "" and result == json.loads(files[1].read_text()) and files[0].read_bytes().startswith(b"<?xml")
   head, rule, *rows = cells(out)
-  assert head == ["sequences", "tok/s", "of each", "ms a step", "GB/s", "% of ceiling"] and out.index("a step of  3 reads") < out.index("| sequences")
+  assert head == ["sequences", "tok/s", "of each", "ms a step", "GB/s", "% of ceiling", "prompts tok/s"]
+  assert out.index("a step of  3 reads") < out.index("| sequences")
   assert len({*asked}) == len(asked) == 3 * (1 + 3) and all(len(ids) == 20 for ids in asked)
   assert {*samplings} == {Sampling(**drawing, seed=i) for i in range(3)}
   assert f" drawn each, {', '.join(f'{name} {value:g}' for name, value in drawing.items()) or 'greedy'}\n" in out
@@ -210,7 +212,8 @@ def test_together(flags: str, drawing: dict, small: Path, model: Model, monkeypa
     assert r["ceiling_ts"] == pytest.approx(n * 1e9 / r["bytes_a_step"]) and r["median_ts"] == statistics.median(r["samples_ts"])
     assert r["sequence_ts"] == pytest.approx(r["median_ts"] / n) and r["step_ms"] == pytest.approx(1e3 * n / r["median_ts"])
     assert shown == [f"{n}", f"{r['median_ts']:.1f} ± {r['stddev_ts']:.1f}", f"{r['sequence_ts']:.1f}", f"{r['step_ms']:.3f}",
-                     f"{r['gb_s']:.1f}", f"{r['ceiling_percent']:.1f}"]
+                     f"{r['gb_s']:.1f}", f"{r['ceiling_percent']:.1f}", f"{r['prompts_ts']:.1f}"]
+    assert r["prompts_ts"] == statistics.median(r["samples_prompts_ts"]) > 0 and len(r["samples_prompts_ts"]) == 2
   assert not model.engine.scheduler.live and not model.engine.pool.fault(model.engine.scheduler.tables)
 
 @pytest.mark.parametrize("output", ["md", "csv"])
@@ -220,9 +223,9 @@ def test_arriving(output: str, small: Path, monkeypatch: pytest.MonkeyPatch, cap
   def loading(*args: Any):
     loaded.append(m := load(*args))
     add, prefill, e = m.engine.add, m.engine.runner.prefill, m.engine
-    def noted(ids: list[int], start: int, size: int, table: list[int], slices: range, following: int):
-      at_work.append((len(e.scheduler.running), start, slices))
-      prefill(ids, start, size, table, slices, following)
+    def noted(pieces: list[Piece], size: int, slices: range, shared: bool):
+      at_work.append((len(e.scheduler.running), pieces[0].start, slices))
+      prefill(pieces, size, slices, shared)
     monkeypatch.setattr(e, "add", lambda request: (asked.append(tuple(request.ids)), add(request))[1])
     monkeypatch.setattr(e.runner, "prefill", noted)
     return m

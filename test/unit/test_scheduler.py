@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from tinygrad.apps.engine import cache
 from tinygrad.apps.engine.cache import Pool
-from tinygrad.apps.engine.scheduler import DECODE, Chunk, Scheduler, soonest
+from tinygrad.apps.engine.scheduler import DECODE, Chunk, Part, Scheduler, left_of, soonest
 from tinygrad.apps.engine.sequence import Request, Sequence, State
 
 @pytest.fixture(autouse=True)
@@ -12,12 +12,13 @@ def page(monkeypatch): monkeypatch.setattr(cache, "PAGE", 4)
 SLICES = 10   # of a chunk
 
 def made(pages: int = 100, sizes: tuple[int, ...] = (8, 64), beside: int = 20, max_rows: int = 64, max_stall: float = .05,
-         stages: int = 1) -> Scheduler:
-  return Scheduler(Pool(pages), sizes, beside, SLICES, stages, max_rows, max_stall)
+         stages: int = 1, shares: bool = False) -> Scheduler:
+  return Scheduler(Pool(pages), sizes, beside, SLICES, stages, shares, max_rows, max_stall)
 def added(s: Scheduler, n: int, first: int = 0, limit: int|None = None) -> Sequence:
   """A prompt of n tokens, none of them another's where `first` is"""
   s.live.append(q := Sequence(Request(list(range(first, first + n)), limit=limit), s.pool.rows - n))
   return q
+def of_one(q: Sequence, size: int, slices: range) -> Chunk: return Chunk((Part(q, 0, min(left_of(q), size)),), size, False, slices)
 def run(s: Scheduler, chunk: Chunk, each: float = 0.0) -> None:
   """each: seconds of a slice"""
   s.ran(chunk)
@@ -27,9 +28,8 @@ def read_prompts(s: Scheduler) -> list[tuple[Sequence, int, int]]:
   """All that is to be read before the next decode step, in whole chunks: whose, how many tokens, in a chunk of which size"""
   out = []
   while (chunk := s.next_chunk()) is not None:
-    q, size, slices = chunk
-    assert slices == range(SLICES)
-    out.append((q, min(size, len(q.ids) - 1 - q.rows), size))
+    assert chunk.slices == range(SLICES)
+    out += [(q, count, chunk.size) for q, _, count in chunk.parts]
     run(s, chunk)
   return out
 
@@ -121,14 +121,14 @@ def test_who_reads_gives_way_first():
   a = added(s, 4)
   read_prompts(s)
   b = added(s, 30, 100)
-  s.seconds = {8: (1.0, 0), DECODE: (1.0, 0)}
-  assert s.next_chunk() == (b, 64, range(1))
-  run(s, Chunk(b, 64, range(1)), 1.0)
-  assert s.next_chunk() is None and s.begun == (64, 1)
+  s.seconds = {(8, False): (1.0, 0), DECODE: (1.0, 0)}
+  assert s.next_chunk() == of_one(b, 64, range(1))
+  run(s, of_one(b, 64, range(1)), 1.0)
+  assert s.next_chunk() is None and s.begun == of_one(b, 64, range(1))
   s.preempt()
   assert b.state is State.WAITING and s.running == [a] and s.begun is None
   s.spent = 0.0
-  assert s.next_chunk() == (b, 64, range(1)) and b.rows == 0                        # a chunk half done is nothing
+  assert s.next_chunk() == of_one(b, 64, range(1)) and b.rows == 0                        # a chunk half done is nothing
 
 def test_what_was_read_before_giving_way_is_known():
   s = made(pages=12, sizes=(8,), max_stall=float("inf"))
@@ -138,7 +138,7 @@ def test_what_was_read_before_giving_way_is_known():
   run(s, s.next_chunk())
   s.preempt()
   assert b.state is State.WAITING and s.running == [a]
-  assert s.next_chunk() == (b, 8, range(SLICES)) and b.rows == 8
+  assert s.next_chunk() == of_one(b, 8, range(SLICES)) and b.rows == 8
 
 @pytest.mark.parametrize("leave", [lambda s, q: s.end(q, "abort"), lambda s, q: s.preempt(), lambda s, q: s.recover()],
                          ids=["end", "preempt", "recover"])
@@ -149,10 +149,11 @@ def test_a_chunk_that_is_given_up(leave):
   assert chunk.slices == range(4)
   run(s, chunk, .01)
   other = added(s, 40, 2000)
-  leave(s, chunk.sequence)
+  (q, *_), = chunk.parts
+  leave(s, q)
   s.spent = 0.0
   following = s.next_chunk()
-  assert following.slices == range(4) and following.sequence is (other if chunk.sequence.state is State.ENDED else chunk.sequence)
+  assert following.slices == range(4) and following.parts[0].sequence is (other if q.state is State.ENDED else q)
 
 def test_who_ends_leaves_the_chunk_of_another():
   s = with_answers(decode=.01, s64=.01)
@@ -160,7 +161,75 @@ def test_who_ends_leaves_the_chunk_of_another():
   run(s, chunk := s.next_chunk(), .01)
   s.end(other, "abort")
   s.spent = 0.0
-  assert s.next_chunk() == (chunk.sequence, 64, range(4, 8))
+  assert s.next_chunk() == chunk._replace(slices=range(4, 8))
+
+def places(chunk: Chunk|None) -> list[tuple[Sequence, int, int]]: return [tuple(part) for part in chunk.parts]
+
+def test_prompts_share_a_chunk():
+  """In strips of 16, in order of arrival, as far as they have room as a whole; who is longer than a chunk has its own, but for the rest of it"""
+  s = made(sizes=(32, 64, 128), max_stall=float("inf"), shares=True)
+  a, b, c, d = added(s, 21), added(s, 6, 100), added(s, 150, 200), added(s, 17, 1000)
+  chunk = s.next_chunk()
+  assert places(chunk) == [(a, 0, 20), (b, 32, 5)] and chunk.kind == (64, True) and c.state is State.WAITING
+  run(s, chunk)
+  chunk = s.next_chunk()
+  assert places(chunk) == [(c, 0, 128)] and chunk.kind == (128, False) and s.running == [a, b]
+  run(s, chunk)
+  chunk = s.next_chunk()
+  assert places(chunk) == [(c, 0, 21), (d, 32, 16)] and chunk.kind == (64, True) and chunk.depth == 128
+  run(s, chunk)
+  assert s.next_chunk() is None and s.running == [a, b, c, d] and [q.rows for q in s.running] == [20, 5, 149, 16]
+
+def test_who_is_known_shares_nothing_and_runs():
+  s = made(sizes=(64,), max_stall=float("inf"), shares=True)
+  known = added(s, 21, limit=0)
+  read_prompts(s)
+  a, b, c = added(s, 9, 500), added(s, 21), added(s, 9, 600)
+  assert known.state is State.ENDED and places(s.next_chunk()) == [(a, 0, 8), (c, 16, 8)] and s.running == [b]
+
+def test_prompts_that_begin_alike_wait_for_each_other():
+  """By whole pages of 4 that the cache does not have yet; those behind them wait, too"""
+  s = made(sizes=(64,), max_stall=float("inf"), shares=True)
+  a, b, c, d = added(s, 5), added(s, 7), added(s, 9), added(s, 8, 100)
+  b.ids[4:] = c.ids[4:7] = 70, 71, 72
+  chunk = s.next_chunk()
+  assert places(chunk) == [(a, 0, 4)] and not chunk.shared
+  run(s, chunk)
+  chunk = s.next_chunk()
+  assert places(chunk) == [(b, 0, 2), (c, 16, 4), (d, 32, 7)]
+  run(s, chunk)
+  assert a.table.pages[0] == b.table.pages[0] == c.table.pages[0]
+
+def test_long_prompts_share_what_little_they_have_left(monkeypatch):
+  monkeypatch.setattr("tinygrad.apps.engine.scheduler.SHALLOW", 60)
+  monkeypatch.setattr("tinygrad.apps.engine.scheduler.FEW", 8)
+  s = made(sizes=(64,), max_stall=float("inf"), shares=True)
+  a, b, c = added(s, 64 + 9), added(s, 9, 100), added(s, 61, 200)
+  assert [(q, n) for q, n, _ in read_prompts(s)] == [(a, 64), (a, 8), (b, 8), (c, 60)]
+
+def test_of_several_in_a_chunk_some_leave():
+  s = made(sizes=(64,), max_stall=.05, shares=True)
+  added(s, 1)
+  read_prompts(s)
+  s.seconds = {DECODE: (.01, 0), (64, True): (.01, 0)}
+  a, b, c = added(s, 9, 100), added(s, 9, 200), added(s, 9, 300)
+  run(s, chunk := s.next_chunk(), .01)
+  assert places(chunk) == [(a, 0, 8), (b, 16, 8), (c, 32, 8)] and chunk.slices == range(4)
+  s.end(b, "abort")
+  s.spent = 0.0
+  run(s, chunk := s.next_chunk(), .01)
+  assert places(chunk) == [(a, 0, 8), (c, 32, 8)] and chunk.slices == range(4, 8)
+  s.end(a, "abort")
+  s.end(c, "abort")
+  assert s.begun is None and s.next_chunk() is None
+
+def test_those_that_are_read_count_as_rows_and_have_a_page_more():
+  s = made(sizes=(64,), max_rows=2, max_stall=float("inf"), shares=True)
+  each = [added(s, 9, 100 * i) for i in range(3)]
+  assert places(s.next_chunk()) == [(each[0], 0, 8), (each[1], 16, 8)]
+  s = made(pages=8, sizes=(64,), max_stall=float("inf"), shares=True)
+  each = [added(s, 9, 100 * i) for i in range(3)]   # 3 pages each, of 7
+  assert places(s.next_chunk()) == [(each[0], 0, 8), (each[1], 16, 8)]
 
 def test_limit_0_is_read_and_ends():
   s = made()
@@ -176,7 +245,7 @@ def with_answers(decode: float, **seconds: float) -> Scheduler:
   s = made(pages=2000, max_stall=.05)
   added(s, 1)
   read_prompts(s)
-  s.seconds = {DECODE: (decode, 0), **{int(k[1:]): (v, 0) for k, v in seconds.items()}}
+  s.seconds = {DECODE: (decode, 0), **{(int(k[1:]), False): (v, 0) for k, v in seconds.items()}}
   added(s, 1000, 100)
   return s
 def between_steps(s: Scheduler, each: float) -> list[range]:
@@ -184,9 +253,9 @@ def between_steps(s: Scheduler, each: float) -> list[range]:
   out = []
   while (chunk := s.next_chunk()) is not None:
     out.append(chunk.slices)
-    depth = chunk.sequence.rows
+    depth = chunk.depth
     run(s, chunk, each)
-    s.took(chunk.size, each, depth)
+    s.took(chunk.kind, each, depth)
   s.spent = 0.0
   return out
 
@@ -222,7 +291,7 @@ def test_all_slices_come_in_order():
 def test_what_no_time_is_known_of_is_tried_by_a_slice():
   s = with_answers(.01)
   assert between_steps(s, 2.0) == [range(1)]
-  s.seconds[64] = .004, 0
+  s.seconds[64, False] = .004, 0
   assert between_steps(s, .004) == [range(1, 10)]
 
 def test_deeper_is_slower():
@@ -231,9 +300,9 @@ def test_deeper_is_slower():
   run(s, s.next_chunk(), .004)
   s.spent = 0.0
   assert s.next_chunk().slices == range(5)          # 128 / 64 times as long
-  s.took(64, .005, 64)
+  s.took((64, False), .005, 64)
   assert s.next_chunk().slices == range(8)
-  s.took(64, .001, 1 << 20)                         # shallower is not slower
+  s.took((64, False), .001, 1 << 20)                         # shallower is not slower
   assert s.next_chunk().slices == range(10)
 
 def test_a_target_that_is_none():
@@ -243,9 +312,10 @@ def test_a_target_that_is_none():
 
 def test_the_average_is_of_late():
   s = made()
-  s.took(8, 1.0)
-  assert s.seconds[8] == (1.0, 0)
-  for _ in range(10): s.took(8, .01)
-  assert .01 < s.seconds[8][0] < .012
-  s.took(8, .05, 64)
-  assert s.seconds[8] == (.05, 64)                  # another depth is another time
+  kind = 8, False
+  s.took(kind, 1.0)
+  assert s.seconds[kind] == (1.0, 0)
+  for _ in range(10): s.took(kind, .01)
+  assert .01 < s.seconds[kind][0] < .012
+  s.took(kind, .05, 64)
+  assert s.seconds[kind] == (.05, 64)                  # another depth is another time

@@ -19,7 +19,7 @@ from tinygrad.apps.engine.batch import Batch
 from tinygrad.apps.engine.engine import DeviceFailed, Engine
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.engine.sampling import Features, Sampling
-from tinygrad.apps.engine.sequence import Request
+from tinygrad.apps.engine.sequence import Piece, Request
 from tinygrad.apps.gguf import GGUFFile, read_gguf
 from tinygrad.apps.mla import BROUGHT_TOKENS, MLP, Attention, Block, Config, MoE, RMSNorm, Transformer, sizes_of
 from tinygrad.apps.models import UserError, load
@@ -359,10 +359,11 @@ def test_chunks_share_their_memory(cards: Cards):
   assert runner.sizes == (32, 64, 128) and runner.model.brings and not cards.on(1).brings
   def used(size: int) -> set[UOp]:
     """Of what chunks share, what this one's launches write or read"""
-    return {u for piece in runner.chunks[size] for call in piece.src for place in call.src[1:] for u in place.toposort()} & {*runner.scratch.values()}
+    calls = [call for piece in runner.chunks[size, False] for call in piece.src]
+    return {u for call in calls for place in call.src[1:] for u in place.toposort()} & {*runner.scratch.values()}
   rows, shared = [], []
   for page, size in enumerate((32, 64, 128)):
-    runner.prefill(IDS[:9], 0, size, [1 + page])
+    runner.prefill([Piece(0, IDS[:9], 0, [1 + page])], size)
     rows.append(runner.model.cache[1].numpy()[(1 + page) * PAGE:][:9])
     shared.append(dict(runner.scratch))
   assert shared[0] == shared[1] == shared[2] != {} and used(32) == used(64) == used(128) == {*shared[0].values()}

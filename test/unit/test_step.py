@@ -1,7 +1,7 @@
 """A step as a value, on the seams where there is more to come: several sequences, a second device, hidden states."""
 from pathlib import Path
 import numpy as np, pytest
-from helpers import SMALL, decoding, engine_of, prefilling
+from helpers import SMALL, decoding, engine_of, prefilling, prefilling_several, several_prompts
 from extra.bench import no_device, stand_in
 from extra.mkgguf import write_model
 from oracle import Judge, logits as oracle
@@ -35,10 +35,21 @@ def test_two_sequences_at_different_positions(path: Path, bits: int, limit: floa
       at = len(ids) - 3 + i
       assert np.square(got[n] - want[at]).sum() < limit * np.square(want[at]).sum()
 
+def test_several_prompts_in_one_step(path: Path):
+  """Some begin, one goes on; their last strips are padded"""
+  model = Transformer.from_gguf(read_gguf(path), 160)
+  with plain_ops(): several_prompts(model, path, 1e-10)
+
 @pytest.mark.parametrize("to", ["CPU", "CUDA", "METAL"])
 @pytest.mark.parametrize("rows", [2, 16])
 def test_several_sequences_have_kernels(to: str, rows: int):
   with no_device(to): assert Transformer.from_gguf(stand_in("small-glm"), 160).plain_parts(decoding(*range(rows))) == []
+
+@pytest.mark.parametrize("to,bits,plain", [("CPU", 16, True), ("CUDA", 16, False), ("CUDA", 8, True), ("METAL", 16, False)])
+def test_several_prompts_have_kernels(to: str, bits: int, plain: bool):
+  with no_device(to):
+    step, _ = prefilling_several((0, 32), (5, 32))
+    assert bool(Transformer.from_gguf(stand_in("small-glm"), 160, cache_bits=bits).plain_parts(step)) == plain
 
 @pytest.mark.skipif(not is_cpu(Device.DEFAULT), reason="has no second device")
 def test_a_second_device(path: Path):

@@ -387,10 +387,13 @@ class Step:
   nbytes:float             # that a step reads, on average
   ceiling:float|None       # tok/s of all
   seconds:list[float] = field(default_factory=list)   # of a run
+  reading:list[float] = field(default_factory=list)   # … and of the prompts before it
   others:Others = field(default_factory=Others)
 
   @property
   def rates(self) -> list[float]: return [self.sequences * self.gen / s for s in self.seconds]
+  @property
+  def prompt_rates(self) -> list[float]: return [self.sequences * self.prompt / s for s in self.reading]
   @property
   def median(self) -> float: return statistics.median(self.rates)
   @property
@@ -404,7 +407,8 @@ class Step:
     return {"n_parallel": self.sequences, "n_prompt": self.prompt, "n_gen": self.gen, "median_ts": self.median,
             "sequence_ts": self.median / self.sequences, "stddev_ts": deviation(self.rates), "step_ms": self.step_seconds * 1e3,
             "bytes_a_step": self.nbytes, "gb_s": self.gb_s, "ceiling_ts": self.ceiling,
-            "ceiling_percent": self.percent, "other_cores": self.others.cores, "samples_ts": self.rates}
+            "ceiling_percent": self.percent, "prompts_ts": statistics.median(self.prompt_rates), "other_cores": self.others.cores,
+            "samples_ts": self.rates, "samples_prompts_ts": self.prompt_rates}
 
 def drawn(engine:Engine, prompts:list[list[int]], sampling:Sampling) -> list[Sequence]:
   return [engine.add(Request(ids, replace(sampling, seed=i))) for i, ids in enumerate(prompts)]
@@ -414,17 +418,20 @@ def asked_of(sampling:Sampling) -> dict[str, float]:
 def work(engine:Engine, sequences:list[Sequence]) -> None:
   if not engine.step(): raise next((s.error for s in sequences if s.error), RuntimeError("a sequence ended before it was timed"))
 
-def together_seconds(engine:Engine, prompts:list[list[int]], sampling:Sampling, count:int, others:Others) -> float:
-  """Seconds that `count` tokens of each take, when all prompts are in the cache"""
+def together_seconds(engine:Engine, prompts:list[list[int]], sampling:Sampling, count:int, others:Others) -> tuple[float, float]:
+  """Seconds that all prompts take, and those that `count` tokens of each take, when they are in the cache"""
   stall, engine.scheduler.max_stall = engine.scheduler.max_stall, math.inf   # no answer begins before the last prompt is read
-  sequences = drawn(engine, prompts, sampling)
+  start, sequences = time.perf_counter(), drawn(engine, prompts, sampling)
   try:
+    while any(s.rows < s.prompt - 1 for s in sequences): work(engine, sequences)
+    engine.wait()
+    reading = time.perf_counter() - start
     while min(len(s.produced) for s in sequences) < WARM: work(engine, sequences)
     ends = [len(s.produced) + count for s in sequences]
     with others:
       start = time.perf_counter()
       while any(len(s.produced) < end for s, end in zip(sequences, ends)): work(engine, sequences)
-      return time.perf_counter() - start
+      return reading, time.perf_counter() - start
   finally:
     engine.scheduler.max_stall = stall
     for s in sequences: engine.abort(s)
@@ -438,7 +445,8 @@ def check_room(model:Model, wanted:Together) -> None:
   if wanted.cache_tokens > model.engine.pool.rows:
     raise UserError(f"--cache_tokens: expected at least {wanted.cache_tokens} for {max(wanted.sequences)} sequences, found {model.engine.pool.rows}")
 
-TOGETHER = (("sequences", 9), ("tok/s", 18), ("of each", 9), ("ms a step", 9), ("GB/s", 8), ("% of ceiling", 12))
+TOGETHER = (("sequences", 9), ("tok/s", 18), ("of each", 9), ("ms a step", 9), ("GB/s", 8), ("% of ceiling", 12),
+            ("prompts tok/s", 13))
 
 def table_together(model:Model, name:str, wanted:Together, output:str, plot:Path|None) -> list[dict[str, Any]]:
   """As table, of steps of many sequences; the ceiling of each row is printed before the first is measured"""
@@ -464,13 +472,14 @@ def table_together(model:Model, name:str, wanted:Together, output:str, plot:Path
   for row in rows:
     for run in range(wanted.repetitions + 1):   # the first records and compiles
       prompts = rng.integers(0, t.config.vocab_size, (row.sequences, wanted.prompt)).tolist()
-      seconds = together_seconds(model.engine, prompts, wanted.sampling, wanted.gen, row.others if run else Others())
-      if run: row.seconds.append(seconds)
+      reading, seconds = together_seconds(model.engine, prompts, wanted.sampling, wanted.gen, row.others if run else Others())
+      if run: row.reading, row.seconds = [*row.reading, reading], [*row.seconds, seconds]
     common = {"model": short, "device": Device.DEFAULT, "device_name": device_name(t.devices), "peak_gb_s": peak[0] / 1e9 if peak else None}
     result.append(common | asked_of(wanted.sampling) | row.figures())
     if output == "md":
       print(line([f"{row.sequences}", f"{row.median:.1f} ± {deviation(row.rates):.1f}", f"{row.median / row.sequences:.1f}",
-                  f"{row.step_seconds * 1e3:.3f}", f"{row.gb_s:.1f}", f"{row.percent:.1f}" if row.percent else ""]), flush=True)
+                  f"{row.step_seconds * 1e3:.3f}", f"{row.gb_s:.1f}", f"{row.percent:.1f}" if row.percent else "",
+                  f"{statistics.median(row.prompt_rates):.1f}"]), flush=True)
     elif output == "csv": print_csv(result)
   say_loaded(max((row.others for row in rows), key=lambda o: o.cores or 0), "meanwhile")
   if plot: draw_together(rows, f"{short} on {device_name(t.devices)}", peak, bytes_of, plot)

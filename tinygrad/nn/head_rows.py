@@ -76,7 +76,7 @@ def head_rows(target:Target, step:Step, cache:Tensor, k_b:Weight, v_b:Weight) ->
   position up to the step's last token, and the others of its page: k_b·row[:L] of all heads, then HALF_SCALE · v_b·row[:L]"""
   (heads, latent, nope), shape = k_b.shape, block_shape(target)
   assert shape is not None
-  made = RowsShape(target, Pages.of(cache, step.tables, latent), step.tokens, heads * nope, heads * v_b.shape[1], *shape)
+  made = RowsShape(target, Pages.of(cache, step, latent), step.tokens, heads * nope, heads * v_b.shape[1], *shape)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return head_rows_kernel(made, buffers)
   weights = {"keys": as_halves(target, k_b, transposed=True), "values": as_halves(target, v_b)}
   outs = {"out": empty(cache, made.pages.capacity, made.rows, dtype=dtypes.half)}

@@ -226,6 +226,10 @@ def position_of(buffers:dict[str, UOp], sequence:UOp|int=0) -> UOp:
   behind all other kernels of a step, and the next step behind it."""
   return buffers["start"][sequence].load().cast(dtypes.weakint)
 
+def position_of_token(buffers:dict[str, UOp], token:UOp|int, sequences:int, each:int) -> UOp:
+  """The position of a token of a step that has `each` neighbouring ones of so many sequences"""
+  return position_of(buffers) + token if sequences == 1 else position_of(buffers, token // each) + token % each
+
 def rotated(buffers:dict[str, UOp], pairs:int, number:UOp, pair:Sequence[UOp], inside:UOp, position:UOp) -> list[UOp]:
   """RoPE of the numbers `number` and `number + 1` of a head's rotated part, which is so many pairs. Where `inside` is false the pair stays as it
   is. position: the token's."""

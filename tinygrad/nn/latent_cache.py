@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import Target, byte_perm, fma_halves, group_reduce, word
-from tinygrad.nn.kernel import block_sum, empty, launch, position_of, rotated
+from tinygrad.nn.kernel import block_sum, empty, launch, position_of_token, rotated
 from tinygrad.nn.step import PAGE, Step
 
 MASKED_SCORE = -1e30   # of a position that a token does not attend to; finite, so that the difference of two scores is a number
@@ -115,10 +115,12 @@ class Pages:
   table: int       # P, of a sequence
   sequences: int   # S
   format: RowFormat
+  each: int = 1    # neighbouring tokens of a sequence in the step, of several sequences
 
   @staticmethod
-  def of(cache:Tensor, tables:Tensor, latent:int) -> Pages:
-    return Pages(cache.shape[0] // PAGE, tables.shape[1], tables.shape[0], RowFormat.of(cache, latent))
+  def of(cache:Tensor, step:Step, latent:int) -> Pages:
+    sequences, table = step.tables.shape
+    return Pages(cache.shape[0] // PAGE, table, sequences, RowFormat.of(cache, latent), step.each if sequences > 1 else 1)
 
   @property
   def dim(self) -> int:
@@ -131,9 +133,11 @@ class Pages:
 
   # what is loaded is kept within its bounds: no table makes a kernel leave the cache, and tinygrad sees that 32 bits hold every index
   def position(self, buffers:dict[str, UOp], token:UOp|int=0) -> UOp:
-    """Where a token stands: of decoding, if there are several sequences; else of one sequence"""
-    position = position_of(buffers, token) if self.sequences > 1 else position_of(buffers) + token
-    return position.maximum(0).minimum(self.capacity - 1)
+    """Where a token of the step stands"""
+    return position_of_token(buffers, token, self.sequences, self.each).maximum(0).minimum(self.capacity - 1)
+  def sequence(self, token:UOp) -> UOp|int:
+    """A token's"""
+    return token // self.each if self.sequences > 1 else 0
   def page(self, buffers:dict[str, UOp], position:UOp, sequence:UOp|int=0) -> UOp:
     """The page of a position. It is loaded before the wait, as no kernel of a step writes a table."""
     entry = buffers["tables"][sequence * self.table + position.minimum(self.capacity - 1) // PAGE].load()
@@ -181,7 +185,7 @@ def cache_row(row:CacheRow, buffers:dict[str, UOp], token:UOp, thread:UOp, wait_
   pairs = [_load_pair(row, buffers["kv"], token, (thread + start) * 2, wait_zero, active) for start in range(0, row.pages.dim // 2, row.threads)]
   inverse_rms = _inverse_rms(row, thread, pairs)
   position = row.pages.position(buffers, token)
-  page = row.pages.page(buffers, position, token if row.pages.sequences > 1 else 0)
+  page = row.pages.page(buffers, position, row.pages.sequence(token))
   return [store for pair in pairs for store in _store_pair(row, buffers, position, page, pair, inverse_rms)]
 
 def _load_pair(row:CacheRow, kv:UOp, token:UOp, number:UOp, wait_zero:UOp, active:UOp|None) -> RowPair:
@@ -225,7 +229,7 @@ EXPANDING_THREADS, NUMBERS_AT_ONCE = 128, 8   # of a block; of a thread
 def expanded(step:Step, cache:Tensor, latent:int) -> tuple[Tensor, Step]:
   """The rows of a step's sequence up to its last token as halves, (P · PAGE, L+R), by a launch, and the step whose table finds them there; or both as
   they are, where rows are floats. A block of it has a page."""
-  pages = Pages.of(cache, step.tables, latent)
+  pages = Pages.of(cache, step, latent)
   if not pages.format.coded: return cache, step
   turns = PAGE * pages.dim // (EXPANDING_THREADS * NUMBERS_AT_ONCE)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
@@ -252,12 +256,12 @@ def rows_of(step:Step) -> Tensor:
 def write_rows(step:Step, cache:Tensor, rows:Tensor, latent:int) -> Tensor:
   """The cache with the rows of the step's tokens, float32 (T, L+R), written, and no other row touched. Several tokens may write the same row of page
   0: one of them does."""
-  pages, spread = Pages.of(cache, step.tables, latent), Device[cache.device].renderer.has_local
+  pages, spread = Pages.of(cache, step, latent), Device[cache.device].renderer.has_local
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     counts = (step.tokens, pages.format.entries)
     token, number = (UOp.special(count, f"gidx{i}") if spread else UOp.range(count, i) for i, count in enumerate(counts))
     position = pages.position(buffers, token)
-    page = pages.page(buffers, position, token if pages.sequences > 1 else 0)
+    page = pages.page(buffers, position, pages.sequence(token))
     value = buffers["rows"][token * pages.format.entries + number].load().cast(cache.dtype)
     store = buffers["cache"][pages.row(page, position) + number].store(value)
     return [store if spread else store.end(token, number)]
@@ -265,9 +269,10 @@ def write_rows(step:Step, cache:Tensor, rows:Tensor, latent:int) -> Tensor:
   return launch(f"write_rows_{step.tokens}_{pages.dim}", {"cache": cache}, ins, body)[0]
 
 def visible_rows(step:Step, cache:Tensor, latent:int) -> tuple[Tensor, Tensor]:
-  """Keys by position, float32 (S, P · PAGE, L+R); what is added to their scores, float32 (T, P · PAGE): 0 up to the token's own position, -inf behind
-  it"""
+  """Keys by position, float32 (S, P · PAGE, L+R), of several prompts (T, …); what is added to their scores, float32 (T, P · PAGE): 0 up to the
+  token's own position, -inf behind it"""
   keys = RowFormat.of(cache, latent).decoded(cache[rows_of(step)])
+  if step.many_tokens and not step.one_prompt: keys = keys.repeat_interleave(step.each, dim=0)
   positions = Tensor.arange(keys.shape[1], dtype=dtypes.int32).unsqueeze(0)
   unseen = (positions <= step.positions.unsqueeze(1)).where(0.0, float("-inf"))
   return keys, unseen

@@ -152,7 +152,7 @@ def lora_query(step:Step, q_a:Tensor, kv:Tensor, query:QueryWeights, k_b:Weight,
                rope:Rope) -> tuple[Tensor, Tensor, Tensor]:
   """q_a: float32 (T, in); kv: float32 (T, L+R); k_b: (H, L, nope); norm, of kv[:L]; cache: (C, L+R) or of 8 bits -> the latent queries as split_kv
   takes them; float32 (T, H·R), their rotated parts; the cache with the tokens' rows"""
-  (q_norm, q_b), target, pages, T = query, target_of(k_b.device), Pages.of(cache, step.tables, k_b.shape[1]), step.tokens
+  (q_norm, q_b), target, pages, T = query, target_of(k_b.device), Pages.of(cache, step, k_b.shape[1]), step.tokens
   assert target is not None
   shape = QueryLaunch.of(target, q_b, k_b, T)
   assert shape is not None

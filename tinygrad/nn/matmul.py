@@ -15,7 +15,7 @@ from tinygrad.helpers import prod
 from tinygrad.nn import group_walk, row_walk, shared_walk
 from tinygrad.nn.halves import rounding_error
 from tinygrad.nn.intrinsics import Target, select, word
-from tinygrad.nn.kernel import (UNIT, Matrix, Norm, Rope, Unit, Weight, block_sum, empty, gated, launch, optional, position_of, rotated,
+from tinygrad.nn.kernel import (UNIT, Matrix, Norm, Rope, Unit, Weight, block_sum, empty, gated, launch, optional, position_of_token, rotated,
                                 silu, sum_in_order, total)
 from tinygrad.nn.routing import most_tiles, tile_of_choices
 from tinygrad.nn.tiles import BlockTile, LoadUnit, PlaceTokens, Product, Tile, block_tile
@@ -73,7 +73,7 @@ def tile_products(target:Target, block:BlockTile, width:int, matrices:Sequence[L
 def matmul(target:Target, tokens:Tensor|Halves, weight:Weight, residual:Tensor|None=None, factor:float=1.0, rotation:tuple[Rope, Tensor]|None=None,
            dtype:DType=dtypes.float, ordered:bool=False) -> Tensor:
   """factor · W·x + residual for each token's x. tokens: (T, in), or (T, H, in or more) for a stack of matrices, one a head -> dtype (T, out) or
-  (T, H, out). rotation: what rotates the heads of the product, and int32 (1,), the first token's position. ordered: of all that a token has then.
+  (T, H, out). rotation: what rotates the heads of the product, and the start of the step. ordered: of all that a token has then.
   In the kernel:
 
   sums = tile of W·x                                # a block a tile of tokens × rows of a head
@@ -85,7 +85,7 @@ def matmul(target:Target, tokens:Tensor|Halves, weight:Weight, residual:Tensor|N
   halves = halves_of(tokens)
   (*stack, rows, width), T, factor = weight.shape, halves.shape[0], factor * halves.factor
   heads, pitch, (rope, start) = stack[0] if stack else 1, halves.shape[-1], rotation or (None, None)
-  tile = tile_of(target, halves, [weight])
+  tile, sequences = tile_of(target, halves, [weight]), 1 if start is None else start.shape[0]
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     block, head, stores = block_tile(tile, T, rows), UOp.special(heads, "gidx2"), []
     def place_tokens(token:UOp, column:UOp) -> UOp: return buffers["tokens"][(token * heads + head) * pitch + column]
@@ -95,8 +95,8 @@ def matmul(target:Target, tokens:Tensor|Halves, weight:Weight, residual:Tensor|N
       token, row = first.token, first.row
       pair = [value if factor == 1.0 else value * factor for value in (*first.sums, *second.sums)]
       if rope is not None:
-        index = row % rope.head - rope.nope
-        pair = rotated(buffers, rope.table.shape[1], index, pair, index >= 0, position_of(buffers) + block.clamped_token(token))
+        index, position = row % rope.head - rope.nope, position_of_token(buffers, block.clamped_token(token), sequences, T // sequences)
+        pair = rotated(buffers, rope.table.shape[1], index, pair, index >= 0, position)
       for i, value in enumerate(pair):
         out_index = (token * (heads * rows) + placed(head * rows + row + i, ordered)).valid(block.inside(token, row + i))
         if residual is not None: value = value + buffers["residual"][out_index].load()
@@ -249,13 +249,14 @@ def rms_norm_half(target:Target, tokens:Tensor, norm:Norm, low:bool=False) -> li
   return [Halves(x, ordered=ordered) for x in made]
 
 def matmul_split_half(target:Target, tokens:Halves, low:Halves, weight:Weight) -> Tensor:
-  """W·(x + low) to about 22 bits. tokens, low: (T, in), what rms_norm_half returns -> float32 (T, out). In the kernel:
+  """W·(x + low) to about 22 bits, as parts to be added up. tokens, low: (T, in), what rms_norm_half returns -> float32 (parts, T, out). In the
+  kernel:
 
   term, part = which of the three products, which part of the row       # few rows: a block takes a part of them
   term 0: sums = tile of half(W)·x
   term 1: sums = tile of half(W)·low
   term 2: sums = tile of (W - half(W))·x
-  out[term, part] = sums                                                # added up by another kernel
+  out[term, part] = sums
   """
   (rows, width), T, ordered = weight.shape, tokens.shape[0], tokens.ordered
   parts = next(n for n in (8, 4, 2, 1) if width % (n * (row_walk.CHUNK if ordered else 2 * UNIT)) == 0 or n == 1)
@@ -284,4 +285,4 @@ def matmul_split_half(target:Target, tokens:Halves, low:Halves, weight:Weight) -
   ins = {"tokens": tokens.x, "low": low.x, **weight.args("weight")}
   outs = {"out": empty(tokens.x, 3 * parts, T, rows)}
   held = resident(tokens, tile, [weight])
-  return launch(f"matmul_split_half_{weight.label}_{T}", outs, ins, body, weight.nbytes, held)[0].sum(0).contiguous()
+  return launch(f"matmul_split_half_{weight.label}_{T}", outs, ins, body, weight.nbytes, held)[0]

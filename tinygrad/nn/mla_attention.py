@@ -77,7 +77,7 @@ def plan_shape(step:Step, k_b:Weight, cache:Tensor) -> split_plan.PlanShape|None
   """What attention_plan is asked for. None: the step needs no plan"""
   if not step.few_tokens or not splits_take(step, k_b, cache): return None
   heads, latent, _ = k_b.shape
-  return split_kv.plan_shape(target_of(k_b.device), heads, Pages.of(cache, step.tables, latent))
+  return split_kv.plan_shape(target_of(k_b.device), heads, Pages.of(cache, step, latent))
 
 @attention_plan.form("decode", takes=lambda step, shape: step.few_tokens and target_of(step.start.device) is not None)
 def attention_plan_decode(step:Step, shape:split_plan.PlanShape) -> Tensor:
@@ -98,7 +98,7 @@ def latent_attention_cpu_few(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:No
   return cpu.mla_attention_decode(q_latent, q, cache, step.start, step.tables, scale), cache
 
 @attention.form("cpu_prefill", takes=lambda step, residual, q, kv, weights, cache, rope:
-                cpu.takes(weights.k_b, weights.v_b, weights.output) and step.many_tokens and
+                cpu.takes(weights.k_b, weights.v_b, weights.output) and step.one_prompt and
                 cpu_unabsorbed.takes(step.tokens, weights.k_b, weights.v_b))
 def attention_cpu_prefill(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   """Three launches and a packing: the cache's rows; attention; output + residual"""
@@ -107,7 +107,7 @@ def attention_cpu_prefill(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weigh
   return norm_linear(step, heads, None, [weights.output], None, residual)[0], cache
 
 @latent_attention.form("cpu_prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
-                       cpu.takes(k_b) and step.many_tokens and cpu_prefill.attention_takes(k_b.shape[1]))
+                       cpu.takes(k_b) and step.one_prompt and cpu_prefill.attention_takes(k_b.shape[1]))
 def latent_attention_cpu_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope,
                                  scale:float) -> tuple[Tensor, Tensor]:
   q_latent, cache = cpu_prefill.latent_query_prefill(q, kv, k_b, norm, cache, rope, step.start, step.tables)
@@ -130,7 +130,7 @@ def combine_in_v_b(step:Step, weights:LatentWeights, cache:Tensor) -> bool:
   target = target_of(weights.v_b.device)
   assert target is not None
   teams = thread_layout([latent // UNIT], target.lanes, heads * rows // 2, large=making // target.lanes).teams
-  return split_kv.blocks_combine(target, heads, Pages.of(cache, step.tables, latent), -(-rows // (2 * teams)))
+  return split_kv.blocks_combine(target, heads, Pages.of(cache, step, latent), -(-rows // (2 * teams)))
 
 @attention.form("decode", takes=lambda step, residual, q, kv, weights, cache, rope: combine_in_v_b(step, weights, cache))
 def attention_decode(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ def output_of_splits(step:Step, residual:Tensor, sums:Tensor, stats:Tensor, weig
   v_b, target = weights.v_b, target_of(weights.v_b.device)
   assert target is not None
   (splits, heads, _), latent = sums.shape, split_kv.latent_of(sums)
-  pages = Pages.of(cache, step.tables, latent)
+  pages = Pages.of(cache, step, latent)
   at_once, plan = split_kv.plan_splits(target, heads, pages)[1], split_kv.plan_of(target, heads, pages, step)
   def context(buffers:dict[str, UOp], head:UOp) -> Operand:
     made = split_kv.SplitContext(target, buffers, pages, splits, heads, at_once, plan, head)
@@ -186,7 +186,7 @@ VECTOR_TOKENS = 4   # up to so many tokens, and of more than a tile of tensor co
 
 def latent_query(target:Target, step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   """What split_kv reads: the latent queries k_b·q_nope, as it takes them, and the cache with the tokens' rows written"""
-  (H, L, nope), T, pages = k_b.shape, step.tokens, Pages.of(cache, step.tables, k_b.shape[1])
+  (H, L, nope), T, pages = k_b.shape, step.tokens, Pages.of(cache, step, k_b.shape[1])
   tiles = split_kv.uses_tensor_cores(target, pages.format)
   heads = split_kv.padded(H) if tiles else H
   few = VECTOR_TOKENS < T <= few_tokens.TILE_TOKENS and few_target(step, k_b, nope) is not None
@@ -216,7 +216,7 @@ def latent_query(target:Target, step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm
 
 def with_rows(target:Target, step:Step, kv:Tensor, norm:Norm, cache:Tensor, rope:Rope) -> Tensor:
   """The cache with the rows of a prompt's tokens written: a launch, a block a token"""
-  pages, threads = Pages.of(cache, step.tables, norm.weight.shape[0]), 128
+  pages, threads = Pages.of(cache, step, norm.weight.shape[0]), 128
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, thread = UOp.special(step.tokens, "gidx0"), UOp.special(threads, "lidx0")
     return cache_row(CacheRow(target, pages, norm.eps, threads, slot=0), buffers, token, thread, token * 0)
@@ -224,7 +224,8 @@ def with_rows(target:Target, step:Step, kv:Tensor, norm:Norm, cache:Tensor, rope
   return launch(f"cache_rows_{step.tokens}_{pages.dim}", {"cache": cache}, ins, body)[0]
 
 @latent_attention.form("prefill", takes=lambda step, q, kv, k_b, norm, cache, rope, scale:
-                       (target := prefill_target(step, k_b, k_b.shape[2])) and mla_prefill.takes(target, RowFormat.of(cache, k_b.shape[1])))
+                       (target := prefill_target(step, k_b, k_b.shape[2])) and mla_prefill.takes(target, row := RowFormat.of(cache, k_b.shape[1])) and
+                       (step.one_prompt or not row.coded))   # `expanded` knows one sequence
 def latent_attention_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor]:
   """Three launches: the cache's rows; queries; attention; and where rows have 8 bits one that expands them. float32 or half q -> half (T, H, L)"""
   (H, L, _), target = k_b.shape, target_of(k_b.device)
@@ -239,7 +240,7 @@ def latent_attention_prefill(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:No
 def unabsorbed_target(step:Step, weights:LatentWeights, cache:Tensor) -> Target|None:
   """The target that attends to keys and values of every head's own in such a step"""
   (_, latent, nope), v_b = weights.k_b.shape, weights.v_b
-  target = prefill_target(step, weights.k_b, nope, latent, weights.output.shape[1])
+  target = prefill_target(step, weights.k_b, nope, latent, weights.output.shape[1]) if step.one_prompt else None
   rotated = RowFormat.of(cache, latent).rotated
   return target if target is not None and mla_unabsorbed.takes(target, step.tokens, weights.k_b, v_b, rotated) else None
 

@@ -14,12 +14,13 @@ from tinygrad.nn.intrinsics import Target, shuffle
 from tinygrad.nn.kernel import LOG2_E, empty, gated, launch, local, total
 from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, Pages, RowFormat
 from tinygrad.nn.shared_walk import SLAB, depth_of
-from tinygrad.nn.step import Step
+from tinygrad.nn.step import STRIP, Step
 from tinygrad.uop.ops import Ops
 
 BLOCK_TOKENS, STEP_POSITIONS, WARPS = 16, 32, 4   # of a block
 NEIGHBOURS = 4                                   # latent numbers beside each other that a lane has of a row
 SCORES_PITCH = STEP_POSITIONS + 8                # of a token's scores in shared memory: rows begin in other banks
+assert BLOCK_TOKENS == STRIP
 
 def takes(target:Target, row:RowFormat) -> bool:
   """Whether the warps share the latent numbers in whole products, and rows are whole slabs"""
@@ -44,9 +45,16 @@ class PrefillLaunch:
   def of(cls, target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, step:Step, scale:float, *own:int) -> Self:
     """own: the fields that a form has besides"""
     tokens, heads, latent = q_latent.shape
-    return cls(target, Pages.of(cache, step.tables, latent), tokens, heads, latent, q.shape[1] // heads, scale, *own)
+    return cls(target, Pages.of(cache, step, latent), tokens, heads, latent, q.shape[1] // heads, scale, *own)
   @property
   def dim(self) -> int: return self.pages.dim
+
+  # a block has STRIP tokens: of several prompts a strip, which is a sequence
+  def first_position(self, buffers:dict[str, UOp], block:UOp) -> UOp:
+    """What the number of a block's token is added to, for its position"""
+    return self.pages.position(buffers) if self.pages.sequences == 1 else self.pages.position(buffers, block * STRIP) - block * STRIP
+  def page(self, buffers:dict[str, UOp], block:UOp, position:UOp) -> UOp:
+    return self.pages.page(buffers, position, block if self.pages.sequences > 1 else 0)
 
 def mla_prefill(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, step:Step, scale:float) -> Tensor:
   """q_latent: (T, H, L); q: (T, H·head_dim), each head's last R numbers rotated; cache: half (C, L+R), with the step's tokens written
@@ -130,8 +138,8 @@ class PrefillThread:
     thread = UOp.special(WARPS * lanes, "lidx0")
     self.warp, self.lane = thread // lanes, thread % lanes
     self.first_latent = self.warp * (shape.latent // WARPS)
-    self.first_position = shape.pages.position(buffers)
-    self.ahead = PageAhead(shape.pages.page(buffers, UOp.const(0)), slot=1)
+    self.first_position = shape.first_position(buffers, self.block)
+    self.ahead = PageAhead(shape.page(buffers, self.block, UOp.const(0)), slot=1)
     self.own_slabs = [i * WARPS + self.warp for i in range(-(-self.slabs // WARPS))]
     self.places_a, self.places_b, self.places_c = ([place(self.lane, i) for i in range(count)]
                                                    for place, count in zip((self.mma.a, self.mma.b, self.mma.c), self.mma.counts))
@@ -152,7 +160,7 @@ class PrefillThread:
   def step(self, step:UOp) -> tuple[PrefillStep, UOp]:
     """A step of the loop, and the page of the next one"""
     start = step * STEP_POSITIONS
-    following = self.shape.pages.page(self.buffers, start + STEP_POSITIONS)
+    following = self.shape.page(self.buffers, self.block, start + STEP_POSITIONS)
     return PrefillStep(start, self.ahead.read(step)), following
 
   def load_row(self, at:PrefillStep, position:int|UOp, number:UOp, inside:UOp|None=None) -> UOp:

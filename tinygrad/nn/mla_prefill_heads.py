@@ -19,7 +19,7 @@ from tinygrad.nn.latent_cache import MASKED_SCORE, PageAhead, RowFormat
 from tinygrad.nn.matrices import PIECE, pitch
 from tinygrad.nn.mla_prefill import PrefillLaunch, block_of_tokens, prefill_launch
 from tinygrad.nn.online_softmax import LANE_POSITIONS, RowSoftmax, SoftmaxThread
-from tinygrad.nn.step import Step
+from tinygrad.nn.step import STRIP, Step
 from tinygrad.uop.ops import Ops
 
 TILE_TOKENS, STEP_POSITIONS, WARPS = 16, 32, 8   # of a block
@@ -28,7 +28,7 @@ SHARES = 4                                       # of a row's numbers: warps tha
 KEY_TILES = STEP_POSITIONS // 16 * SHARES // WARPS   # of 16 positions, of a warp
 ROW_LANES = 8                                    # that share a row in the softmax
 SCORES_PITCH = WEIGHTS_PITCH = pitch(STEP_POSITIONS)   # of a row in shared memory
-assert KEY_TILES == 1 and STEP_POSITIONS == LANE_POSITIONS * ROW_LANES
+assert TILE_TOKENS == STRIP and KEY_TILES == 1 and STEP_POSITIONS == LANE_POSITIONS * ROW_LANES
 
 @dataclass(frozen=True)
 class HeadsLaunch(PrefillLaunch):
@@ -107,7 +107,7 @@ class HeadsThread(SoftmaxThread):
     self.first_head, self.block = UOp.special(shape.heads // self.tiles, "gidx0") * self.tiles, block_of_tokens(shape.tokens, TILE_TOKENS)
     self.share, self.key_tile = self.warp // (WARPS // SHARES), self.warp % (WARPS // SHARES)
     self.first_latent = self.warp * (shape.latent // WARPS)
-    self.first_position = shape.pages.position(buffers)
+    self.first_position = shape.first_position(buffers, self.block)
     self.queries = local(self.n_rows * self.pitch, dtypes.half, 0)
     self.rows = local(2 * STEP_POSITIONS * self.pitch, dtypes.half, 1)
     self.first_page = self.page_of(UOp.const(0))
@@ -123,7 +123,7 @@ class HeadsThread(SoftmaxThread):
     """Of the block's tokens"""
     return self.first_position + (self.block * TILE_TOKENS + TILE_TOKENS - 1).minimum(self.shape.tokens - 1)
 
-  def page_of(self, step:UOp) -> UOp: return self.shape.pages.page(self.buffers, step * STEP_POSITIONS)
+  def page_of(self, step:UOp) -> UOp: return self.shape.page(self.buffers, self.block, step * STEP_POSITIONS)
 
   def softmax_row(self, turn:int) -> UOp:
     """The row whose softmax the lane shares; the last ones, where there is none: several warps make them then, all the same"""

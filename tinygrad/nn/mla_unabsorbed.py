@@ -110,7 +110,7 @@ def unabsorbed(target:Target, q:Tensor, rows:Tensor, k_b:Weight, v_b:Weight, ste
   """q: half (T, H·(nope+R)), each head's last R numbers rotated; rows: half (C, L+R), the cache with the step's tokens written; k_b: (H, L, nope);
   v_b: (H, v, L) -> (T, H·v), softmax(q·key·scale)·value, a token attending to the positions up to its own"""
   (H, L, nope), value = k_b.shape, v_b.shape[1]
-  pages = Pages.of(rows, step.tables, L)
+  pages = Pages.of(rows, step, L)
   fitting = block_shape(target, nope + pages.format.rotated, value)
   assert fitting is not None
   made = head_rows.head_rows(target, step, rows, k_b, v_b)

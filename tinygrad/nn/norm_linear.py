@@ -138,7 +138,8 @@ def norm_linear_cpu(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight
 def norm_linear_cpu_few(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   return cpu_few.norm_linear_few(x, norm, weights, rope, step.start if rope else None, residual)
 
-@norm_linear.form("cpu_prefill", takes=lambda step, x, norm, weights, rope, residual: cpu.takes(*weights) and step.many_tokens)
+@norm_linear.form("cpu_prefill", takes=lambda step, x, norm, weights, rope, residual:
+                  cpu.takes(*weights) and step.many_tokens and (rope is None or step.one_prompt))
 def norm_linear_cpu_prefill(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None, residual:Tensor|None) -> list[Tensor]:
   return cpu_prefill.norm_linear_prefill(x, norm, weights, rope, step.start if rope else None, residual)
 

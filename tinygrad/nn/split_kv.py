@@ -221,7 +221,7 @@ def split_kv(target:Target, q_latent:Tensor, q:Tensor, cache:Tensor, step:Step, 
   sums of a split; stats: float32 (H, splits, 2), its row_max (in base 2) and weight_sum, a head's side by side: every block that combines reads all
   of them.
   Splits that have no positions are not written."""
-  (_, heads, head_dim), latent, pages = q.shape, q_latent.shape[2], Pages.of(cache, step.tables, q_latent.shape[2])
+  (_, heads, head_dim), latent, pages = q.shape, q_latent.shape[2], Pages.of(cache, step, q_latent.shape[2])
   splits, at_once = plan_splits(target, heads, pages)
   plan = plan_of(target, heads, pages, step)
   if plan is not None: splits = plan.items
@@ -714,7 +714,7 @@ def mla_combine_columns(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, 
 
 def combine_launch(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:Step, context:Tensor, columns:bool=False) -> Tensor:
   (splits, heads, _), latent = sums.shape, latent_of(sums)
-  pages = Pages.of(cache, step.tables, latent)
+  pages = Pages.of(cache, step, latent)
   plan = plan_of(target, heads, pages, step)
   shape = CombineLaunch(target, pages, splits, heads, latent, plan_splits(target, heads, pages)[1], plan, columns)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return combine_kernel(shape, buffers)

@@ -7,10 +7,11 @@ from tinygrad import Tensor, dtypes
 
 PAGE = 64   # rows of the cache that are handed out together; a sequence's neighbouring positions, from a multiple of it on
 NEW_ROWS = 8   # of a sequence, the most that a step of decoding writes, see Step
+STRIP = 16     # neighbouring tokens of a prompt that lie together in a step of several prompts, see Step
 
 class Phase(enum.Enum):
   DECODE = enum.auto()    # a new token of each sequence
-  PREFILL = enum.auto()   # neighbouring tokens of one sequence
+  PREFILL = enum.auto()   # neighbouring tokens of one sequence, or of several
 
 @dataclass(frozen=True)
 class Step:
@@ -18,6 +19,8 @@ class Step:
   PAGE of a sequence's positions. Both are on the device: one recording serves all steps.
   A step of decoding may have several neighbouring positions of one sequence, up to NEW_ROWS, each as a sequence of its own with the same table. So
   what a token attends to at its position p is as it was before the step up to p - NEW_ROWS: a kernel reads that without waiting for those before it.
+  A step of several prompts has strips of STRIP neighbouring tokens, each as a sequence of its own with its prompt's table; a prompt's last strip is
+  padded.
   Page 0 is nobody's. Entries of a table behind a sequence's end are 0, so that what pads a prompt, or a batch, is written there."""
   phase: Phase
   tokens: int                   # T, of all sequences together
@@ -28,7 +31,9 @@ class Step:
   @staticmethod
   def decode(start:Tensor, tables:Tensor) -> Step: return Step(Phase.DECODE, start.shape[0], start, tables)
   @staticmethod
-  def prefill(start:Tensor, tables:Tensor, tokens:int) -> Step: return Step(Phase.PREFILL, tokens, start, tables)
+  def prefill(start:Tensor, tables:Tensor, tokens:int) -> Step:
+    assert start.shape[0] in (1, tokens / STRIP)
+    return Step(Phase.PREFILL, tokens, start, tables)
 
   @property
   def one_token(self) -> bool:
@@ -40,15 +45,23 @@ class Step:
     return self.phase is Phase.DECODE and self.tokens > 1
   @property
   def many_tokens(self) -> bool:
-    """Whether kernels of matrices times many vectors take it: several tokens in a row of one sequence"""
+    """Whether kernels of matrices times many vectors take it: several tokens in a row of one sequence, or of each of several"""
     return self.phase is Phase.PREFILL and self.tokens > 1
+  @property
+  def one_prompt(self) -> bool:
+    """Whether kernels of many tokens take it that know one position and one table"""
+    return self.many_tokens and self.start.shape[0] == 1
+  @property
+  def each(self) -> int:
+    """Neighbouring tokens of each of its sequences"""
+    return self.tokens // self.start.shape[0]
 
   # for plain ops
   @property
   def positions(self) -> Tensor:
     """int32 (T,): where each token stands"""
     if self.phase is Phase.DECODE: return self.start
-    return self.start + Tensor.arange(self.tokens, dtype=dtypes.int32)
+    return (self.start.unsqueeze(1) + Tensor.arange(self.each, dtype=dtypes.int32)).flatten()
 
 def one_row(x:Tensor) -> bool:
   """Whether x, (T, …), is of one token: what a primitive without a step goes by"""

@@ -33,6 +33,10 @@ class Table:
   node: Node|None = None
   depth: int = 0
 
+def alike(ids:list[int], rows:int, other:list[int]) -> bool:
+  """Whether the page of ids behind what is known of them, so many rows, will be one of other's, too: who waits for it need not compute it"""
+  end = (rows // PAGE + 1) * PAGE
+  return end < len(ids) and ids[:end] == other[:end]
 def pages_for(rows:int) -> int: return -(-rows // PAGE)
 
 class Pool:

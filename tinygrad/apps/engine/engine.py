@@ -10,7 +10,7 @@ from tinygrad.apps.engine.cache import Pool, Table, pages_for
 from tinygrad.apps.engine.constraint import Guide
 from tinygrad.apps.engine.sampling import Features, Sampling
 from tinygrad.apps.engine.scheduler import DECODE, Chunk, Scheduler
-from tinygrad.apps.engine.sequence import TOP, BatchRow, Logprob, Request, Sequence, State
+from tinygrad.apps.engine.sequence import TOP, BatchRow, Kind, Logprob, Piece, Request, Sequence, State, kinds_of
 from tinygrad.apps.engine.speculate import Speculation
 
 _one_at_a_time = threading.RLock()  # not an engine's own: what is recorded, and the CPU's threads, are the process's
@@ -40,6 +40,11 @@ def tokens_of(ids:Iterable[int], vocab:int) -> list[int]:
     raise ValueError(f"token {str(next(i for i in tokens if not 0 <= i < vocab))[:40]}: expected 0 to {vocab - 1}")
   return tokens
 
+def piece_of(s:Sequence, at:int, count:int) -> Piece:
+  """Of a chunk's part"""
+  end = s.rows + count
+  return Piece(at, s.ids[s.rows:end], s.rows, list(s.table.pages), s.ids[end])
+
 def one_line(e:Exception) -> str: return " ".join(str(e).split())
 
 class ContextFull(Exception):
@@ -55,6 +60,7 @@ class Steps(Protocol):
   beside: int              # a chunk takes as long as its tokens and so many more
   slices: int              # of a chunk
   stages: int              # devices that a chunk goes through: so many chunks may be under way at once
+  shares: bool             # whether a chunk may have pieces of several prompts
   max_context: int
   vocab_size: int
   in_flight: int           # launches that may be unread: 2, or 1 where a launch is done when it returns
@@ -64,9 +70,10 @@ class Steps(Protocol):
   certain: bool            # whether there are drafts behind every step of a batch with drafts that does not coast
   found: np.ndarray        # bool (rows,), of what was read last, in a batch with drafts: whether there are some for the step after it
 
-  def prefill(self, ids:list[int], start:int, size:int, table:list[int], slices:range, following:int) -> None:
-    """These slices of what writes the rows of ids, `size` at most, the first of them at position `start`; what it writes past them, up to `size`,
-    does not count. When all slices have run in their order, whatever steps between them, all rows are written. following: the token behind ids"""
+  def prefill(self, pieces:list[Piece], size:int, slices:range, shared:bool) -> None:
+    """These slices of what writes the rows of the pieces, of a chunk of `size` tokens; what it writes past them, up to `size`, does not count. When
+    all slices have run in their order, whatever steps between them, all rows are written. There may be fewer pieces than before. shared: whether the
+    chunk has strips (nn/step.py), each of one piece; else there is one piece, from the chunk's first token on"""
   def set_batch(self, rows:list[BatchRow]) -> None:
     """What launch runs from here on. Launches that were not read are forgotten."""
   def set_table(self, row:int, table:list[int]) -> None:
@@ -137,10 +144,11 @@ class Engine:
     """pages: of the cache, page 0 included. max_rows: answers that run at once. max_stall: seconds from token to token of one of them, at most, while
     a prompt is read."""
     self.runner, self.pool, self.max_stall = runner, Pool(pages), max_stall
-    self.scheduler = Scheduler(self.pool, runner.sizes, runner.beside, runner.slices, runner.stages, max_rows, PLANNED * max_stall)
+    self.scheduler = Scheduler(self.pool, runner.sizes, runner.beside, runner.slices, runner.stages, runner.shares, max_rows,
+                               PLANNED * max_stall)
     self.capacity = min(runner.max_context, self.pool.rows)  # tokens of one sequence
     self.newest: Sequence|None = None                        # that was added
-    self.recorded: set[int] = set()                          # sizes of chunks that ran before: a first run tells no time
+    self.recorded: set[Kind] = set()                         # of chunks that ran before: a first run tells no time
     self.told = False                                        # whether it was said that answers waited for a compiler
     self.reading = 0                                         # the size of the newest chunk
     self.steps = 0                                           # of decoding, so far
@@ -294,8 +302,9 @@ class Engine:
       e, concerned = error, list(self.scheduler.live)
     if isinstance(e, MemoryError):
       traceback.clear_frames(e.__traceback__)   # what was made is given back, as long as anybody keeps the error
-      if concerned[0].state is State.PREFILLING and self.reading > self.runner.sizes[0]: return self._shorten(self.reading, e)
-      if (rows := len(concerned)) > self.most: return self._narrow(max(self.most, rows // 2), f"steps of {rows} answers", e)
+      prompts, rows = concerned[0].state is State.PREFILLING, len(concerned)
+      if prompts and self.reading > self.runner.sizes[0]: return self._shorten(self.reading, e)
+      if not prompts and rows > self.most: return self._narrow(max(self.most, rows // 2), f"steps of {rows} answers", e)
       concerned = concerned[-1:]
     for s in concerned: self.scheduler.end(s, "error", e)
 
@@ -328,31 +337,30 @@ class Engine:
     for s in [s for s in self.scheduler.live if s.aborted]: self.scheduler.end(s, "abort")
 
   def _chunk(self, chunk:Chunk) -> None:
-    """Slices of the next rows of a prompt, behind what is in flight"""
-    s, size, slices = chunk
-    ids, self.concerned, answers = s.ids[s.rows:min(s.rows + size, len(s.ids) - 1)], [s], bool(self.scheduler.running)
-    self.reading = size
-    if not self.chunks: self.depth = s.rows
+    """Slices of the next rows of prompts, behind what is in flight"""
+    self.concerned, answers = [part.sequence for part in chunk.parts], bool(self.scheduler.running)
+    self.reading = chunk.size
+    if not self.chunks: self.depth = chunk.depth
     start = time.perf_counter()
-    self.runner.prefill(ids, s.rows, size, list(s.table.pages), slices, s.ids[s.rows + len(ids)])
+    self.runner.prefill([piece_of(*part) for part in chunk.parts], chunk.size, chunk.slices, chunk.shared)
     self.chunk_seconds += time.perf_counter() - start
-    if answers and size not in self.recorded: self._tell(self.chunk_seconds, f"chunks of {size} tokens")
+    if answers and chunk.kind not in self.recorded: self._tell(self.chunk_seconds, f"chunks of {chunk.size} tokens")
     while self.flying: self._read()
     self.scheduler.ran(chunk)
     self.chunks.append(chunk)
     self.since = time.perf_counter()
-    self.due = answers or size not in self.recorded or len(self.chunks) == AHEAD * self.runner.stages
+    self.due = answers or chunk.kind not in self.recorded or len(self.chunks) == AHEAD * self.runner.stages
 
   def _chunks_done(self) -> None:
     """Waits for the slices that the device was given, and learns how long they took: a piece of work ends before, as it has read tokens"""
-    self.concerned, self.due = [self.chunks[0].sequence], False
+    self.concerned, self.due = [part.sequence for part in self.chunks[0].parts], False
     self.runner.wait()
     self.concerned = []
     seconds = self.chunk_seconds + time.perf_counter() - self.since
     if self.scheduler.running: self.scheduler.spent += seconds
-    sizes = {chunk.size for chunk in self.chunks}
-    if len(sizes) == 1 and sizes <= self.recorded: self.scheduler.took(*sizes, seconds / sum(len(chunk.slices) for chunk in self.chunks), self.depth)
-    self.recorded.update(chunk.size for chunk in self.chunks if chunk.slices.stop == self.runner.slices)
+    kinds = {chunk.kind for chunk in self.chunks}
+    if len(kinds) == 1 and kinds <= self.recorded: self.scheduler.took(*kinds, seconds / sum(len(chunk.slices) for chunk in self.chunks), self.depth)
+    self.recorded.update(chunk.kind for chunk in self.chunks if chunk.slices.stop == self.runner.slices)
     self.chunks, self.chunk_seconds = [], 0.0
 
   def _tell(self, seconds:float, what:str) -> None:
@@ -444,7 +452,7 @@ class Engine:
         if len(self.runner.sizes) == 1: raise
         self._shorten(self.runner.sizes[-1], e)
       else: break
-    self.recorded.update(self.runner.sizes)
+    self.recorded.update(kinds_of(self.runner.sizes, self.runner.shares))
 
   def _preempt(self) -> None:
     self.scheduler.preempt()

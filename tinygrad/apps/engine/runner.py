@@ -11,12 +11,12 @@ from tinygrad.apps.capture import Replay, Scratch, compile_parts, enqueue, read,
 from tinygrad.apps.engine.batch import ROWS, Batch, DraftBatch, Mode, batch_size
 from tinygrad.apps.engine.pipeline import Pipeline, parts_of
 from tinygrad.apps.engine.sampling import Features
-from tinygrad.apps.engine.sequence import BatchRow, Logprob
+from tinygrad.apps.engine.sequence import BatchRow, Kind, Logprob, Piece, kinds_of
 from tinygrad.apps.mla import Transformer
 from tinygrad.apps.mtp import MTP
 from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.intrinsics import target_of
-from tinygrad.nn.step import Step
+from tinygrad.nn.step import STRIP, Step
 
 SLICE = 2                       # parts of a chunk that a slice of it runs, each a block of the model
 MTP_PARTS = 2                   # … and those of the block that drafts
@@ -49,9 +49,11 @@ class Runner:
     self.batch = self.batch_of(1)
     self.launched: deque[tuple[Batch|Pipeline, np.ndarray]] = deque()   # the steps not read, and their columns of the log
     self.unseen = 0   # steps in a row whose ids were not seen before all was done
-    self.start, self.table = (to_device(np.zeros((1, *shape), np.int32), model.device) for shape in ((), (model.pages,)))   # of a prompt's chunk
-    self.ids, self.behind = ({size: to_device(np.zeros(size, np.int32), model.device) for size in self.sizes} for _ in range(2))
-    self.chunks: dict[int, list[UOp]] = {}   # the slices of each size
+    self.ids, self.behind = ({size: to_device(np.zeros(size, np.int32), model.device) for size in self.sizes} for _ in range(2))   # of a chunk
+    self.steps: dict[Kind, Step] = {}
+    self.chunks: dict[Kind, list[UOp]] = {}  # the slices of each kind
+    self.given: tuple[Kind, list[Piece]]|None = None   # what the newest chunk's buffers have
+    self.shares = not model.plain_parts(self.chunk_step(2 * STRIP, True))
     self.scratch: Scratch = {}               # theirs: one chunk runs at a time
     self.writes = 0
     self.odds: tuple[np.ndarray, np.ndarray]|None = None     # of what was read last: int32 and float32 (rows, 1 + likeliest)
@@ -172,16 +174,25 @@ class Runner:
     if failed: raise RuntimeError("; ".join(f"{device}: {e}" for device, e in failed)) from failed[0][1]
 
   # ---- prompts ----
-  def chunk_step(self, size:int) -> Step: return Step.prefill(self.start, self.table, size)
-  def record_chunk(self, size:int, compiled:bool=True) -> Replay:
+  @property
+  def kinds(self) -> list[Kind]:
+    """Of all chunks"""
+    return kinds_of(self.sizes, self.shares)
+  def chunk_step(self, size:int, shared:bool=False) -> Step:
+    if (kind := (size, shared)) not in self.steps:
+      sequences = size // STRIP if shared else 1
+      start, tables = (to_device(np.zeros((sequences, *shape), np.int32), self.model.device) for shape in ((), (self.model.pages,)))
+      self.steps[kind] = Step.prefill(start, tables, size)
+    return self.steps[kind]
+  def record_chunk(self, size:int, shared:bool=False, compiled:bool=True) -> Replay:
     """Reads ids[size] and writes their rows; those of the block that drafts by behind[size], the tokens behind them"""
-    replay, step = Replay(compiled, self.scratch), self.chunk_step(size)
+    replay, step = Replay(compiled, self.scratch), self.chunk_step(size, shared)
     if self.mtp is None: self.model.prefill(step, self.ids[size], replay.run)
     else: self.mtp.prefill(step, self.behind[size], self.model.hidden(step, self.ids[size], replay.run), replay.run)
     return replay
-  def add_chunks(self, chunks:dict[int, Replay]) -> None:
-    """The slices of these sizes. The largest comes first: what it takes serves all"""
-    for size in sorted(chunks, reverse=True): self.chunks[size] = self.cut(chunks[size])
+  def add_chunks(self, chunks:dict[Kind, Replay]) -> None:
+    """The slices of these kinds. The largest comes first: what it takes serves all"""
+    for kind in sorted(chunks, reverse=True): self.chunks[kind] = self.cut(chunks[kind])
   def cut(self, chunk:Replay) -> list[UOp]:
     """The slices of a chunk: the launches of a few blocks each, before the first of them what comes before all blocks"""
     end = len(chunk.recorded)
@@ -192,17 +203,17 @@ class Runner:
     replay, size = Replay(), self.sizes[0]
     return replay, self.model.logits(self.chunk_step(size), self.ids[size], replay.run)
 
-  def prefill(self, ids:Sequence[int], start:int, size:int, table:Sequence[int], slices:range|None=None, following:int=0) -> None:
-    """Enqueues these slices of a chunk, by default all: it writes the rows of at most `size` tokens from position `start` on. It is padded; what pads
-    it lies behind the sequence's end, in rows that are written again before they are read, or in page 0. Decode steps may run between its slices:
-    they write other pages, and have other memory for what is in between. following: the token behind them."""
-    if size not in self.chunks:
+  def prefill(self, pieces:Sequence[Piece], size:int, slices:range|None=None, shared:bool=False) -> None:
+    """Enqueues these slices of a chunk, by default all: it writes the pieces' rows. It is padded; what pads it lies behind a sequence's end, in rows
+    that are written again before they are read, or in page 0. Decode steps may run between its slices: they write other pages, and have other memory
+    for what is in between. shared: see engine.Steps"""
+    if (kind := (size, shared)) not in self.chunks:
       # copies of experts take much more than what else differs between sizes
-      self.add_chunks({each: self.record_chunk(each) for each in {size, *self.sizes[-1:] * self.model.brings} - {*self.chunks}})
-    self._set_chunk(ids, start, size, table)
-    if self.mtp is not None: write(self.behind[size], np.int32([*ids[1:], following, *[0] * (size - len(ids))]))
+      missing = {kind, *[(self.sizes[-1], False)] * self.model.brings} - {*self.chunks}
+      self.add_chunks({each: self.record_chunk(*each) for each in missing})
+    self._set_chunk(kind, pieces)
     try:
-      for i in range(self.slices) if slices is None else slices: enqueue(self.chunks[size][i])
+      for i in range(self.slices) if slices is None else slices: enqueue(self.chunks[kind][i])
     except MemoryError:
       self.chunks.clear()   # what they have is given back
       self.scratch.clear()
@@ -210,15 +221,23 @@ class Runner:
   def logits(self, ids:Sequence[int], start:int, table:Sequence[int]) -> np.ndarray:
     """As prefill, of at most sizes[0] tokens -> float32 (len(ids), vocab), the logits after each"""
     replay, logits = self.logits_step
-    self._set_chunk(ids, start, self.sizes[0], table)
+    self._set_chunk((self.sizes[0], False), [Piece(0, list(ids), start, list(table))])
     replay()
     return read(logits)[:len(ids)]
-  def _set_chunk(self, ids:Sequence[int], start:int, size:int, table:Sequence[int]) -> None:
-    padded = np.zeros((1, self.model.pages), np.int32)
-    padded[0, :len(table)] = table
-    write(self.ids[size], np.int32([*ids, *[0] * (size - len(ids))]))
-    write(self.start, np.int32([start]))
-    write(self.table, padded)
+  def _set_chunk(self, kind:Kind, pieces:Sequence[Piece]) -> None:
+    """Before each of its slices: another chunk may have run since the last"""
+    if self.given == (kind, pieces): return
+    self.given = None
+    size, step = kind[0], self.chunk_step(*kind)
+    ids, behind, start, tables = (np.zeros(shape, np.int32) for shape in (size, size, step.start.shape, step.tables.shape))
+    for piece in pieces:
+      place = slice(piece.at, piece.at + len(piece.ids))
+      ids[place], behind[place] = piece.ids, [*piece.ids[1:], piece.following]
+      own = slice(place.start // step.each, -(-place.stop // step.each))
+      start[own], tables[own, :len(piece.table)] = range(piece.start, piece.start + len(piece.ids), step.each), piece.table
+    for buffer, values in ((self.ids[size], ids), (step.start, start), (step.tables, tables)): write(buffer, values)
+    if self.mtp is not None: write(self.behind[size], behind)
+    self.given = kind, [*pieces]
 
   # ---- at the start ----
   def warm(self, rows:int, kinds:Sequence[Features]) -> None:
@@ -229,10 +248,10 @@ class Runner:
     for batch, features in steps:
       batch.set([], features)
       replays += batch.all_replays()
-    chunks = {size: self.record_chunk(size) for size in self.sizes if size not in self.chunks}
+    chunks = {kind: self.record_chunk(*kind) for kind in self.kinds if kind not in self.chunks}
     compile_parts([part for replay in (*replays, *chunks.values()) for part in replay.recorded])
     self.add_chunks(chunks)
-    for size in self.sizes: self.prefill([0], 0, size, [])
+    for size, shared in self.kinds: self.prefill([Piece(0, [0], 0, [])], size, shared=shared)
     for batch, features in steps:
       self.batch, batch.features = batch, features   # one batch serves several kinds
       self.launch()

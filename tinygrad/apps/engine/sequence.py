@@ -56,6 +56,18 @@ class BatchRow(NamedTuple):
   @property
   def features(self) -> Features: return self.sampling.features | Features(mask=self.masked, logprobs=self.logprobs)
 
+Kind = tuple[int, bool]   # of a chunk: its size in tokens, and whether prompts share it
+def kinds_of(sizes:tuple[int, ...], shares:bool) -> list[Kind]: return [(size, shared) for size in sizes for shared in (False, True)[:1 + shares]]
+
+class Piece(NamedTuple):
+  """Neighbouring tokens of a prompt as the runner is given them. at: their place among the tokens of a chunk; start: the position of the first;
+  following: the token behind them"""
+  at: int
+  ids: list[int]
+  start: int
+  table: list[int]
+  following: int = 0
+
 class Sequence:
   """The handle of a request. Whoever adds it reads `produced`, `logprobs`, `state`, `reason`, `error`, `cached` and `times`; the engine alone writes.
   ids: the prompt and what was produced. rows: how many of its ids, from the first on, have their rows in the pages of its table."""
