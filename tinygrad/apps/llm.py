@@ -92,7 +92,7 @@ def benchmark_flags(p:Parser, bench:bool) -> None:
       help=f"time the decoding of N tokens, a line each (default {TOKENS}); with any of the next four, -o or --plot: a table as llama-bench prints "
            "it. -p, -n, -d and -r are then short for the four")
   add("parallel", metavar="LIST", help="a table of so many sequences decoded at once, by --benchmark N tokens each (default 64) after a prompt of -p "
-      "(default 128) or --depth tokens, which is not timed; drawn at temperature 1, or as --temperature, --top_p and the like say")
+      "(default 128) or --depth tokens, which are timed apart; drawn at temperature 1, or as --temperature, --top_p and the like say")
   add("arriving", type=int_at_least(2), metavar="N", help="with --parallel: how long each waits from token to token while a prompt of N tokens is "
       "read, and how fast that is, beside both without the other")
   add("accepted", type=share, metavar="X", help="with --draft_ngram, --draft_mtp or --draft: such a share of drafts counts as right, 0 to 1, "

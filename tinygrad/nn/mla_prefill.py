@@ -51,8 +51,11 @@ class PrefillLaunch:
 
   # a block has STRIP tokens: of several prompts a strip, which is a sequence
   def first_position(self, buffers:dict[str, UOp], block:UOp) -> UOp:
-    """What the number of a block's token is added to, for its position"""
-    return self.pages.position(buffers) if self.pages.sequences == 1 else self.pages.position(buffers, block * STRIP) - block * STRIP
+    """That of the prompt's first token, or the strip's"""
+    return self.pages.position(buffers, block * STRIP if self.pages.sequences > 1 else 0)
+  def from_first(self, block:UOp, row:UOp|int) -> UOp|int:
+    """How far a row of a block is from there; of the last token, where there is none"""
+    return row if self.pages.sequences > 1 else (block * STRIP + row).minimum(self.tokens - 1)
   def page(self, buffers:dict[str, UOp], block:UOp, position:UOp) -> UOp:
     return self.pages.page(buffers, position, block if self.pages.sequences > 1 else 0)
 
@@ -155,7 +158,7 @@ class PrefillThread:
 
   def last_position(self) -> UOp:
     """Of the block's tokens"""
-    return self.first_position + (self.block * BLOCK_TOKENS + BLOCK_TOKENS - 1).minimum(self.shape.tokens - 1)
+    return self.first_position + self.shape.from_first(self.block, BLOCK_TOKENS - 1)
 
   def step(self, step:UOp) -> tuple[PrefillStep, UOp]:
     """A step of the loop, and the page of the next one"""
@@ -225,7 +228,7 @@ class PrefillThread:
           position = slab * SLAB + depth_of(self.mma, part, depth)
           tokens = [warp * BLOCK_TOKENS + tile * self.mma.M + row for warp in range(WARPS)]
           score = total([shared[token * SCORES_PITCH + position].load() for token in tokens], UOp.add) * (self.shape.scale * LOG2_E)
-          is_seen = start + position <= self.first_position + self.token(tile * self.mma.M + row)
+          is_seen = start + position <= self.first_position + self.shape.from_first(self.block, tile * self.mma.M + row)
           elements.append(is_seen.where(score, MASKED_SCORE))
         scores.append(elements)
     return scores

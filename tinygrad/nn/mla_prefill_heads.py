@@ -121,7 +121,7 @@ class HeadsThread(SoftmaxThread):
 
   def last_position(self) -> UOp:
     """Of the block's tokens"""
-    return self.first_position + (self.block * TILE_TOKENS + TILE_TOKENS - 1).minimum(self.shape.tokens - 1)
+    return self.first_position + self.shape.from_first(self.block, TILE_TOKENS - 1)
 
   def page_of(self, step:UOp) -> UOp: return self.shape.page(self.buffers, self.block, step * STEP_POSITIONS)
 
@@ -200,7 +200,7 @@ class HeadsThread(SoftmaxThread):
   def softmax(self, state:UOp, turn:int, shared:UOp, step:UOp) -> RowSoftmax:
     """Of the lane's row of a turn and its positions"""
     row, first = self.softmax_row(turn), self.lane_position()
-    last, scores = self.first_position + self.token(row) - step * STEP_POSITIONS, []
+    last, scores = self.first_position + self.shape.from_first(self.block, row % TILE_TOKENS) - step * STEP_POSITIONS, []
     for i in range(LANE_POSITIONS):
       shares = [shared[(share * self.n_rows + row) * SCORES_PITCH + first + i].load() for share in range(SHARES)]
       scores.append((first + i <= last).where(total(shares, UOp.add) * (self.shape.scale * LOG2_E), MASKED_SCORE))
