@@ -740,6 +740,10 @@ def test_no_room_for_long_chunks(monkeypatch, capsys):
   with pytest.raises(MemoryError, match="no\nroom"): list(e.stream(last))
   assert not any(made() for made in held)
   finish(e)
+  e = toy(100, runner=Full, sizes=(8,))
+  each = [e.add(Request(PROMPT[i:i + 4], limit=3)) for i in (300, 310)]
+  finish(e)
+  assert [s.reason for s in each] == ["error", "error"] and e.scheduler.max_rows == 64   # prompts that share a chunk are no rows of a step
   room, e = 16, toy(100, runner=Full, sizes=(4, 8, 16, 32))
   e.warm(Sampling())
   assert e.recorded == {*kinds_of((4, 8, 16), True)} and "chunks of 32 tokens find no memory" in capsys.readouterr().err

@@ -216,6 +216,21 @@ def test_together(flags: str, drawing: dict, small: Path, model: Model, monkeypa
     assert r["prompts_ts"] == statistics.median(r["samples_prompts_ts"]) > 0 and len(r["samples_prompts_ts"]) == 2
   assert not model.engine.scheduler.live and not model.engine.pool.fault(model.engine.scheduler.tables)
 
+def test_prompts_are_timed_apart(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+  """Until all of them are in the cache, and before there is an answer; each figure of its own seconds"""
+  engine, seen = model.engine, []
+  wait, clock = engine.wait, iter(range(99))
+  def noted() -> None:
+    seen.append(([s.rows for s in engine.scheduler.live], [len(s.produced) for s in engine.scheduler.live]))
+    wait()
+  monkeypatch.setattr(engine, "wait", noted)
+  monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(clock)))
+  engine.forget()
+  times = measure.together_seconds(engine, [[*range(i, i + 20)] for i in (5, 40, 80)], Sampling(), 2, machine.Others())
+  assert seen == [([19] * 3, [0] * 3)] and min(times) > 0
+  row = measure.Step(3, 20, 2, 1.0, None, seconds=[4.0], reading=[2.0])
+  assert (row.figures()["median_ts"], row.figures()["prompts_ts"]) == (1.5, 30.0)
+
 @pytest.mark.parametrize("output", ["md", "csv"])
 def test_arriving(output: str, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path):
   """Every run has its own prompts; the one that arrives is read while all others run, and each step between its slices is a time"""

@@ -203,9 +203,12 @@ def test_prompts_that_begin_alike_wait_for_each_other():
 def test_long_prompts_share_what_little_they_have_left(monkeypatch):
   monkeypatch.setattr("tinygrad.apps.engine.scheduler.SHALLOW", 60)
   monkeypatch.setattr("tinygrad.apps.engine.scheduler.FEW", 8)
-  s = made(sizes=(64,), max_stall=float("inf"), shares=True)
-  a, b, c = added(s, 64 + 9), added(s, 9, 100), added(s, 61, 200)
-  assert [(q, n) for q, n, _ in read_prompts(s)] == [(a, 64), (a, 8), (b, 8), (c, 60)]
+  s = made(sizes=(128,), max_stall=float("inf"), shares=True)
+  a, b, c = added(s, 128 + 9), added(s, 31, 200), added(s, 61, 300)
+  for want in ([(a, 0, 128)], [(a, 0, 8), (b, 16, 30)], [(c, 0, 60)]):
+    chunk = s.next_chunk()
+    assert places(chunk) == want
+    run(s, chunk)
 
 def test_of_several_in_a_chunk_some_leave():
   s = made(sizes=(64,), max_stall=.05, shares=True)
@@ -227,8 +230,8 @@ def test_those_that_are_read_count_as_rows_and_have_a_page_more():
   s = made(sizes=(64,), max_rows=2, max_stall=float("inf"), shares=True)
   each = [added(s, 9, 100 * i) for i in range(3)]
   assert places(s.next_chunk()) == [(each[0], 0, 8), (each[1], 16, 8)]
-  s = made(pages=8, sizes=(64,), max_stall=float("inf"), shares=True)
-  each = [added(s, 9, 100 * i) for i in range(3)]   # 3 pages each, of 7
+  s = made(pages=10, sizes=(64,), max_stall=float("inf"), shares=True)
+  each = [added(s, 9, 100 * i) for i in range(3)]   # 3 pages each, of 9
   assert places(s.next_chunk()) == [(each[0], 0, 8), (each[1], 16, 8)]
 
 def test_limit_0_is_read_and_ends():

@@ -115,12 +115,12 @@ class Pages:
   table: int       # P, of a sequence
   sequences: int   # S
   format: RowFormat
-  each: int = 1    # neighbouring tokens of a sequence in the step, of several sequences
+  each: int = 1    # neighbouring tokens of a sequence in the step
 
   @staticmethod
   def of(cache:Tensor, step:Step, latent:int) -> Pages:
     sequences, table = step.tables.shape
-    return Pages(cache.shape[0] // PAGE, table, sequences, RowFormat.of(cache, latent), step.each if sequences > 1 else 1)
+    return Pages(cache.shape[0] // PAGE, table, sequences, RowFormat.of(cache, latent), step.each)
 
   @property
   def dim(self) -> int:

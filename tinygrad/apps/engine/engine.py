@@ -40,11 +40,6 @@ def tokens_of(ids:Iterable[int], vocab:int) -> list[int]:
     raise ValueError(f"token {str(next(i for i in tokens if not 0 <= i < vocab))[:40]}: expected 0 to {vocab - 1}")
   return tokens
 
-def piece_of(s:Sequence, at:int, count:int) -> Piece:
-  """Of a chunk's part"""
-  end = s.rows + count
-  return Piece(at, s.ids[s.rows:end], s.rows, list(s.table.pages), s.ids[end])
-
 def one_line(e:Exception) -> str: return " ".join(str(e).split())
 
 class ContextFull(Exception):
@@ -342,7 +337,7 @@ class Engine:
     self.reading = chunk.size
     if not self.chunks: self.depth = chunk.depth
     start = time.perf_counter()
-    self.runner.prefill([piece_of(*part) for part in chunk.parts], chunk.size, chunk.slices, chunk.shared)
+    self.runner.prefill([part.piece for part in chunk.parts], chunk.size, chunk.slices, chunk.shared)
     self.chunk_seconds += time.perf_counter() - start
     if answers and chunk.kind not in self.recorded: self._tell(self.chunk_seconds, f"chunks of {chunk.size} tokens")
     while self.flying: self._read()

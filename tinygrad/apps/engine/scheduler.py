@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools, math, time
 from typing import NamedTuple
 from tinygrad.apps.engine.cache import Pool, Table, alike, pages_for
-from tinygrad.apps.engine.sequence import Kind, Logprob, Sequence, State
+from tinygrad.apps.engine.sequence import Kind, Logprob, Piece, Sequence, State
 from tinygrad.nn.step import STRIP
 
 DECODE: Kind = (0, False)   # a decode step, among the kinds of chunks
@@ -29,6 +29,10 @@ class Part(NamedTuple):
   def end(self) -> int:
     """Where others may lie in the chunk"""
     return self.at + -(-self.count // STRIP) * STRIP
+  @property
+  def piece(self) -> Piece:
+    s, end = self.sequence, self.sequence.rows + self.count
+    return Piece(self.at, s.ids[s.rows:end], s.rows, list(s.table.pages), s.ids[end])
 
 class Chunk(NamedTuple):
   """Slices of the next rows of a prompt, or of all that several prompts have left. size: tokens, those that pad it among them"""
