@@ -266,7 +266,8 @@ FN v16u look(v16u codes, const int bits, unsigned t0, unsigned t1, unsigned t2, 
 COLUMNS = 4  # that a group of 16 rows is multiplied by at a time
 LARGEST_CODE = 32767 // 128 # whose products with numbers of 7 bits, two together, 16 bits hold; or the sum of codes of as many words
 LINE = 64    # bytes of the cache
-AHEAD = 4096 # bytes of the stream between what is multiplied and what is fetched, a few lines at a time: all at once, they would wait for each other
+# how far what is fetched lies ahead of what is multiplied: so many bytes, or this part of a matrix that is small, behind which lies what others read
+AHEAD, PART_AHEAD = 8192, 1 / 8
 
 def stage_buffers(width:int) -> str: return f"float X[{width}], P[{width}], S[{width // 16}];\n"
 
@@ -303,10 +304,13 @@ def unit_dot(unit:Unit, part:int, index:int) -> list[str]:
           *ends(f"joined(&sums) * {integers}", unit.zero, "ROLLED for (int c = 0; c < columns; c++)", several),
           "#else", clear, *floats, *ends(of_floats, unit.zero), "#endif"]
 
-def fetch(layout:Layout, unit:int) -> str:
-  """C: begins to fetch a unit's share of the block that lies AHEAD bytes behind the one at B"""
+def fetch(weight:PackedWeight, unit:int) -> str:
+  """C: begins to fetch a unit's share of the block that lies ahead of the one at B, a few lines at a time (all at once, they would wait for each
+  other), into the second cache: on their way to the first one there are fewer than the memory needs to be busy"""
+  layout, matrix = weight.layout, row_groups(weight) * group_bytes(weight)
   first, last = (layout.nbytes * (unit + part) // layout.units for part in range(2))
-  return " ".join(f"__builtin_prefetch(B + {AHEAD + at});" for at in range(-(-first // LINE) * LINE, last, LINE))
+  ahead = min(AHEAD, int(matrix * PART_AHEAD) // LINE * LINE)
+  return " ".join(f"__builtin_prefetch(B + {ahead + at}, 0, 2);" for at in range(-(-first // LINE) * LINE, last, LINE))
 
 def dot(name:str, weight:PackedWeight) -> str:
   """The C function that adds to y[c], for each of `columns` staged columns, which begins at number at[c], the products of a group of 16 rows, whose
@@ -314,7 +318,7 @@ def dot(name:str, weight:PackedWeight) -> str:
   layout, width, lines = weight.layout, weight.shape[-1], []
   for index in range(layout.units):
     unit = block_unit(weight, index)
-    lines.append(fetch(layout, index))
+    lines.append(fetch(weight, index))
     for part in range(len(unit.scales)): lines += ["{", *unit_dot(unit, part, index), "} FENCE"]
   units, body = layout.units, "\n    ".join(lines)
   return f"""FN void {name}(const int columns, const byte* B, const float* X, const float* P, const float* S, const long* at, v16f* y) {{
@@ -508,6 +512,7 @@ __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15
 """
 
 DECODE_KEYS = 16  # positions of the cache, of one page, that a thread reads at a time
+MOST_HEADS = 4    # that attend to them at a time
 
 def attention_takes(row:RowFormat) -> bool:
   """Whether mla_attention_decode takes such rows of the cache: whole vectors"""
@@ -522,6 +527,47 @@ def load_keys(row_format:RowFormat, kind:str) -> str:
   copies = f"for (int p = 0; p < {DECODE_KEYS}; p++) {{ if (p < some) {{ {copy} }} else {each} 0; }}"
   if kind != "float": return f"const float* keys = kept; {copies}"
   return f"const float* keys = some == {DECODE_KEYS} ? rows : kept; if (keys == kept) {{ {copies} }}"
+
+def attend_decode(dim:int, latent:int) -> str:
+  """The C function by which a few heads attend to keys of `dim` numbers, whose first `latent` are the values"""
+  return f"""#ifdef __AVX512F__
+#define HEADS {MOST_HEADS}
+#else
+#define HEADS 1 /* the sums of more find no registers */
+#endif
+/* heads beside each other and 16 keys, of which the first `some` are there: what is loaded of a key serves all of the heads */
+FN void attend(const int heads, const int some, const float* keys, const float* query, float* y, float* top, float* total) {{
+  const v16i lane = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
+  v16f part[{MOST_HEADS}][4]; float w[{MOST_HEADS}][{DECODE_KEYS}], shrink[{MOST_HEADS}];
+  ALL for (int j = 0; j < 4; j++) {{
+    v16f t[{MOST_HEADS}][4] = {{0}};
+    ROLLED for (int i = 0; i < {dim}; i += 16) ALL for (int k = 0; k < 4; k++) {{
+      const v16f key = *(const v16f*)(keys + (j + k * 4) * {dim} + i);
+      ALL for (int h = 0; h < heads; h++) t[h][k] += *(const v16f*)(query + h * {dim} + i) * key;
+    }}
+    ALL for (int h = 0; h < heads; h++) part[h][j] = sums4(t[h]);
+  }}
+  ALL for (int h = 0; h < heads; h++) {{
+    const v16f score = lane < some ? sums16(part[h]) : -1e30f;
+    float old = top[h], now = most16(score);
+    now = old > now ? old : now;
+    shrink[h] = exp1(old - now);
+    const v16f weight = exp16(score - now); /* 1e-38 of a key that is not there, which is zeros */
+    top[h] = now; total[h] = total[h] * shrink[h] + sum16(weight);
+    *(v16f*)w[h] = weight;
+  }}
+  ROLLED for (int i = 0; i < {latent}; i += 16) {{
+    v16f s[{MOST_HEADS}]; const float* each = w[0];
+    if (heads > 1) __asm__ volatile("" : "+r"(each) : : "memory"); /* they are loaded again each time: all of them find no registers */
+    ALL for (int h = 0; h < heads; h++) s[h] = *(v16f*)(y + h * {latent} + i) * shrink[h];
+    ALL for (int p = 0; p < {DECODE_KEYS}; p++) {{
+      const v16f key = *(const v16f*)(keys + p * {dim} + i);
+      ALL for (int h = 0; h < heads; h++) s[h] += each[h * {DECODE_KEYS} + p] * key;
+    }}
+    ALL for (int h = 0; h < heads; h++) *(v16f*)(y + h * {latent} + i) = s[h];
+  }}
+}}
+"""
 
 def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tensor, tables:Tensor, scale:float) -> Tensor:
   """softmax(query·key·scale)·value of a token of each sequence. q_latent: float32 (S, H, L); query: float32 (S, H·head), each head's last numbers
@@ -538,9 +584,8 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tens
       context /= total, for each head"""
   (S, H, L), row_format = q_latent.shape, RowFormat.of(cache, q_latent.shape[2])
   head, dim = query.shape[1] // H, row_format.dim
-  product = f"*(v16f*)(query + h * {dim} + i) * *(v16f*)(keys + (j + k * 4) * {dim} + i)"
+  calls = " ".join(f"case {heads}: attend({heads}, some, keys, own, y, top + h, total + h); break;" for heads in (1, 2, MOST_HEADS))
   body = f"""float query[{H * dim}], kept[{DECODE_KEYS * dim}], top[{H}], total[{H}];
-  const v16i lane = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
   long all = 0, before = 0;
   for (int s = 0; s < {S}; s++) all += (start[s] + 1L) * {H};
   long begin = core * all / cores, end = (core + 1) * all / cores;
@@ -559,30 +604,17 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tens
       int some = n - from < {DECODE_KEYS} ? n - from : {DECODE_KEYS};
       const {TYPES[cache.dtype]}* rows = cache + {row_of("from")} * {row_format.entries};
       {load_keys(row_format, TYPES[cache.dtype])}
-      for (int h = first; h < last; h++) {{
-        v16f part[4], w[{DECODE_KEYS}]; float* y = context + h * {L};
-        ALL for (int j = 0; j < 4; j++) {{
-          v16f t[4] = {{0}};
-          ROLLED for (int i = 0; i < {dim}; i += 16) ALL for (int k = 0; k < 4; k++) t[k] += {product};
-          part[j] = sums4(t);
-        }}
-        v16f score = lane < some ? sums16(part) : -1e30f;
-        float old = top[h], now = most16(score);
-        now = old > now ? old : now;
-        float shrink = exp1(old - now); v16f weight = exp16(score - now); /* 1e-38 of a key that is not there, which is zeros */
-        top[h] = now; total[h] = total[h] * shrink + sum16(weight);
-        ALL for (int p = 0; p < {DECODE_KEYS}; p++) w[p] = weight[p];
-        ROLLED for (int i = 0; i < {L}; i += 16) {{
-          v16f s = *(v16f*)(y + i) * shrink;
-          ALL for (int p = 0; p < {DECODE_KEYS}; p++) s += w[p] * *(v16f*)(keys + p * {dim} + i);
-          *(v16f*)(y + i) = s;
-        }}
+      for (int h = first, at_once; h < last; h += at_once) {{
+        const float* own = query + h * {dim}; float* y = context + h * {L};
+        at_once = last - h < HEADS ? last - h < 2 ? 1 : 2 : HEADS;
+        switch (at_once) {{ {calls} }}
       }}
     }}
     for (int h = first; h < last; h++) for (int i = 0; i < {L}; i++) context[h * {L} + i] /= total[h];
   }}"""
   outs, ins = {"context": empty(q_latent, S, H, L)}, {"q_latent": q_latent, "q": query, "cache": cache, "start": start, "tables": tables}
-  return launch(f"mla_attention_{H}_{L}_{dim - L}{f'_{S}' if S > 1 else ''}", outs, ins, ACROSS, body, S * H, cache.nbytes())[0]
+  functions, name = ACROSS + attend_decode(dim, L), f"mla_attention_{H}_{L}_{dim - L}{f'_{S}' if S > 1 else ''}"
+  return launch(name, outs, ins, functions, body, S * H, cache.nbytes())[0]
 
 # ---- feed-forward of a token ----
 

@@ -89,7 +89,7 @@ def unpack(name:str, weight:PackedWeight) -> str:
   layout, lines = weight.layout, []
   for index in range(layout.units):
     unit = block_unit(weight, index)
-    lines.append(fetch(layout, index))
+    lines.append(fetch(weight, index))
     for part in range(len(unit.scales)): lines += store_weights(unit, part, index * UNIT)
   elements, body = layout.units * UNIT, "\n    ".join(lines)
   return f"""APART void {name}(const byte* B, int n, float* D) {{
