@@ -576,7 +576,7 @@ def mla_attention_decode(q_latent:Tensor, query:Tensor, cache:Tensor, start:Tens
 
     for each sequence:
       for 16 keys of the cache:
-        for each head of the thread:
+        for each head of the thread, a few beside each other:
           score = query · key, for each of the 16
           now = max(top, scores), shrink = exp(top - now), weight = exp(score - now)
           total = total · shrink + Σ weight
