@@ -266,8 +266,8 @@ FN v16u look(v16u codes, const int bits, unsigned t0, unsigned t1, unsigned t2, 
 COLUMNS = 4  # that a group of 16 rows is multiplied by at a time
 LARGEST_CODE = 32767 // 128 # whose products with numbers of 7 bits, two together, 16 bits hold; or the sum of codes of as many words
 LINE = 64    # bytes of the cache
-# how far what is fetched lies ahead of what is multiplied: so many bytes, or this part of a matrix that is small, behind which lies what others read
-AHEAD, PART_AHEAD = 8192, 1 / 8
+# how far what is fetched lies ahead of what is multiplied: so many bytes, or one of so many parts of a matrix, behind which lies what others read
+AHEAD, PARTS_AHEAD = 8192, 8
 
 def stage_buffers(width:int) -> str: return f"float X[{width}], P[{width}], S[{width // 16}];\n"
 
@@ -309,7 +309,7 @@ def fetch(weight:PackedWeight, unit:int) -> str:
   other), into the second cache: on their way to the first one there are fewer than the memory needs to be busy"""
   layout, matrix = weight.layout, row_groups(weight) * group_bytes(weight)
   first, last = (layout.nbytes * (unit + part) // layout.units for part in range(2))
-  ahead = min(AHEAD, int(matrix * PART_AHEAD) // LINE * LINE)
+  ahead = min(AHEAD, matrix // PARTS_AHEAD // LINE * LINE)
   return " ".join(f"__builtin_prefetch(B + {ahead + at}, 0, 2);" for at in range(-(-first // LINE) * LINE, last, LINE))
 
 def dot(name:str, weight:PackedWeight) -> str:
