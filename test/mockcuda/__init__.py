@@ -77,6 +77,8 @@ class MockCompiler(Compiler):
     src = re.sub(r'asm volatile\("cp\.async\.wait_group (\d).*?\);', r"mock_copied(\1);", src)
     src = re.sub(r'asm volatile\("st\.relaxed\.sys[^"]*" : : ([^;]*) : "memory"\);', lambda m: f"mock_send({self.operands(m[1])});", src)
     src = re.sub(r'asm volatile\("ld\.relaxed\.sys[^"]*" : ([^;]*) : "memory"\);', lambda m: f"mock_look({self.operands(m[1])});", src)
+    src = re.sub(r'asm volatile\("st\.release\.sys[^"]*" : : ([^;]*) : "memory"\);', lambda m: f"mock_tell({self.operands(m[1])});", src)
+    src = re.sub(r'asm volatile\("ld\.acquire\.sys[^"]*" : ([^;]*) : "memory"\);', lambda m: f"mock_hear({self.operands(m[1])});", src)
     src = re.sub(r'asm volatile\("cp\.async\.commit_group.*?\);', "mock_group();", src)
     src = re.sub(r'asm volatile\("ldmatrix\.sync\.aligned\.m8n8\.x4\.(trans)?[^"]*" : ([^;]*)\);',
                  lambda m: f"mock_ldmatrix<{int(m[1] is not None)}>({self.operands(m[2])});", src)
@@ -89,7 +91,8 @@ class MockCompiler(Compiler):
       kernel, out = pathlib.Path(folder) / "kernel.cpp", pathlib.Path(folder) / "kernel.so"
       # else its threads may run one after another
       waits = any(word in src for word in ("__syncthreads", "__shfl", "mock_mma", "mock_ldmatrix", "mock_group_mma"))
-      kernel.write_text(f'#include "device.h"\nextern "C" {{ int mock_fibers = {int(waits) + MEETS * ("mock_look" in src)}; }}\n{src}')
+      meets = "mock_look" in src or "mock_hear" in src
+      kernel.write_text(f'#include "device.h"\nextern "C" {{ int mock_fibers = {int(waits) + MEETS * meets}; }}\n{src}')
       if wrong := _compile("-shared", kernel, _runtime()[0], "-lm", "-o", out): raise CompileError(f"{wrong}\n{src}")
       return out.read_bytes()
 

@@ -59,6 +59,9 @@ extern "C" void mock_group();
 extern "C" void mock_send(unsigned long long* to, unsigned long long first, unsigned long long second);
 extern "C" void mock_words(unsigned long long* first, unsigned long long* second, const unsigned long long* from);
 static inline void mock_look(unsigned long long& first, unsigned long long& second, const unsigned long long* from) { mock_words(&first, &second, from); }
+extern "C" void mock_tell(unsigned* to, unsigned word);
+extern "C" unsigned mock_word(const unsigned* from);
+static inline void mock_hear(unsigned& word, const unsigned* from) { word = mock_word(from); }
 extern "C" void mock_trap();
 #define __trap mock_trap
 extern "C" void mock_copied(int groups);

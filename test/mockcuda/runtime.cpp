@@ -113,6 +113,13 @@ extern "C" void mock_words(uint64_t* first, uint64_t* second, const uint64_t* fr
   *first = __atomic_load_n(from, __ATOMIC_RELAXED);
   *second = __atomic_load_n(from + 1, __ATOMIC_RELAXED);
 }
+extern "C" void mock_tell(unsigned* to, unsigned word) { __atomic_store_n(to, word, __ATOMIC_RELEASE); }
+extern "C" unsigned mock_word(const unsigned* from) {
+  static const unsigned* last;
+  if (last == from) sched_yield();   // it was not there
+  last = from;
+  return __atomic_load_n(from, __ATOMIC_ACQUIRE);
+}
 extern "C" void mock_trap() {
   wrong = "a trap";
   wait(DONE);

@@ -8,29 +8,31 @@ from helpers import SMALL, WIDE, write_mixed
 from mockcuda import on_cuda
 from oracle import Judge
 from tinygrad import Device, Tensor
+from tinygrad.apps import tensor_parallel
 from tinygrad.apps.capture import Replay, to_device, write
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.tensor_parallel import TensorParallel, exchange_of
 from tinygrad.nn import intrinsics
-from tinygrad.nn.all_reduce import BLOCKS, THREADS, Exchange, all_reduce
+from tinygrad.nn.all_reduce import BLOCKS, EACH, MANY_THREADS, THREADS, Exchange, Few, Many, all_reduce
 from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
 
 DEVICES = "MOCKCUDA", "MOCKCUDA:1", "MOCKCUDA:2"
 ROUND = 4 * THREADS * BLOCKS   # numbers that the blocks take in a turn
+PIECE = 4 * MANY_THREADS * EACH   # … that one has of many
 
 def summed(parts: list[Tensor], exchange: Exchange | None) -> tuple[Tensor, ...]: return tuple(all_reduce(parts, exchange))
 
-def sums(shapes: list[tuple[int, int]], devices: int, repeat: int = 1, skip: Any = None) -> None:
+def sums(shapes: list[tuple[int, int]], devices: int, few: int, repeat: int = 1) -> None:
   """All-reduces of these shapes one after another, recorded and run several times: the plain form's bytes, on all devices"""
   rng, replay = np.random.default_rng(0), Replay()
-  exchange = exchange_of(DEVICES[:devices], max(a * b for a, b in shapes))
+  exchange = exchange_of(DEVICES[:devices], few, max(few, *(a * b for a, b in shapes)))
   assert exchange is not None
   runs = []
   for shape in shapes:
     values = [rng.standard_normal(shape).astype(np.float32) for _ in range(devices)]
     parts = [to_device(value, device) for value, device in zip(values, DEVICES)]
-    assert all_reduce.choose(parts, exchange) == "decode"
+    assert all_reduce.choose(parts, exchange) == ("decode" if np.prod(shape) <= few else "prefill")
     runs.append((values, replay.run(summed, parts, exchange)))
   for _ in range(repeat):
     replay()
@@ -40,44 +42,47 @@ def sums(shapes: list[tuple[int, int]], devices: int, repeat: int = 1, skip: Any
       for value in values[1:]: want = want + value
       for result in results: assert np.array_equal(result.numpy(), want)
 
-@pytest.mark.parametrize("shapes,devices", [
-  ([(1, 32), (1, 4 * THREADS), (3, 700), (1, 32)], 2),              # less than a block, a block, blocks and a part of one
-  ([(1, 2048), (2, ROUND), (1, 2048), (1, ROUND + 4 * THREADS + 12)], 3)])
-def test_sums(shapes: list[tuple[int, int]], devices: int):
-  with on_cuda("sm_90"): sums(shapes, devices, repeat=2)
+@pytest.mark.parametrize("shapes,devices,few", [
+  ([(1, 32), (1, 4 * THREADS), (3, 700), (1, 32)], 2, 4 * ROUND),    # less than a block, a block, blocks and a part of one
+  ([(1, 2048), (2, ROUND), (1, 2048), (1, ROUND + 4 * THREADS + 12)], 3, 4 * ROUND),
+  ([(1, 64), (1, 4 * MANY_THREADS), (3, 1100), (1, PIECE + 4), (5, PIECE), (1, 1000)], 2, 32),
+  ([(1, 2048), (9, PIECE), (1, 2048), (1, 2 * PIECE + 4 * MANY_THREADS + 12)], 3, 2048)])
+def test_sums(shapes: list[tuple[int, int]], devices: int, few: int):
+  with on_cuda("sm_90"): sums(shapes, devices, few, repeat=2)
 
 def test_what_takes_copies():
   """More numbers than there is room for, devices before Hopper, numbers that are no whole float4"""
   with on_cuda("sm_90"):
-    exchange = exchange_of(DEVICES[:2], 64)
+    exchange = exchange_of(DEVICES[:2], 64, 64)
     def choice(n: int) -> str: return all_reduce.choose([Tensor.empty(1, n, device=device) for device in DEVICES[:2]], exchange)
     assert [choice(n) for n in (64, 68, 62)] == ["decode", "plain ops", "plain ops"]
-  with on_cuda("sm_80"): assert exchange_of(DEVICES[:2], 64) is None
+  with on_cuda("sm_80"): assert exchange_of(DEVICES[:2], 64, 64) is None
 
 def test_numbers_that_go_round(monkeypatch: pytest.MonkeyPatch):
   """After 2³² sums the number begins anew"""
   with on_cuda("sm_90"):
     monkeypatch.setattr(np, "zeros", lambda shape, dtype: np.full(shape, 0xfffffffe, dtype))
-    sums([(1, 2048)] * 4, 2)
+    sums([(1, 2048), (1, 4096)] * 4, 2, 2048)
 
 # ---- what is wrong shows ----
 
-def test_a_device_that_does_not_come(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("few,name", [(64, "all_reduce_64_0_of_2"), (32, "all_reduce_many_64_0_of_2")])
+def test_a_device_that_does_not_come(monkeypatch: pytest.MonkeyPatch, few: int, name: str):
   hopper = intrinsics.of_arch("sm_90")
-  short = intrinsics.replace(hopper, peer_receive=hopper.peer_receive.replace(str(intrinsics.PATIENCE), "1000"))
+  patience = {field: getattr(hopper, field).replace(str(intrinsics.PATIENCE), "1000") for field in ("peer_receive", "peer_await")}
+  short = intrinsics.replace(hopper, **patience)
   monkeypatch.setattr(intrinsics, "OF_CAPABILITY", {0: short})
   with on_cuda("sm_90"):
-    exchange = exchange_of(DEVICES[:2], 64)
+    exchange = exchange_of(DEVICES[:2], few, 64)
     parts = [to_device(np.ones((1, 64), np.float32), device) for device in DEVICES[:2]]
     first = all_reduce(parts, exchange)[0]
-    with pytest.raises(RuntimeError, match="all_reduce_64_0_of_2: block .*: a trap"): first.numpy()
+    with pytest.raises(RuntimeError, match=f"{name}: block .*: a trap"): first.numpy()
 
-LINE = Exchange.line
-def one_place(self: Exchange, parity: Any, device: int) -> Any: return LINE(self, parity, 0)
-
-def test_parts_that_lie_over_each_other(monkeypatch: pytest.MonkeyPatch):
-  monkeypatch.setattr(Exchange, "line", one_place)
-  with pytest.raises(AssertionError): test_sums([(1, 2048)], 3)
+@pytest.mark.parametrize("room,few", [(Few, 1984), (Many, 32)])
+def test_parts_that_lie_over_each_other(monkeypatch: pytest.MonkeyPatch, room: Any, few: int):
+  line = room.line
+  monkeypatch.setattr(room, "line", lambda self, parity, device, *at: line(self, parity, 0, *at))
+  with pytest.raises(AssertionError): test_sums([(1, 1984)], 3, few)   # a size that no other test has a kernel of
 
 # ---- a model ----
 
@@ -100,3 +105,17 @@ def test_a_model(rows: int, dims: dict[str, Any], tmp_path: Path):
       replay()
       got.append(logits.numpy())
   for row in range(rows): Judge(path, ids.tolist()).check(np.stack(got, 1)[row], 1e-3)
+
+def test_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+  """A recorded chunk, whose sums are of many numbers: as the oracle's"""
+  path = write_mixed(tmp_path / "m.gguf", "small-ds", [T.Q4_0, T.Q8_0], **SMALL | dict(heads=3, blocks=1, dense=0), seed=1)
+  monkeypatch.setattr(tensor_parallel, "MOST_TOKENS", 1)
+  ids = np.random.default_rng(1).integers(0, 320, 32)
+  with on_cuda("sm_90"):
+    model, replay = TensorParallel.from_gguf(read_gguf(path), DEVICES[:2], 64), Replay()
+    start, tokens, tables = (to_device(np.int32(values)) for values in ([0], ids, [[1]]))
+    logits = model.logits(Step.prefill(start, tables, len(ids)), tokens, replay.run)
+    names = [call.src[0].arg.name for call in replay.calls if call.src[0].op is Ops.PROGRAM]
+    assert sum(name.startswith("all_reduce_many") for name in names) == 4
+    replay()
+    Judge(path, ids.tolist()).check(logits.numpy(), 1e-3)

@@ -29,7 +29,7 @@ from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedLinear, block_s
 from tinygrad.apps.rope import Rope
 from tinygrad.apps.shard import memory_of
 from tinygrad.helpers import JIT
-from tinygrad.nn.all_reduce import Exchange, all_reduce
+from tinygrad.nn.all_reduce import Exchange, Few, Many, all_reduce
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT
 from tinygrad.nn.norm_linear import norm_linear
@@ -160,16 +160,19 @@ def head_on_all(step:Step, hidden:Tensor, heads:list[Head], vocab:int) -> Tensor
   first, *others = [part.to(hidden.device) for part in parts]
   return first.cat(*others, dim=1)[:, :vocab].contiguous()
 
-MOST_TOKENS = 64   # of a step whose sums go by an Exchange, as many as a step of decoding has
+MOST_TOKENS = 64   # of a step of decoding
 
-def exchange_of(devices:Sequence[str], most:int) -> Exchange|None:
-  """None: the devices do not reach each other's memory, or a step is not one graph, without which one may wait for what is not launched"""
+def exchange_of(devices:Sequence[str], few:int, many:int) -> Exchange|None:
+  """For sums of as many numbers as a step of decoding has, and a chunk of a prompt. None: the devices do not reach each other's memory, or a step is
+  not one graph, without which one may wait for what is not launched"""
   target, allocators = target_of(devices[0]), [Device[device].allocator for device in devices]
   if target is None or target.peer_send is None or JIT >= 2: return None
   if not all(own is other or own.reaches(other) for own in allocators for other in allocators): return None
-  memories = [to_device(np.zeros(Exchange.words(len(devices), most), np.uint32), device) for device in devices]
-  addresses = np.uint64([allocator.address(memory.uop.base.buffer._buf) for allocator, memory in zip(allocators, memories)])
-  return Exchange(most, memories, [to_device(addresses, device) for device in devices])
+  def room(kind:type[Any], most:int) -> Any:
+    memories = [to_device(np.zeros(kind.words(len(devices), most), np.uint32), device) for device in devices]
+    addresses = np.uint64([allocator.address(memory.uop.base.buffer._buf) for allocator, memory in zip(allocators, memories)])
+    return kind(most, memories, [to_device(addresses, device) for device in devices])
+  return Exchange(room(Few, few), room(Many, many))
 
 class TensorParallel(Transformer):
   """The model over several devices. What a Transformer holds is here the first device's share; shares: of all devices, in their order"""
@@ -182,7 +185,7 @@ class TensorParallel(Transformer):
     caches = [self.cache, *(self.cache_of([device] * len(self.blk)) for device in devices[1:])]
     self.shares = [Share(device, own, cache, self.ropes[device], head) for device, own, cache, head in zip(devices, blocks, caches, heads)]
     self.zeros:dict[int, list[Tensor]] = {}   # by tokens of a step: on each device but the first
-    self.exchange = exchange_of(self.devices, MOST_TOKENS * self.config.dim)
+    self.exchange = exchange_of(self.devices, few=MOST_TOKENS * self.config.dim, many=self.prefill_sizes[-1] * self.config.dim)
 
   def _zeros(self, tokens:int) -> list[Tensor]:
     if tokens not in self.zeros:

@@ -1,13 +1,14 @@
 """The sum of what several devices have, on each of them.
 
-Where devices reach each other's memory a decode step takes one launch a device (one-shot all-reduce):
+Where devices reach each other's memory it takes one launch a device (one-shot all-reduce): each gives its numbers to every other one, waits until
+those of all others are there, and adds up in the devices' order. Of a few numbers, a decode step's, and of many, a prompt's, they tell differently:
 
-  own numbers, each with the number of this sum -> every other device's Exchange      # a thread has a few of them
-  wait until those of all others are there, with the number of this sum
-  out = sum of all devices' numbers, in their order
+  decode    own numbers, each with the number of this sum in the same word of 64 bits -> every other device
+            a thread waits for words with that number: one way between the devices, no barrier, no fence
+  prefill   own numbers -> every other device; behind a fence the number of this sum, a word a block
+            a block waits for the words of the others' same block: half the bytes
 
-A number and its tag are one word of 64 bits, so nothing else tells that it is there: one way between the devices, no barrier, no fence. A device is
-at most one sum ahead of another, as each waits for all others' parts, so two places for each suffice.
+A device is at most one sum ahead of another, as each waits for all others' parts, so two places for each suffice.
 The kernels of all devices must be able to run at once: a step is one graph (apps/capture.py, first_batch).
 """
 from __future__ import annotations
@@ -17,28 +18,54 @@ from typing import Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import prod
-from tinygrad.nn.intrinsics import Target, pdl_wait, peer_receive, peer_send, target_of
+from tinygrad.nn.intrinsics import Target, pdl_wait, peer_await, peer_receive, peer_send, peer_store, peer_tell, target_of
 from tinygrad.nn.kernel import empty, launch, load4
 from tinygrad.nn.primitive import primitive
 from tinygrad.uop.ops import Ops
 
 THREADS, BLOCKS = 256, 64
 LINE = 8   # words of four numbers with their tags
+MANY_THREADS, EACH = 1024, 2   # of a block of a sum of many, and how many lines of four numbers a thread has
 
 @dataclass(frozen=True)
-class Exchange:
-  """Memory in which devices leave each other numbers. memories: on each device uint32 (words(…),), zeros at first: of each block how many sums it
-  has been through; then two places for `most` numbers of each device, in lines of four with their tags. peers: on each device uint64 (devices,), the
-  addresses of all memories."""
+class Room:
+  """Memory in which devices leave each other numbers. most: of a device's numbers in a sum. memories: on each device uint32, zeros at first; peers:
+  on each device uint64 (devices,), the addresses of all memories"""
   most: int
   memories: list[Tensor]
   peers: list[Tensor]
+  @property
+  def devices(self) -> int: return len(self.memories)
 
+class Few(Room):
+  """Of each block how many sums it has been through; then two places for `most` numbers of each device, in lines of four with their tags"""
   @staticmethod
   def words(devices:int, most:int) -> int: return BLOCKS + 2 * devices * most * 2
   def line(self, parity:UOp, device:int) -> UOp:
-    """The number of a place's first line"""
-    return BLOCKS // LINE + (parity * len(self.memories) + device) * (self.most // 4)
+    """The number of the first line that a device leaves in a place"""
+    return BLOCKS // LINE + (parity * self.devices + device) * (self.most // 4)
+
+class Many(Room):
+  """Of each block how many sums; of two places and each device a word a block; the places: `most` numbers of each other device, 16 bytes a line"""
+  @staticmethod
+  def blocks(most:int) -> int:
+    """So many that their words are whole lines"""
+    return -(-most // (4 * MANY_THREADS * EACH) // 4) * 4
+  @staticmethod
+  def words(devices:int, most:int) -> int: return Many.blocks(most) * (1 + 2 * devices) + 2 * (devices - 1) * most
+  def word(self, parity:UOp, device:int) -> UOp:
+    """The number of the first word that tells of a device's numbers in a place"""
+    return self.blocks(self.most) * (1 + parity * self.devices + device)
+  def line(self, parity:UOp, device:int, at:int) -> UOp:
+    """The number of the first line that a device leaves in a place at another one"""
+    other = device - (device > at)
+    return self.blocks(self.most) * (1 + 2 * self.devices) // 4 + (parity * (self.devices - 1) + other) * (self.most // 4)
+
+@dataclass(frozen=True)
+class Exchange:
+  """Room for sums of a few numbers and of many"""
+  few: Few
+  many: Many
 
 @primitive(outputs=lambda parts, exchange: [empty(part, *part.shape) for part in parts])
 def all_reduce(parts:Sequence[Tensor], exchange:Exchange|None=None) -> list[Tensor]:
@@ -46,15 +73,15 @@ def all_reduce(parts:Sequence[Tensor], exchange:Exchange|None=None) -> list[Tens
   has the same bytes as the others."""
   return [reduce(Tensor.add, (part.to(own.device) for part in parts)).contiguous() for own in parts]
 
-def exchange_target(parts:Sequence[Tensor], exchange:Exchange|None) -> Target|None:
-  """The target whose devices exchange such parts"""
-  if exchange is None or (size := prod(parts[0].shape)) > exchange.most or size % 4: return None
-  target = target_of(parts[0].device)
-  return target if target is not None and target.peer_send is not None else None
+def target_with(room:Room|None, parts:Sequence[Tensor]) -> Target|None:
+  """The target whose devices exchange such parts there"""
+  return None if room is None or (size := prod(parts[0].shape)) > room.most or size % 4 else target_of(parts[0].device)
 
-@all_reduce.form("decode", takes=exchange_target)
-def all_reduce_exchange(parts:Sequence[Tensor], exchange:Exchange) -> list[Tensor]:
-  target, size, devices = target_of(parts[0].device), prod(parts[0].shape), len(parts)
+# ---- of a few numbers ----
+
+@all_reduce.form("decode", takes=lambda parts, exchange: target_with(exchange and exchange.few, parts))
+def all_reduce_few(parts:Sequence[Tensor], exchange:Exchange) -> list[Tensor]:
+  target, room, size, devices = target_of(parts[0].device), exchange.few, prod(parts[0].shape), len(parts)
   assert target is not None
   blocks = min(-(-size // (4 * THREADS)), BLOCKS)
   turns = -(-size // (4 * THREADS * blocks))
@@ -68,7 +95,7 @@ def all_reduce_exchange(parts:Sequence[Tensor], exchange:Exchange) -> list[Tenso
       first = (block * THREADS + thread).minimum(size // 4 - 1)
       indices = [first] + [((index := first + turn * BLOCKS * THREADS) < size // 4).where(index, first) for turn in range(1, turns)]
       values = [load4(buffers["part"], wait_zero * 4)(index) for index in indices]
-      sent = [peer_send(target, peers[device].load(), exchange.line(parity, own) + index, four, tag)
+      sent = [peer_send(target, peers[device].load(), room.line(parity, own) + index, four, tag)
               for device in range(devices) if device != own for index, four in zip(indices, values)]
       zeros = zeros.after(UOp(Ops.BARRIER, src=(zeros[0].store(reduce(UOp.bitwise_or, sent)),)))   # all threads have read the tag
       zero = (zeros[0].load() & 1).cast(dtypes.weakint)
@@ -76,12 +103,12 @@ def all_reduce_exchange(parts:Sequence[Tensor], exchange:Exchange) -> list[Tenso
       for turn, (index, four) in enumerate(zip(indices, values)):
         totals:list[UOp] = []
         for device in range(devices):
-          others = four if device == own else received(target, memory[(exchange.line(parity, device) + index) * LINE + zero], tag,
+          others = four if device == own else received(target, memory[(room.line(parity, device) + index) * LINE + zero], tag,
                                                        slot=1 + turn * devices + device)
           totals = [total + value for total, value in zip(totals, others)] if totals else others
         stores += [buffers["y"][index * 4 + i].store(total) for i, total in enumerate(totals)]
       return stores
-    ins = {"part": parts[own], "memory": exchange.memories[own], "peers": exchange.peers[own]}
+    ins = {"part": parts[own], "memory": room.memories[own], "peers": room.peers[own]}
     return launch(f"all_reduce_{size}_{own}_of_{devices}", {"y": empty(parts[own], *parts[own].shape)}, ins, body, size * 4 * (2 * devices))[0]
   return [of_device(own) for own in range(devices)]
 
@@ -89,3 +116,44 @@ def received(target:Target, place:UOp, tag:UOp, slot:int) -> list[UOp]:
   registers = UOp.placeholder((5,), dtypes.float, slot=slot, addrspace=AddrSpace.REG)
   done = registers[4].store(peer_receive(target, place, [registers[i] for i in range(4)], tag).cast(dtypes.float))
   return [registers.after(done)[i].load() for i in range(4)]
+
+# ---- of many numbers ----
+
+@all_reduce.form("prefill", takes=lambda parts, exchange: target_with(exchange and exchange.many, parts))
+def all_reduce_many(parts:Sequence[Tensor], exchange:Exchange) -> list[Tensor]:
+  target, room, size, devices = target_of(parts[0].device), exchange.many, prod(parts[0].shape), len(parts)
+  assert target is not None
+  lines = size // 4
+  def of_device(own:int) -> Tensor:
+    others = [device for device in range(devices) if device != own]
+    def body(buffers:dict[str, UOp]) -> list[UOp]:
+      block, thread, memory = UOp.special(-(-lines // (MANY_THREADS * EACH)), "gidx0"), UOp.special(MANY_THREADS, "lidx0"), buffers["memory"]
+      peers = {device: buffers["peers"][device].load() for device in others}
+      wait_zero = pdl_wait(target)
+      tag = memory[block + wait_zero].load() + 1   # the number of this sum
+      parity = (tag & 1).cast(dtypes.weakint)
+      # a block has the same lines of a vector of any size. Past the end it has its first ones once more, which changes nothing
+      first = (block * (MANY_THREADS * EACH) + thread).minimum(lines - 1)
+      numbers = [first] + [((number := first + i * MANY_THREADS) < lines).where(number, first) for i in range(1, EACH)]
+      values = [load4(buffers["part"], wait_zero * 4)(number) for number in numbers]
+      sent = [peer_store(target, peers[device], room.line(parity, own, device) + number, four)
+              for device in others for number, four in zip(numbers, values)]
+      def barrier(slot:int, *before:UOp) -> UOp:
+        """A zero, known behind one"""
+        zeros = UOp.placeholder((1,), dtypes.uint32, slot=slot, addrspace=AddrSpace.REG)
+        return zeros.after(UOp(Ops.BARRIER, src=(zeros[0].store(reduce(UOp.bitwise_or, before)),)))[0].load()
+      is_first, stored = thread.eq(0), barrier(0, *sent)
+      told = [peer_tell(target, peers[device], room.word(parity, own) + block, tag | stored, is_first) for device in others]
+      told = [peer_await(target, memory[room.word(parity, device) + block], tag | reduce(UOp.bitwise_or, told), is_first)
+              for device in others]
+      zero = (barrier(1, *told) & 1).cast(dtypes.weakint)
+      totals:list[list[UOp]] = []
+      for device in range(devices):
+        words = load4(memory, (room.line(parity, device, own) + zero) * 4)
+        fours = values if device == own else [[word.bitcast(dtypes.float) for word in words(number)] for number in numbers]
+        totals = [[total + value for total, value in zip(*both)] for both in zip(totals, fours)] if totals else fours
+      return [memory[(block + zero).valid(is_first)].store(tag),
+              *(buffers["y"][number * 4 + i].store(total) for number, four in zip(numbers, totals) for i, total in enumerate(four))]
+    ins = {"part": parts[own], "memory": room.memories[own], "peers": room.peers[own]}
+    return launch(f"all_reduce_many_{size}_{own}_of_{devices}", {"y": empty(parts[own], *parts[own].shape)}, ins, body, size * 4 * (2 * devices))[0]
+  return [of_device(own) for own in range(devices)]

@@ -101,6 +101,10 @@ class Target:
   # of several devices that reach each other's memory, in lines of 32 bytes: four floats, a word that all of them have behind each
   peer_send: str|None = None      # statements: the floats {2} … {5} with the word {6} are line {1} of those at the address {0}, on another device
   peer_receive: str|None = None   # statements: go on when the line at {4} has the word {5}; {0} … {3} point to where its floats are then
+  # … in lines of 16 bytes, four floats, and words that say that they are there
+  peer_store: str|None = None     # statement: the floats {2} … {5} are line {1} of those at the address {0}, on another device
+  peer_tell: str|None = None      # statement, where {3} is true: {2} is word {1} of those at {0}, behind what the block stored before a barrier
+  peer_await: str|None = None     # statement, where {2} is true: go on, to what was stored there before, when the word at {0} is {1}
   lanes: int = 32              # of a warp
   shared_bytes: int = 32768    # of a block
   most_shared_bytes: int = 0   # of a block that has a multiprocessor for itself (runtime/ops_cuda.py's dynamic_shared)
@@ -149,9 +153,15 @@ def _peer_receive() -> str:
   return (f"unsigned long long line[4]; for (uint turn = 0; ; turn++) {{{{ {pair(0)} {pair(2)} if ({there}) break; "
           f"if (turn == {PATIENCE}u) __trap(); }}}} {floats}")
 
+_PEER_AWAIT = ('if ({2}) for (uint turn = 0, word; ; turn++) {{ '
+               'asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(word) : "l"((const uint*)({0})) : "memory"); '
+               f'if (word == {{1}}) break; if (turn == {PATIENCE}u) __trap(); }}}}')
+
 # from Hopper on a kernel may start while those before it still run, up to the point where it waits for them (programmatic dependent launch); cards of
 # that row are large, so that all blocks of a launch that is meant to run at once do
 BLACKWELL = replace(TARGETS["CUDA"], most_shared_bytes=232448, at_once="// blocks at once: {n}", peer_send=_peer_send(), peer_receive=_peer_receive(),
+                    peer_store="((float4*)({0}))[{1}] = make_float4({2}, {3}, {4}, {5});", peer_await=_PEER_AWAIT,
+                    peer_tell='if ({3}) asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"((uint*)({0}) + ({1})), "r"({2}) : "memory");',
                     wait='asm volatile("griddepcontrol.wait;" ::: "memory")',
                     trigger='asm volatile("griddepcontrol.launch_dependents;" ::: "memory")')
 HOPPER = replace(BLACKWELL, warp_groups=True)   # whose instructions no other has
@@ -341,6 +351,23 @@ def peer_receive(target:Target, place:UOp, registers:list[UOp], tag:UOp) -> UOp:
   Returns a zero, as load_words"""
   assert target.peer_receive is not None
   return UOp(Ops.CUSTOM, dtypes.uint32, src=(*registers, place, tag), arg=f"0; {{{{ {target.peer_receive} }}}}")
+
+def peer_store(target:Target, address:UOp, number:UOp, values:list[UOp]) -> UOp:
+  """Stores four floats to another device's memory: line `number` of those at an address, uint64. Returns a zero, known when it has begun"""
+  assert target.peer_store is not None
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(address, number, *values), arg=f"0; {target.peer_store}")
+
+def peer_tell(target:Target, address:UOp, number:UOp, word:UOp, inside:UOp) -> UOp:
+  """Stores a word to another device's memory, number `number` of those at an address, in the thread where `inside` is true. Who awaits it sees what
+  the block's threads stored there before a barrier. Returns a zero, known when it has begun"""
+  assert target.peer_tell is not None
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(address, number, word, inside), arg=f"0; {target.peer_tell}")
+
+def peer_await(target:Target, place:UOp, word:UOp, inside:UOp) -> UOp:
+  """Waits until another device has told this word, at an index of a buffer of words, in the thread where `inside` is true; the block's others see
+  that behind a barrier. Returns a zero, known then"""
+  assert target.peer_await is not None
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(place, word, inside), arg=f"0; {target.peer_await}")
 
 def _nearly(text:str|None, x:UOp) -> UOp|None: return None if text is None else UOp(Ops.CUSTOM, dtypes.float, src=(x,), arg=text)
 def _reciprocal(target:Target, x:UOp) -> UOp|None:
