@@ -124,7 +124,7 @@ SLOW = [
   r"unit/test_oracle\.py::test_llama_cpp\[(Kimi|Moonlight|V3, )",
   r"unit/test_quantized\.py::test_uses\[(Q4_1|Q5_0|Q5_1|Q2_K|Q3_K|Q5_K|MXFP4|BF16|IQ4_NL|IQ4_XS|F32)\]",
   r"unit/test_sampling\.py::test_a_row_with_a_mask\[(CUDA|METAL|plain)",
-  r"null/test_all_reduce\.py::test_a_model",
+  r"null/test_all_reduce\.py::test_a_(model|prompt)",
   r"unit/test_tensor_parallel\.py::test_(logits\[(ds|old|youtu)|a_planted_fault\[(the_first|without|heads))",
   r"unit/test_step\.py::test_two_sequences_at_different_positions",               # test_many's stand at all positions
   r"unit/test_sampling\.py::test_(many_mixes|features|odd_vocabularies|every_value_from_one_graph|a_fault_of_rows|cutoff\[(plain|CUDA))",

@@ -178,7 +178,7 @@ class ToyRunner:
     assert self.asked
     (token,), value = self.last[row]
     return logprob_of(value, token, count)
-  def wait(self) -> None: pass
+  def wait(self, first: bool = False) -> None: pass
   def warm(self, rows: int, kinds: list[Any]) -> None:
     self.batch.clear()   # as a runner that runs a step of each size has it
     self.warmed.append((rows, kinds))

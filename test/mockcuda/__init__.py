@@ -31,6 +31,12 @@ def _compile(*args: str | pathlib.Path) -> str:
                        capture_output=True, text=True)
   return run.stderr if run.returncode else ""
 
+def _link(objects: list[str | pathlib.Path], out: pathlib.Path) -> str:
+  """As _compile, of a shared object. By the linker itself: clang takes longer to look for what goes with it than most kernels take"""
+  command = ["ld", "-shared"] if sys.platform == "linux" else [*_clang(), "-shared"]
+  run = subprocess.run([*command, *objects, "-lm", "-o", out], capture_output=True, text=True)
+  return run.stderr if run.returncode else ""
+
 @functools.cache
 def _runtime() -> tuple[pathlib.Path, tempfile.TemporaryDirectory]:
   """Compiled once a process; the folder is there as long as somebody holds it"""
@@ -93,7 +99,8 @@ class MockCompiler(Compiler):
       waits = any(word in src for word in ("__syncthreads", "__shfl", "mock_mma", "mock_ldmatrix", "mock_group_mma"))
       meets = "mock_look" in src or "mock_hear" in src
       kernel.write_text(f'#include "device.h"\nextern "C" {{ int mock_fibers = {int(waits) + MEETS * meets}; }}\n{src}')
-      if wrong := _compile("-shared", kernel, _runtime()[0], "-lm", "-o", out): raise CompileError(f"{wrong}\n{src}")
+      compiled = kernel.with_suffix(".o")
+      if wrong := _compile("-c", kernel, "-o", compiled) or _link([compiled, _runtime()[0]], out): raise CompileError(f"{wrong}\n{src}")
       return out.read_bytes()
 
 class MockRenderer(CUDARenderer):

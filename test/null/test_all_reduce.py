@@ -13,13 +13,13 @@ from tinygrad.apps.capture import Replay, to_device, write
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.tensor_parallel import TensorParallel, exchange_of
 from tinygrad.nn import intrinsics
-from tinygrad.nn.all_reduce import BLOCKS, EACH, MANY_THREADS, THREADS, Exchange, Few, Many, all_reduce
+from tinygrad.nn.all_reduce import BLOCKS, MANY_THREADS, THREADS, Exchange, Few, Many, all_reduce
 from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
 
 DEVICES = "MOCKCUDA", "MOCKCUDA:1", "MOCKCUDA:2"
 ROUND = 4 * THREADS * BLOCKS   # numbers that the blocks take in a turn
-PIECE = 4 * MANY_THREADS * EACH   # … that one has of many
+MANY = 4 * MANY_THREADS        # … that a block has for each device
 
 def summed(parts: list[Tensor], exchange: Exchange | None) -> tuple[Tensor, ...]: return tuple(all_reduce(parts, exchange))
 
@@ -45,8 +45,8 @@ def sums(shapes: list[tuple[int, int]], devices: int, few: int, repeat: int = 1)
 @pytest.mark.parametrize("shapes,devices,few", [
   ([(1, 32), (1, 4 * THREADS), (3, 700), (1, 32)], 2, 4 * ROUND),    # less than a block, a block, blocks and a part of one
   ([(1, 2048), (2, ROUND), (1, 2048), (1, ROUND + 4 * THREADS + 12)], 3, 4 * ROUND),
-  ([(1, 64), (1, 4 * MANY_THREADS), (3, 1100), (1, PIECE + 4), (5, PIECE), (1, 1000)], 2, 32),
-  ([(1, 2048), (9, PIECE), (1, 2048), (1, 2 * PIECE + 4 * MANY_THREADS + 12)], 3, 2048)])
+  ([(1, 64), (1, MANY), (3, 1100), (1, 2 * MANY + 4), (5, 2 * MANY), (1, 1000)], 2, 32),
+  ([(1, 2048), (3, 3 * MANY), (1, 2048), (1, 2 * MANY + 12)], 3, 32)])
 def test_sums(shapes: list[tuple[int, int]], devices: int, few: int):
   with on_cuda("sm_90"): sums(shapes, devices, few, repeat=2)
 
@@ -81,7 +81,7 @@ def test_a_device_that_does_not_come(monkeypatch: pytest.MonkeyPatch, few: int, 
 @pytest.mark.parametrize("room,few", [(Few, 1984), (Many, 32)])
 def test_parts_that_lie_over_each_other(monkeypatch: pytest.MonkeyPatch, room: Any, few: int):
   line = room.line
-  monkeypatch.setattr(room, "line", lambda self, parity, device, *at: line(self, parity, 0, *at))
+  monkeypatch.setattr(room, "line", lambda self, *place: line(self, *place[:-1], 0))   # the last is whose
   with pytest.raises(AssertionError): test_sums([(1, 1984)], 3, few)   # a size that no other test has a kernel of
 
 # ---- a model ----
@@ -106,16 +106,25 @@ def test_a_model(rows: int, dims: dict[str, Any], tmp_path: Path):
       got.append(logits.numpy())
   for row in range(rows): Judge(path, ids.tolist()).check(np.stack(got, 1)[row], 1e-3)
 
-def test_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-  """A recorded chunk, whose sums are of many numbers: as the oracle's"""
+def chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> tuple[Path, np.ndarray, Replay, Tensor]:
+  """A recorded chunk of 32 tokens on two devices, one that is not of few: the file, the tokens, the logits"""
   path = write_mixed(tmp_path / "m.gguf", "small-ds", [T.Q4_0, T.Q8_0], **SMALL | dict(heads=3, blocks=1, dense=0), seed=1)
   monkeypatch.setattr(tensor_parallel, "MOST_TOKENS", 1)
+  model, replay = TensorParallel.from_gguf(read_gguf(path), DEVICES[:2], 64), Replay(compiled)
   ids = np.random.default_rng(1).integers(0, 320, 32)
+  start, tokens, tables = (to_device(np.int32(values)) for values in ([0], ids, [[1]]))
+  return path, ids, replay, model.logits(Step.prefill(start, tables, len(ids)), tokens, replay.run)
+
+def test_sums_of_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+  """Two a block on each device, no copies"""
   with on_cuda("sm_90"):
-    model, replay = TensorParallel.from_gguf(read_gguf(path), DEVICES[:2], 64), Replay()
-    start, tokens, tables = (to_device(np.int32(values)) for values in ([0], ids, [[1]]))
-    logits = model.logits(Step.prefill(start, tables, len(ids)), tokens, replay.run)
-    names = [call.src[0].arg.name for call in replay.calls if call.src[0].op is Ops.PROGRAM]
-    assert sum(name.startswith("all_reduce_many") for name in names) == 4
+    *_, replay, kept = chunk(tmp_path, monkeypatch, False)
+    names = [call.src[0].arg.name for call in replay.calls if call.src[0].op is Ops.SINK]
+    assert kept is not None and sum(name.startswith("all_reduce_many") for name in names) == 4
+
+def test_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+  """… as the oracle's"""
+  with on_cuda("sm_90"):
+    path, ids, replay, logits = chunk(tmp_path, monkeypatch, True)
     replay()
     Judge(path, ids.tolist()).check(logits.numpy(), 1e-3)

@@ -524,7 +524,7 @@ class Device(ToyRunner):
   def read(self) -> np.ndarray:
     self.now = max(self.now, self.done.popleft())
     return super().read()
-  def wait(self) -> None: self.now = max(self.now, self.free)
+  def wait(self, first: bool = False) -> None: self.now = max(self.now, self.free)
 
 def arrival(monkeypatch, answers: int = 8, tokens: int = 8192, target: float = .05, rounds: int = 2,
             **speeds: float|bool) -> tuple[list[float], float, Device]:
@@ -564,19 +564,26 @@ def test_a_prompt_that_arrives_in_long_chunks(target: float, share: float, monke
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_chunks_ahead(stages: int):
-  """Each of a chunk's devices has four to do before they are waited for"""
-  given: list[int] = [0]
+  """Each of a chunk's devices has four to do before the first is waited for; all are where a size is new, and while an answer runs"""
+  given, waited = [0], list[bool]()
   class Counting(Device):
     def prefill(self, *args: Any) -> None:
       super().prefill(*args)
       given[-1] += 1
-    def wait(self) -> None:
+    def wait(self, first: bool = False) -> None:
       super().wait()
+      waited.append(first)
       given.append(0)
   e = toy(1000, 9000, runner=Counting)
   e.runner.pool, e.runner.stages = None, stages
   e.prefill([1] * 8193)
-  assert given[0] == 1 and max(given) == 4 * stages   # the first of a size is recorded then
+  assert given[0] == 1 and max(given) == 4 * stages and len(waited) > 1 and waited == [False] + [True] * (len(waited) - 1)
+  running = e.add(Request([1]))
+  while not running.produced: e.step()
+  waited.clear()
+  e.add(Request([2] * 500))
+  while e.scheduler.prefilling or not waited: e.step()
+  assert not any(waited)
 
 def test_slices_that_are_slow(monkeypatch):
   """Those of smaller chunks fit"""
@@ -628,10 +635,10 @@ class Failing(ToyRunner):
   after = False    # the call was done, then failed
   error: Callable[[], BaseException] = staticmethod(lambda: RuntimeError("planted"))
 def planted(name: str) -> Callable[..., Any]:
-  def call(self: Failing, *args: Any) -> Any:
+  def call(self: Failing, *args: Any, **named: Any) -> Any:
     fails = type(self).fails(name)
     if fails and not self.after: raise self.error()
-    result = getattr(ToyRunner, name)(self, *args)
+    result = getattr(ToyRunner, name)(self, *args, **named)
     if fails: raise self.error()
     return result
   return call

@@ -188,6 +188,20 @@ def test_waiting(case: Case, monkeypatch: pytest.MonkeyPatch):
   runner.wait()
   assert waited == ["CPU", "CPU:1", "CPU:2"]
 
+def test_chunks_on_their_way(case: Case):
+  """A chunk's launches are of one device, but for copies from it to the next, and a graph is of either: no device waits for what others compute"""
+  runner = Runner(case.on(3))
+  parts = runner.record_chunk(32).parts
+  def where(calls: Any) -> set[str]: return {u.device for call in calls for u in call.src[1:]}
+  copies = [part for part in parts if len(where(part)) > 1]
+  assert [where(part) for part in copies] == [{"CPU", "CPU:1"}, {"CPU:1", "CPU:2"}]
+  assert all(call.src[0].op is Ops.COPY for part in copies for call in part)
+  slices = runner.cut(runner.record_chunk(32))
+  assert len(slices) == runner.slices
+  graphs = [graph for piece in slices for graph in batches(piece)]
+  assert sum(map(len, graphs)) == sum(map(len, parts))
+  assert all(len(where(graph)) == 1 or all(call.src[0].op is Ops.COPY for call in graph) for graph in graphs)
+
 def test_experts_on_the_cpu(case: Case):
   if case.f.tensors.get("blk.1.ffn_gate_inp.weight") is None: pytest.skip("has none")
   model = case.on(1, 1)

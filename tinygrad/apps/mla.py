@@ -253,8 +253,8 @@ class MoE:
 class Block:
   def __init__(self, attn:Attention, ffn:MLP|MoE): self.attn, self.ffn = attn, ffn
   def __call__(self, step:Step, x:Tensor, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
-    """step, cache, rope: of the block's device; x: of any -> as attention"""
-    x, cache = self.attn(step, x.to(self.attn.device), cache, rope)
+    """All of the block's device -> as attention"""
+    x, cache = self.attn(step, x, cache, rope)
     return self.ffn(step, x), cache
   @property
   def devices(self) -> list[str]:
@@ -264,7 +264,7 @@ class Block:
     if isinstance(self.ffn, MoE): self.ffn.may_bring = may
   def write_cache(self, step:Step, x:Tensor, cache:Tensor, rope:Rope) -> Tensor:
     """The cache alone, with T more rows: all that a prompt needs of the last block"""
-    return self.attn(step, x.to(self.attn.device), cache, rope)[1]
+    return self.attn(step, x, cache, rope)[1]
 
 # a part learns from a tensor on which device it is to do something
 def _zeros(shape:tuple[int, ...], dtype:DType, beside:Tensor) -> Tensor:
@@ -340,8 +340,10 @@ class Transformer:
     """-> float32 (T, D), what a step begins with"""
     return run(QuantizedEmbedding.__call__, self.token_embd, ids)
   def _through(self, blocks:range, steps:dict[str, Step], x:Tensor, run:Run) -> Tensor:
-    """x behind these blocks. steps: see _step_at"""
-    for i in blocks: x, _ = run(Block.__call__, self.blk[i], self._step_at(i, steps, run), x, self.cache[i], self.ropes[self.cache_devices[i]])
+    """x behind these blocks. steps: see _at"""
+    for i in blocks:
+      step, x = self._at(i, steps, x, run)
+      x, _ = run(Block.__call__, self.blk[i], step, x, self.cache[i], self.ropes[self.cache_devices[i]])
     return x   # the cache is written in place
   @functools.cached_property
   def stages(self) -> list[range]:
@@ -360,21 +362,22 @@ class Transformer:
     """The step with what attention shares in all blocks of one device, that of this one"""
     shape = plan_shape(step, self.blk[block].attn.attn_k_b, self.cache[block]) if self.blk and step.plan is None else None
     return step if shape is None else replace(step, plan=run(plan_attention, step, shape))
-  def _step_at(self, block:int, steps:dict[str, Step], run:Run) -> Step:
-    """The step on a block's device, planned. steps: by device; it is copied at its first block there, not before: a step may begin while others of
-    its devices work on the one before it"""
+  def _at(self, block:int, steps:dict[str, Step], x:Tensor, run:Run) -> tuple[Step, Tensor]:
+    """The step, planned, and x on a block's device. steps: by device, in their order. At a device's first block all of it comes from the device
+    before, in a part of its own: of several chunks on their way none holds a device but where it is, and where it is copied"""
     if (device := self.cache_devices[block]) not in steps:
-      step = steps[self.device]
-      start, tables = run(copied, self.ropes[device].table, step.start, step.tables)
+      step = next(reversed(steps.values()))
+      x, start, tables = run(copied, self.ropes[device].table, x, step.start, step.tables)
       steps[device] = self.planned(replace(step, start=start, tables=tables, plan=None), run, block)
-    return steps[device]
+    return steps[device], x
   def hidden(self, step:Step, ids:Tensor, run:Run=apply) -> Tensor:
     """-> float32 (T, D) before the last norm; every block's rows are written"""
     return self.at_home(self._before(len(self.blk), step, ids, run)[0], run)
   def prefill(self, step:Step, ids:Tensor, run:Run=apply) -> Tensor:
     """-> the last block's cache, whose realization writes every block's rows"""
     x, steps = self._before(last := len(self.blk) - 1, step, ids, run)
-    return run(Block.write_cache, self.blk[last], self._step_at(last, steps, run), x, self.cache[last], self.ropes[self.cache_devices[last]])
+    step, x = self._at(last, steps, x, run)
+    return run(Block.write_cache, self.blk[last], step, x, self.cache[last], self.ropes[self.cache_devices[last]])
   @property
   def copies(self) -> int:
     """Parts of a step of prefill that copy it from device to device"""
@@ -393,7 +396,9 @@ class Transformer:
     ids = Tensor.empty(step.tokens, dtype=dtypes.int32, device=self.device)
     with rehearsal() as choices:
       x, steps = self.token_embd(ids), {self.device: self.planned(step, apply)}
-      for i in kinds.values(): self.blk[i](self._step_at(i, steps, apply), x, self.cache[i], self.ropes[self.cache_devices[i]])
+      for i in kinds.values():
+        there, _ = self._at(i, steps, x, apply)
+        self.blk[i](there, x.to(there.start.device), self.cache[i], self.ropes[self.cache_devices[i]])
       self.head(step, x)
     return list(dict.fromkeys(choice.primitive.__name__ for choice in choices if choice.form == PLAIN))
 

@@ -1,14 +1,15 @@
 """The sum of what several devices have, on each of them.
 
-Where devices reach each other's memory it takes one launch a device (one-shot all-reduce): each gives its numbers to every other one, waits until
-those of all others are there, and adds up in the devices' order. Of a few numbers, a decode step's, and of many, a prompt's, they tell differently:
+Where devices reach each other's memory it takes one launch a device: of a few numbers, a decode step's, each adds up all (one-shot all-reduce), of
+many, a prompt's, each a share (two-shot), always in the devices' order:
 
   decode    own numbers, each with the number of this sum in the same word of 64 bits -> every other device
             a thread waits for words with that number: one way between the devices, no barrier, no fence
-  prefill   own numbers -> every other device; behind a fence the number of this sum, a word a block
-            a block waits for the words of the others' same block: half the bytes
+  prefill   own numbers -> the devices that add them up, each its share; behind a fence the number of this sum, a word a block
+            a block waits for the words of the others' same block, adds up, and gives the sums of its share to all in the same way
 
-A device is at most one sum ahead of another, as each waits for all others' parts, so two places for each suffice.
+Of a few a device is at most one sum ahead of another, as each waits for all others' parts, so two places for each suffice. Of many it gives its
+part of the next sum when all have read those of this one, and the sums of its share when all have read the ones before.
 The kernels of all devices must be able to run at once: a step is one graph (apps/capture.py, first_batch).
 """
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tinygrad.uop.ops import Ops
 
 THREADS, BLOCKS = 256, 64
 LINE = 8   # words of four numbers with their tags
-MANY_THREADS, EACH = 1024, 2   # of a block of a sum of many, and how many lines of four numbers a thread has
+MANY_THREADS = 1024   # of a block of a sum of many; each has a line of four numbers for every device
 
 @dataclass(frozen=True)
 class Room:
@@ -46,20 +47,20 @@ class Few(Room):
     return BLOCKS // LINE + (parity * self.devices + device) * (self.most // 4)
 
 class Many(Room):
-  """Of each block how many sums; of two places and each device a word a block; the places: `most` numbers of each other device, 16 bytes a line"""
+  """Of each block how many sums; of both rounds and each device a word a block; of rounds and devices a line of 16 bytes a thread"""
   @staticmethod
-  def blocks(most:int) -> int:
+  def blocks(devices:int, most:int) -> int:
     """So many that their words are whole lines"""
-    return -(-most // (4 * MANY_THREADS * EACH) // 4) * 4
+    return -(-most // (4 * MANY_THREADS * devices) // 4) * 4
   @staticmethod
-  def words(devices:int, most:int) -> int: return Many.blocks(most) * (1 + 2 * devices) + 2 * (devices - 1) * most
-  def word(self, parity:UOp, device:int) -> UOp:
-    """The number of the first word that tells of a device's numbers in a place"""
-    return self.blocks(self.most) * (1 + parity * self.devices + device)
-  def line(self, parity:UOp, device:int, at:int) -> UOp:
-    """The number of the first line that a device leaves in a place at another one"""
-    other = device - (device > at)
-    return self.blocks(self.most) * (1 + 2 * self.devices) // 4 + (parity * (self.devices - 1) + other) * (self.most // 4)
+  def words(devices:int, most:int) -> int: return Many.blocks(devices, most) * (1 + 2 * devices * (1 + MANY_THREADS * 4))
+  def word(self, turn:int, device:int) -> int:
+    """The number of the first word that tells of a device's numbers"""
+    return self.blocks(self.devices, self.most) * (1 + turn * self.devices + device)
+  def line(self, turn:int, device:int) -> int:
+    """The number of the first line that a device leaves"""
+    blocks = self.blocks(self.devices, self.most)
+    return blocks * (1 + 2 * self.devices) // 4 + (turn * self.devices + device) * (blocks * MANY_THREADS)
 
 @dataclass(frozen=True)
 class Exchange:
@@ -127,33 +128,33 @@ def all_reduce_many(parts:Sequence[Tensor], exchange:Exchange) -> list[Tensor]:
   def of_device(own:int) -> Tensor:
     others = [device for device in range(devices) if device != own]
     def body(buffers:dict[str, UOp]) -> list[UOp]:
-      block, thread, memory = UOp.special(-(-lines // (MANY_THREADS * EACH)), "gidx0"), UOp.special(MANY_THREADS, "lidx0"), buffers["memory"]
+      block, thread, memory = UOp.special(-(-lines // (MANY_THREADS * devices)), "gidx0"), UOp.special(MANY_THREADS, "lidx0"), buffers["memory"]
       peers = {device: buffers["peers"][device].load() for device in others}
-      wait_zero = pdl_wait(target)
+      wait_zero, is_first, place = pdl_wait(target), thread.eq(0), block * MANY_THREADS + thread
       tag = memory[block + wait_zero].load() + 1   # the number of this sum
-      parity = (tag & 1).cast(dtypes.weakint)
-      # a block has the same lines of a vector of any size. Past the end it has its first ones once more, which changes nothing
-      first = (block * (MANY_THREADS * EACH) + thread).minimum(lines - 1)
-      numbers = [first] + [((number := first + i * MANY_THREADS) < lines).where(number, first) for i in range(1, EACH)]
-      values = [load4(buffers["part"], wait_zero * 4)(number) for number in numbers]
-      sent = [peer_store(target, peers[device], room.line(parity, own, device) + number, four)
-              for device in others for number, four in zip(numbers, values)]
-      def barrier(slot:int, *before:UOp) -> UOp:
+      def barrier(slot:int, before:list[UOp]) -> UOp:
         """A zero, known behind one"""
         zeros = UOp.placeholder((1,), dtypes.uint32, slot=slot, addrspace=AddrSpace.REG)
         return zeros.after(UOp(Ops.BARRIER, src=(zeros[0].store(reduce(UOp.bitwise_or, before)),)))[0].load()
-      is_first, stored = thread.eq(0), barrier(0, *sent)
-      told = [peer_tell(target, peers[device], room.word(parity, own) + block, tag | stored, is_first) for device in others]
-      told = [peer_await(target, memory[room.word(parity, device) + block], tag | reduce(UOp.bitwise_or, told), is_first)
-              for device in others]
-      zero = (barrier(1, *told) & 1).cast(dtypes.weakint)
-      totals:list[list[UOp]] = []
-      for device in range(devices):
-        words = load4(memory, (room.line(parity, device, own) + zero) * 4)
-        fours = values if device == own else [[word.bitcast(dtypes.float) for word in words(number)] for number in numbers]
-        totals = [[total + value for total, value in zip(*both)] for both in zip(totals, fours)] if totals else fours
+      def exchanged(turn:int, fours:dict[int, list[UOp]], mine:list[UOp]) -> tuple[list[list[UOp]], UOp]:
+        """Gives each other device its four numbers -> what each has given, `mine` among it, and a zero, known then"""
+        stored = barrier(turn * 2, [peer_store(target, peers[device], room.line(turn, own) + place, fours[device]) for device in others])
+        told = [peer_tell(target, peers[device], room.word(turn, own) + block, tag | stored, is_first) for device in others]
+        told = [peer_await(target, memory[room.word(turn, device) + block], tag | reduce(UOp.bitwise_or, told), is_first)
+                for device in others]
+        zero = (barrier(turn * 2 + 1, told) & 1).cast(dtypes.weakint)
+        def given(device:int) -> list[UOp]:
+          return [word.bitcast(dtypes.float) for word in load4(memory, zero * 4)(room.line(turn, device) + place)]
+        return [mine if device == own else given(device) for device in range(devices)], zero
+      # a line for each device to add up; past the end any, whose sum is not kept
+      numbers = [block * (MANY_THREADS * devices) + device * MANY_THREADS + thread for device in range(devices)]
+      values = [load4(buffers["part"], wait_zero * 4)(number.minimum(lines - 1)) for number in numbers]
+      fours, _ = exchanged(0, dict(enumerate(values)), values[own])
+      total = [reduce(UOp.__add__, addends) for addends in zip(*fours)]
+      totals, zero = exchanged(1, dict.fromkeys(others, total), total)
       return [memory[(block + zero).valid(is_first)].store(tag),
-              *(buffers["y"][number * 4 + i].store(total) for number, four in zip(numbers, totals) for i, total in enumerate(four))]
+              *(buffers["y"][(number * 4 + i).valid(number < lines)].store(value) for number, four in zip(numbers, totals)
+                for i, value in enumerate(four))]
     ins = {"part": parts[own], "memory": room.memories[own], "peers": room.peers[own]}
     return launch(f"all_reduce_many_{size}_{own}_of_{devices}", {"y": empty(parts[own], *parts[own].shape)}, ins, body, size * 4 * (2 * devices))[0]
   return [of_device(own) for own in range(devices)]

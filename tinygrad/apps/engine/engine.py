@@ -91,8 +91,8 @@ class Steps(Protocol):
   def warm(self, rows:int, kinds:list[Features]) -> None:
     """What prefill of each size needs, and launch of each size of a batch up to so many rows by each kind of features, is there from here on, and
     need not be compiled"""
-  def wait(self) -> None:
-    """Until the device is done. Raises what names the device, in one line, where it failed"""
+  def wait(self, first:bool=False) -> None:
+    """Until the device is done; of several, all, or the first. Raises what names the device, in one line, where it failed"""
   def logits(self, ids:list[int], start:int, table:list[int]) -> np.ndarray:
     """As prefill, of sizes[0] ids at most -> float32 (len(ids), vocab), the logits after each"""
 
@@ -347,13 +347,13 @@ class Engine:
     self.due = answers or chunk.kind not in self.recorded or len(self.chunks) == AHEAD * self.runner.stages
 
   def _chunks_done(self) -> None:
-    """Waits for the slices that the device was given, and learns how long they took: a piece of work ends before, as it has read tokens"""
-    self.concerned, self.due = [part.sequence for part in self.chunks[0].parts], False
-    self.runner.wait()
+    """Waits for the slices that the device was given, and learns how long they took: a piece of work ends before, as it has read tokens. Of several
+    devices the first is to have more to do while the others end theirs"""
+    self.concerned, self.due, kinds = [part.sequence for part in self.chunks[0].parts], False, {chunk.kind for chunk in self.chunks}
+    self.runner.wait(first=not self.scheduler.running and kinds <= self.recorded)
     self.concerned = []
     seconds = self.chunk_seconds + time.perf_counter() - self.since
     if self.scheduler.running: self.scheduler.spent += seconds
-    kinds = {chunk.kind for chunk in self.chunks}
     if len(kinds) == 1 and kinds <= self.recorded: self.scheduler.took(*kinds, seconds / sum(len(chunk.slices) for chunk in self.chunks), self.depth)
     self.recorded.update(chunk.kind for chunk in self.chunks if chunk.slices.stop == self.runner.slices)
     self.chunks, self.chunk_seconds = [], 0.0

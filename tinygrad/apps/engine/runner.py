@@ -17,6 +17,7 @@ from tinygrad.apps.mtp import MTP
 from tinygrad.nn.cpu import is_cpu
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.step import STRIP, Step
+from tinygrad.uop.ops import Ops
 
 SLICE = 2                       # parts of a chunk that a slice of it runs, each a block of the model
 MTP_PARTS = 2                   # … and those of the block that drafts
@@ -165,10 +166,10 @@ class Runner:
     tokens, values = (numbers[row, :1 + count].tolist() for numbers in self.odds)
     return Logprob(values[0], list(zip(tokens[1:], values[1:])))
 
-  def wait(self) -> None:
-    """Until the devices have done all that they were given. Raises RuntimeError, which names those that failed"""
+  def wait(self, first:bool=False) -> None:
+    """Until the devices, or the first one, have done all that they were given. Raises RuntimeError, which names those that failed"""
     failed = []
-    for device in self.model.devices:
+    for device in self.model.devices[:1 if first else None]:
       try: Device[device].synchronize()
       except Exception as e: failed.append((device, e))
     if failed: raise RuntimeError("; ".join(f"{device}: {e}" for device, e in failed)) from failed[0][1]
@@ -194,9 +195,14 @@ class Runner:
     """The slices of these kinds. The largest comes first: what it takes serves all"""
     for kind in sorted(chunks, reverse=True): self.chunks[kind] = self.cut(chunks[kind])
   def cut(self, chunk:Replay) -> list[UOp]:
-    """The slices of a chunk: the launches of a few blocks each, before the first of them what comes before all blocks"""
-    end = len(chunk.recorded)
-    return chunk.cut(list(range(end - SLICE * (self.slices - 1), end + 1, SLICE)))
+    """The slices of a chunk: the launches of a few blocks each, before the first of them what comes before all blocks. A copy from one stage to the
+    next is a graph of its own: both devices wait for all that is in it"""
+    end, where = len(chunk.recorded), [{*part.devices} for part in chunk.recorded]
+    ends = range(end - SLICE * (self.slices - 1), end + 1, SLICE)
+    borders = [i for i in range(1, end) if self.stages > 1 and where[i - 1] != where[i]]
+    graphs:dict[int, list[UOp]] = {stop: [] for stop in ends}
+    for stop, piece in zip(cuts := sorted({*ends, *borders}), chunk.cut(cuts)): graphs[next(own for own in ends if stop <= own)] += piece.src
+    return [UOp(Ops.LINEAR, src=tuple(pieces)) for pieces in graphs.values()]
   @functools.cached_property
   def logits_step(self) -> tuple[Replay, Tensor]:
     """As the least chunk, and the float32 (size, vocab) that it writes"""

@@ -100,7 +100,7 @@ class Scheduler:
     return None
 
   def _of_one(self, s:Sequence) -> Chunk:
-    size = self._size(left := left_of(s))
+    size = self._size(left := left_of(s), max(left, len(s.ids) - 1 - s.cached))
     return Chunk((Part(s, 0, min(left, size)),), size, False, range(0))
 
   def _of_several(self, first:Sequence) -> Chunk|None:
@@ -112,7 +112,7 @@ class Scheduler:
       if not left_of(s): self._run(s)
       elif may_share(s) and left_of(s) <= room: parts.append(Part(s, parts[-1].end, left_of(s)))
     if len(parts) > 1:
-      size = self._size(parts[-1].end, shared=True)
+      size = self._size(parts[-1].end, parts[-1].end, shared=True)
       parts = [part for part in parts if part.end <= size]
     return Chunk((*parts,), size, True, range(0)) if len(parts) > 1 else None
 
@@ -141,12 +141,20 @@ class Scheduler:
       self.queries, self.hits = self.queries + s.prompt, self.hits + rows
     return s
 
-  def _size(self, left:int, shared:bool=False) -> int:
-    """Of the next chunk of a prompt with so many tokens left: the one by which it is read soonest, or the largest up to it of which, while answers
-    run, the target has time for a slice"""
-    # several devices have two chunks each to be at once at work, if those are not so small that they take longer by more
-    most = left if self.stages == 1 else max(left // (2 * self.stages), 2 * self.beside)
-    best = soonest(self.sizes, self.beside, min(left, most, self.sizes[-1]))[1]
+  def _most(self, whole:int) -> int:
+    """How many of the sizes are for a prompt of so many tokens. Through several stages its chunks take as long as one after another, and the largest
+    once more for each further stage, all of that divided by the stages. None is cut into chunks that take less for their tokens than beside them"""
+    if self.stages == 1: return len(self.sizes)
+    def time(count:int) -> int:
+      full, rest = divmod(whole, size := self.sizes[count - 1])
+      return (full + self.stages - 1) * (size + self.beside) + (soonest(self.sizes[:count], self.beside, rest)[0] if rest else 0)
+    smaller = sum(size < self.beside for size in self.sizes[:-1])
+    return min(range(len(self.sizes), smaller, -1), key=time)
+
+  def _size(self, left:int, whole:int, shared:bool=False) -> int:
+    """Of the next chunk of a prompt that has so many tokens left, of as many as `whole`: the one by which it is read soonest, or the largest up to it
+    of which, while answers run, the target has time for a slice"""
+    best = soonest(self.sizes[:self._most(whole)], self.beside, min(left, self.sizes[-1]))[1]
     if not self.running: return best
     for size in reversed([size for size in self.sizes[1:] if size <= best]):
       if (kind := (size, shared)) not in self.seconds or self.seconds[kind][0] <= self.max_stall - self.decode_seconds: return size
