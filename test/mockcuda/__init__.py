@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib, ctypes, functools, hashlib, mmap, pathlib, platform, re, subprocess, sys, tempfile, types
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Iterator
+from linker import link
 from tinygrad.device import Allocator, BufferSpec, Compiled, Compiler, CompileError, Program, TinyELF
 from tinygrad.helpers import Context, Target, getenv, round_up
 from tinygrad.nn.intrinsics import TARGETS, of_arch
@@ -29,12 +30,6 @@ def _compile(*args: str | pathlib.Path) -> str:
   """What clang complains about; empty where there is an object"""
   run = subprocess.run([*_clang(), "-O1", "-fPIC", "-fno-math-errno", "-fno-strict-aliasing", "-std=c++17", "-Wno-everything", f"-I{HERE}", *args],
                        capture_output=True, text=True)
-  return run.stderr if run.returncode else ""
-
-def _link(objects: list[str | pathlib.Path], out: pathlib.Path) -> str:
-  """As _compile, of a shared object. By the linker itself: clang takes longer to look for what goes with it than most kernels take"""
-  command = ["ld", "-shared"] if sys.platform == "linux" else [*_clang(), "-shared"]
-  run = subprocess.run([*command, *objects, "-lm", "-o", out], capture_output=True, text=True)
   return run.stderr if run.returncode else ""
 
 @functools.cache
@@ -100,7 +95,8 @@ class MockCompiler(Compiler):
       meets = "mock_look" in src or "mock_hear" in src
       kernel.write_text(f'#include "device.h"\nextern "C" {{ int mock_fibers = {int(waits) + MEETS * meets}; }}\n{src}')
       compiled = kernel.with_suffix(".o")
-      if wrong := _compile("-c", kernel, "-o", compiled) or _link([compiled, _runtime()[0]], out): raise CompileError(f"{wrong}\n{src}")
+      wrong = _compile("-c", kernel, "-o", compiled) or link([compiled, _runtime()[0], "-lm"], out, _clang())
+      if wrong: raise CompileError(f"{wrong}\n{src}")
       return out.read_bytes()
 
 class MockRenderer(CUDARenderer):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes, functools, hashlib, os, pathlib, platform, re, shutil, subprocess, tempfile
 from dataclasses import dataclass
 from typing import Callable
+from linker import link
 from tinygrad.helpers import cache_dir
 
 HERE = pathlib.Path(__file__).parent
@@ -132,11 +133,10 @@ def compile_msl(src:str, checked:bool=False) -> pathlib.Path:
     compiled = publish(home() / f"{'checked' if checked else 'plain'}.pch", precompile)
     checking = None if checked else address_spaces(cpp)  # while clang works; a checked object was compiled before as it is
     text = cpp.replace("#include <metal_stdlib>", "")
-    # by two commands: clang takes longer to find out what goes with an object than it takes to link
     run = subprocess.run([CXX, "-x", "c++", *flags(), *extra, STD, "-include-pch", compiled, "-c", "-o", f"{out}.o", "-"],
                          input=text, capture_output=True, text=True)
-    if not run.returncode: run = subprocess.run(["ld", "-shared", "-o", out, f"{out}.o"], capture_output=True, text=True)
-    if errors := run.stderr if run.returncode else checking() if checking else "": raise MSLError(errors)
+    wrong = run.stderr if run.returncode else link([f"{out}.o"], out, [CXX, "-nostdlib"])
+    if errors := wrong or (checking() if checking else ""): raise MSLError(errors)
   return publish(home() / f"{hashlib.sha256(f'{checked}{src}'.encode()).hexdigest()[:32]}.so", build)
 
 _POINTER = re.compile(r"([^,(;{}<>=&|]*)\b((?:half|float|bfloat|u?int|u?short|u?char|u?long|u?int(?:8|16|32|64)_t)[234]?|bool)\b"

@@ -78,6 +78,11 @@ def target_with(room:Room|None, parts:Sequence[Tensor]) -> Target|None:
   """The target whose devices exchange such parts there"""
   return None if room is None or (size := prod(parts[0].shape)) > room.most or size % 4 else target_of(parts[0].device)
 
+def behind_barrier(slot:int, before:Sequence[UOp]) -> UOp:
+  """A zero, uint32, known behind a barrier of the block's threads that comes behind these"""
+  zeros = UOp.placeholder((1,), dtypes.uint32, slot=slot, addrspace=AddrSpace.REG)
+  return zeros.after(UOp(Ops.BARRIER, src=(zeros[0].store(reduce(UOp.bitwise_or, before)),)))[0].load()
+
 # ---- of a few numbers ----
 
 @all_reduce.form("decode", takes=lambda parts, exchange: target_with(exchange and exchange.few, parts))
@@ -89,7 +94,7 @@ def all_reduce_few(parts:Sequence[Tensor], exchange:Exchange) -> list[Tensor]:
   def of_device(own:int) -> Tensor:
     def body(buffers:dict[str, UOp]) -> list[UOp]:
       block, thread, memory, peers = UOp.special(blocks, "gidx0"), UOp.special(THREADS, "lidx0"), buffers["memory"], buffers["peers"]
-      wait_zero, zeros = pdl_wait(target), UOp.placeholder((1,), dtypes.uint32, slot=0, addrspace=AddrSpace.REG)
+      wait_zero = pdl_wait(target)
       tag = memory[block + wait_zero].load() + 1   # the number of this sum
       parity = (tag & 1).cast(dtypes.weakint)
       # a block has the same numbers of a vector of any size. Past the end it has others of its own once more, which changes nothing
@@ -98,8 +103,7 @@ def all_reduce_few(parts:Sequence[Tensor], exchange:Exchange) -> list[Tensor]:
       values = [load4(buffers["part"], wait_zero * 4)(index) for index in indices]
       sent = [peer_send(target, peers[device].load(), room.line(parity, own) + index, four, tag)
               for device in range(devices) if device != own for index, four in zip(indices, values)]
-      zeros = zeros.after(UOp(Ops.BARRIER, src=(zeros[0].store(reduce(UOp.bitwise_or, sent)),)))   # all threads have read the tag
-      zero = (zeros[0].load() & 1).cast(dtypes.weakint)
+      zero = (behind_barrier(0, sent) & 1).cast(dtypes.weakint)   # all threads have read the tag
       stores = [memory[(block + zero).valid(thread.eq(0))].store(tag)]
       for turn, (index, four) in enumerate(zip(indices, values)):
         totals:list[UOp] = []
@@ -132,26 +136,21 @@ def all_reduce_many(parts:Sequence[Tensor], exchange:Exchange) -> list[Tensor]:
       peers = {device: buffers["peers"][device].load() for device in others}
       wait_zero, is_first, place = pdl_wait(target), thread.eq(0), block * MANY_THREADS + thread
       tag = memory[block + wait_zero].load() + 1   # the number of this sum
-      def barrier(slot:int, before:list[UOp]) -> UOp:
-        """A zero, known behind one"""
-        zeros = UOp.placeholder((1,), dtypes.uint32, slot=slot, addrspace=AddrSpace.REG)
-        return zeros.after(UOp(Ops.BARRIER, src=(zeros[0].store(reduce(UOp.bitwise_or, before)),)))[0].load()
-      def exchanged(turn:int, fours:dict[int, list[UOp]], mine:list[UOp]) -> tuple[list[list[UOp]], UOp]:
-        """Gives each other device its four numbers -> what each has given, `mine` among it, and a zero, known then"""
-        stored = barrier(turn * 2, [peer_store(target, peers[device], room.line(turn, own) + place, fours[device]) for device in others])
+      def exchanged(turn:int, fours:list[list[UOp]]) -> tuple[list[list[UOp]], UOp]:
+        """Gives each device its four numbers -> what each has given, and a zero, known then"""
+        stored = behind_barrier(turn * 2, [peer_store(target, peers[device], room.line(turn, own) + place, fours[device]) for device in others])
         told = [peer_tell(target, peers[device], room.word(turn, own) + block, tag | stored, is_first) for device in others]
         told = [peer_await(target, memory[room.word(turn, device) + block], tag | reduce(UOp.bitwise_or, told), is_first)
                 for device in others]
-        zero = (barrier(turn * 2 + 1, told) & 1).cast(dtypes.weakint)
+        zero = (behind_barrier(turn * 2 + 1, told) & 1).cast(dtypes.weakint)
         def given(device:int) -> list[UOp]:
           return [word.bitcast(dtypes.float) for word in load4(memory, zero * 4)(room.line(turn, device) + place)]
-        return [mine if device == own else given(device) for device in range(devices)], zero
+        return [fours[own] if device == own else given(device) for device in range(devices)], zero
       # a line for each device to add up; past the end any, whose sum is not kept
       numbers = [block * (MANY_THREADS * devices) + device * MANY_THREADS + thread for device in range(devices)]
       values = [load4(buffers["part"], wait_zero * 4)(number.minimum(lines - 1)) for number in numbers]
-      fours, _ = exchanged(0, dict(enumerate(values)), values[own])
-      total = [reduce(UOp.__add__, addends) for addends in zip(*fours)]
-      totals, zero = exchanged(1, dict.fromkeys(others, total), total)
+      addends, _ = exchanged(0, values)
+      totals, zero = exchanged(1, [[reduce(UOp.__add__, each) for each in zip(*addends)]] * devices)
       return [memory[(block + zero).valid(is_first)].store(tag),
               *(buffers["y"][(number * 4 + i).valid(number < lines)].store(value) for number, four in zip(numbers, totals)
                 for i, value in enumerate(four))]

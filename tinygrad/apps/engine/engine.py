@@ -99,7 +99,7 @@ class Steps(Protocol):
 MAX_STALL = .05  # seconds
 PLANNED = .8     # of what answers may wait: the rest is for slices that take longer than the last did, and for the host's work between
 LONG = 1.0       # seconds that answers wait for what is recorded before it is said
-AHEAD = 4  # chunks of a prompt that each device is given before they are waited for, where no answer runs
+AHEAD = 4  # chunks of a prompt that each device is given before the first is waited for, where no answer runs
 PAUSE = .01  # seconds of a piece of work that waits for masks alone
 
 class Gauges(NamedTuple):
