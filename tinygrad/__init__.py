@@ -51,6 +51,7 @@ __path__ = [str(WHEEL), str(OVERLAY)]
 try:
   importlib.import_module("tinygrad.disk_cache")  # first: others take the functions it replaces by name
   exec(compile((WHEEL / "__init__.py").read_text(), str(WHEEL / "__init__.py"), "exec"))
+  importlib.import_module("tinygrad.rewriting")
 except RuntimeError as e:  # the variable DEV is read as tinygrad is imported
   if "target string" not in str(e): raise
   raise ImportError(f"DEV={os.environ.get('DEV')}: {e}") from None

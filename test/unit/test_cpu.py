@@ -298,18 +298,19 @@ def test_attention_of_few(tokens: int, kept):
   k_b, n, rope = load(QuantizedLinear, T.Q8_0, H, L, nope)[0], norm(L), Rope(rope_table(R, 10000.0, 192), nope + R, nope)
   q, kv, rows = tensor(normal(tokens, H * (nope + R))), tensor(normal(tokens, L + R)), normal((1 + 3 * tokens) * 64, L + R)
   def cache() -> Tensor: return tensor(rows).cast(kept).contiguous().realize()
+  scale = 0.0004  # softmax in which every key has weight: where one has all of it, what is read of the others is not judged
   before = cache().numpy()
-  (got, written), _ = both("cpu_few", latent_attention, step, q, kv, k_b, n, cache(), rope, 0.1)
-  with plain_ops(): want, other = latent_attention(step, q, kv, k_b, n, cache(), rope, 0.1)
+  (got, written), _ = both("cpu_few", latent_attention, step, q, kv, k_b, n, cache(), rope, scale)
+  with plain_ops(): want, other = latent_attention(step, q, kv, k_b, n, cache(), rope, scale)
   Tensor.realize(got, written, want, other)
   there = tokens - (tokens > 2)
   assert np.isfinite(got.numpy()).all()
-  same(got[:there], want[:there], 1e-6 if kept is dtypes.half else 1e-8)  # halves: the rounding of a token's own row
+  same(got[:there], want[:there], 1e-7 if kept is dtypes.half else 1e-10)  # halves: the rounding of a token's own row
   own = tables[np.arange(there), start[:there] // 64] * 64 + start[:there] % 64
   after, others = written.numpy(), np.setdiff1d(np.arange(64, len(rows)), own)
   same(tensor(after[own].astype(np.float32)), other.numpy()[own].astype(np.float32), 1e-7)
   np.testing.assert_array_equal(after[others], before[others])
-  each = [latent_attention(alone(step, t), row(q, t), row(kv, t), k_b, n, cache(), rope, 0.1) for t in range(there)]
+  each = [latent_attention(alone(step, t), row(q, t), row(kv, t), k_b, n, cache(), rope, scale) for t in range(there)]
   as_alone(got[:there], [context for context, _ in each])
   np.testing.assert_array_equal(after[own], [cache.numpy()[place] for (_, cache), place in zip(each, own)])
 
