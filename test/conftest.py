@@ -85,7 +85,7 @@ SLOW = [
   r"null/test_prefill\.py::test_heads_factor_residual\[64x128-2\]",
   r"null/test_waits\.py::test_blocks_at_once_of_experts",     # test_blocks_at_once has one token's
   r"null/test_two_tokens\.py::test_two_are_as_one\[ds2lite",              # glm stays
-  r"null/test_prefill\.py::test_(unabsorbed\[132-sm_89|chunks_that_are_not_absorbed\[(kimi|ds2lite-sm_90))",   # glm-sm_90, ds2lite-sm_80 stay
+  r"null/test_prefill\.py::test_(unabsorbed\[132-sm_89|chunks_that_are_not_absorbed\[(kimi|ds2lite))",   # glm-sm_90 stays, and test_unabsorbed has sm_80
   r"null/test_primitives\.py::test_form\[mixture few: shared-CUDA-few-5",                                   # test_last_block_chooses has five
   # of three tokens one of four teams is idle; five by tensor cores choose in groups
   r"null/test_primitives\.py::test_(last_block_chooses\[(pairs-False-(1-4|2-2)|pairs-True|few-False)|blocks_that_are_counted_wrongly\[2)",
@@ -107,6 +107,9 @@ SLOW = [
   r"unit/test_cpu\.py::test_mul_mat\[(5-48|29-23)-(?!Q4_0|Q6_K)",
   r"unit/test_engine\.py::test_random_schedules\[(1[5-9]|2\d)\d\]",
   r"unit/test_gguf_fuzz\.py::test_fuzz_templates",
+  r"null/test_waits\.py::test_(nothing_of_others_before_the_wait\[glm-1-greedy|planted_faults\[2)",   # small-glm and one token's fault stay
+  r"null/test_primitives\.py::test_(last_block_chooses\[pairs-False-3|form\[mixture lanes without a unit-CUDA-pairs)",   # few's last block stays
+  r"null/test_lora_query\.py::test_queries\[Shape\(heads=2, nope=96, width=800",      # Q8_0's two tokens stay
   r"unit/test_fusion\.py::test_values\[(CUDA|METAL)",
   r"unit/test_many\.py::test_(together|too_few_pages)_on_a_mock",               # the schedules on the mocks are longer, and have few pages
   r"unit/test_many\.py::test_(.*on_a_mock\[CUDA-halves|probabilities_and_constraints_on_a_mock|rows_that_are_not_there_on_a_mock\[METAL)",

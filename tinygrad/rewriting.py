@@ -15,6 +15,8 @@ from tinygrad.uop.ops import PatternMatcher, RewriteContext, UOp
 from tinygrad.uop.symbolic import symbolic
 from tinygrad.uop.weak import pm_lower_weak
 
+KEPT = [symbolic, pm_lower_weak]   # rules whose answers are kept
+
 class _Kept(threading.local):
   """Of a thread. under_way: the rules of its rewrites, each within the one before; answers: node -> rewritten, by rules and how many walks by the
   same are under way"""
@@ -27,7 +29,7 @@ _kept, _rewrite = _Kept(), RewriteContext.unified_rewrite
 def unified_rewrite(self:RewriteContext, root:UOp) -> UOp:
   """As the wheel's"""
   under_way = _kept.under_way
-  if under_way and (rules := self.pm) in (symbolic, pm_lower_weak) and self.bpm is None and self.ctx is None and not self.enter_calls:
+  if under_way and (rules := self.pm) in KEPT and self.bpm is None and self.ctx is None and not self.enter_calls:
     self.replace = _kept.answers.setdefault((rules, under_way.count(rules)), {})
   under_way.append(self.pm)
   try: return _rewrite(self, root)

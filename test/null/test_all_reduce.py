@@ -1,4 +1,4 @@
-"""The one-shot all-reduce between devices that reach each other's memory, on mocks of Hopper that run at once."""
+"""The all-reduce between devices that reach each other's memory, on mocks of Hopper that run at once."""
 from __future__ import annotations
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,12 @@ from tinygrad.apps.capture import Replay, to_device, write
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.tensor_parallel import TensorParallel, exchange_of
 from tinygrad.nn import intrinsics
-from tinygrad.nn.all_reduce import BLOCKS, MANY_THREADS, THREADS, Exchange, Few, Many, all_reduce
+from tinygrad.nn.all_reduce import FEW, MANY_THREADS, THREADS, Exchange, Few, Many, all_reduce
 from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
 
 DEVICES = "MOCKCUDA", "MOCKCUDA:1", "MOCKCUDA:2"
-ROUND = 4 * THREADS * BLOCKS   # numbers that the blocks take in a turn
-MANY = 4 * MANY_THREADS        # … that a block has for each device
+MANY = 4 * MANY_THREADS   # numbers that a block has for each device
 
 def summed(parts: list[Tensor], exchange: Exchange | None) -> tuple[Tensor, ...]: return tuple(all_reduce(parts, exchange))
 
@@ -32,7 +31,7 @@ def sums(shapes: list[tuple[int, int]], devices: int, few: int, repeat: int = 1)
   for shape in shapes:
     values = [rng.standard_normal(shape).astype(np.float32) for _ in range(devices)]
     parts = [to_device(value, device) for value, device in zip(values, DEVICES)]
-    assert all_reduce.choose(parts, exchange) == ("decode" if np.prod(shape) <= few else "prefill")
+    assert all_reduce.choose(parts, exchange) == ("decode" if np.prod(shape) <= min(few, FEW) else "prefill")
     runs.append((values, replay.run(summed, parts, exchange)))
   for _ in range(repeat):
     replay()
@@ -43,8 +42,8 @@ def sums(shapes: list[tuple[int, int]], devices: int, few: int, repeat: int = 1)
       for result in results: assert np.array_equal(result.numpy(), want)
 
 @pytest.mark.parametrize("shapes,devices,few", [
-  ([(1, 32), (1, 4 * THREADS), (3, 700), (1, 32)], 2, 4 * ROUND),    # less than a block, a block, blocks and a part of one
-  ([(1, 2048), (2, ROUND), (1, 2048), (1, ROUND + 4 * THREADS + 12)], 3, 4 * ROUND),
+  ([(1, 32), (1, 4 * THREADS), (3, 700), (1, 32)], 2, 4 * FEW),      # less than a block, a block, blocks and a part of one
+  ([(1, 2048), (1, FEW), (1, 2048), (1, FEW + 12), (1, FEW), (2, FEW)], 3, 4 * FEW),   # as many as there are at most, and more
   ([(1, 64), (1, MANY), (3, 1100), (1, 2 * MANY + 4), (5, 2 * MANY), (1, 1000)], 2, 32),
   ([(1, 2048), (3, 3 * MANY), (1, 2048), (1, 2 * MANY + 12)], 3, 32)])
 def test_sums(shapes: list[tuple[int, int]], devices: int, few: int):

@@ -29,7 +29,7 @@ from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedLinear, block_s
 from tinygrad.apps.rope import Rope
 from tinygrad.apps.shard import memory_of
 from tinygrad.helpers import JIT
-from tinygrad.nn.all_reduce import Exchange, Few, Many, all_reduce
+from tinygrad.nn.all_reduce import FEW, Exchange, Few, Many, all_reduce
 from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import UNIT
 from tinygrad.nn.norm_linear import norm_linear
@@ -172,7 +172,7 @@ def exchange_of(devices:Sequence[str], few:int, many:int) -> Exchange|None:
     memories = [to_device(np.zeros(kind.words(len(devices), most), np.uint32), device) for device in devices]
     addresses = np.uint64([allocator.address(memory.uop.base.buffer._buf) for allocator, memory in zip(allocators, memories)])
     return kind(most, memories, [to_device(addresses, device) for device in devices])
-  return Exchange(room(Few, few), room(Many, many))
+  return Exchange(room(Few, min(few, FEW)), room(Many, max(few, many)))
 
 class TensorParallel(Transformer):
   """The model over several devices. What a Transformer holds is here the first device's share; shares: of all devices, in their order"""

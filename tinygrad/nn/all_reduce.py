@@ -1,7 +1,7 @@
 """The sum of what several devices have, on each of them.
 
-Where devices reach each other's memory it takes one launch a device: of a few numbers, a decode step's, each adds up all (one-shot all-reduce), of
-many, a prompt's, each a share (two-shot), always in the devices' order:
+Where devices reach each other's memory it takes one launch a device: of a few numbers, four a thread of it at most, each adds up all (one-shot
+all-reduce), of many, a prompt's or those of a step of many answers, each a share (two-shot), always in the devices' order:
 
   decode    own numbers, each with the number of this sum in the same word of 64 bits -> every other device
             a thread waits for words with that number: one way between the devices, no barrier, no fence
@@ -25,6 +25,7 @@ from tinygrad.nn.primitive import primitive
 from tinygrad.uop.ops import Ops
 
 THREADS, BLOCKS = 256, 64
+FEW = 4 * THREADS * BLOCKS   # numbers at most, of which each device adds up all
 LINE = 8   # words of four numbers with their tags
 MANY_THREADS = 1024   # of a block of a sum of many; each has a line of four numbers for every device
 
@@ -64,7 +65,7 @@ class Many(Room):
 
 @dataclass(frozen=True)
 class Exchange:
-  """Room for sums of a few numbers and of many"""
+  """Room for sums of a few numbers, at most FEW, and of many"""
   few: Few
   many: Many
 
@@ -89,30 +90,21 @@ def behind_barrier(slot:int, before:Sequence[UOp]) -> UOp:
 def all_reduce_few(parts:Sequence[Tensor], exchange:Exchange) -> list[Tensor]:
   target, room, size, devices = target_of(parts[0].device), exchange.few, prod(parts[0].shape), len(parts)
   assert target is not None
-  blocks = min(-(-size // (4 * THREADS)), BLOCKS)
-  turns = -(-size // (4 * THREADS * blocks))
   def of_device(own:int) -> Tensor:
     def body(buffers:dict[str, UOp]) -> list[UOp]:
-      block, thread, memory, peers = UOp.special(blocks, "gidx0"), UOp.special(THREADS, "lidx0"), buffers["memory"], buffers["peers"]
-      wait_zero = pdl_wait(target)
+      block, thread = UOp.special(-(-size // (4 * THREADS)), "gidx0"), UOp.special(THREADS, "lidx0")
+      memory, peers, wait_zero = buffers["memory"], buffers["peers"], pdl_wait(target)
       tag = memory[block + wait_zero].load() + 1   # the number of this sum
       parity = (tag & 1).cast(dtypes.weakint)
-      # a block has the same numbers of a vector of any size. Past the end it has others of its own once more, which changes nothing
-      first = (block * THREADS + thread).minimum(size // 4 - 1)
-      indices = [first] + [((index := first + turn * BLOCKS * THREADS) < size // 4).where(index, first) for turn in range(1, turns)]
-      values = [load4(buffers["part"], wait_zero * 4)(index) for index in indices]
-      sent = [peer_send(target, peers[device].load(), room.line(parity, own) + index, four, tag)
-              for device in range(devices) if device != own for index, four in zip(indices, values)]
+      # a block has the same numbers of a vector of any size. Past the end it has the last ones once more, which changes nothing
+      index = (block * THREADS + thread).minimum(size // 4 - 1)
+      four = load4(buffers["part"], wait_zero * 4)(index)
+      sent = [peer_send(target, peers[device].load(), room.line(parity, own) + index, four, tag) for device in range(devices) if device != own]
       zero = (behind_barrier(0, sent) & 1).cast(dtypes.weakint)   # all threads have read the tag
-      stores = [memory[(block + zero).valid(thread.eq(0))].store(tag)]
-      for turn, (index, four) in enumerate(zip(indices, values)):
-        totals:list[UOp] = []
-        for device in range(devices):
-          others = four if device == own else received(target, memory[(room.line(parity, device) + index) * LINE + zero], tag,
-                                                       slot=1 + turn * devices + device)
-          totals = [total + value for total, value in zip(totals, others)] if totals else others
-        stores += [buffers["y"][index * 4 + i].store(total) for i, total in enumerate(totals)]
-      return stores
+      addends = [four if device == own else received(target, memory[(room.line(parity, device) + index) * LINE + zero], tag, slot=1 + device)
+                 for device in range(devices)]
+      return [memory[(block + zero).valid(thread.eq(0))].store(tag),
+              *(buffers["y"][index * 4 + i].store(reduce(UOp.__add__, each)) for i, each in enumerate(zip(*addends)))]
     ins = {"part": parts[own], "memory": room.memories[own], "peers": room.peers[own]}
     return launch(f"all_reduce_{size}_{own}_of_{devices}", {"y": empty(parts[own], *parts[own].shape)}, ins, body, size * 4 * (2 * devices))[0]
   return [of_device(own) for own in range(devices)]
