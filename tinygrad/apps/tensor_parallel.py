@@ -163,8 +163,8 @@ def head_on_all(step:Step, hidden:Tensor, heads:list[Head], vocab:int) -> Tensor
 MOST_TOKENS = 64   # of a step of decoding
 
 def exchange_of(devices:Sequence[str], few:int, many:int) -> Exchange|None:
-  """For sums of as many numbers as a step of decoding has, and a chunk of a prompt. None: the devices do not reach each other's memory, or a step is
-  not one graph, without which one may wait for what is not launched"""
+  """For sums of as many numbers as a step of decoding has at most, and a chunk of a prompt. None: the devices do not reach each other's memory, or a
+  step is not one graph, without which one may wait for what is not launched"""
   target, allocators = target_of(devices[0]), [Device[device].allocator for device in devices]
   if target is None or target.peer_send is None or JIT >= 2: return None
   if not all(own is other or own.reaches(other) for own in allocators for other in allocators): return None
