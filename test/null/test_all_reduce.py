@@ -55,6 +55,8 @@ def test_what_takes_copies():
     exchange = exchange_of(DEVICES[:2], 64, 64)
     def choice(n: int) -> str: return all_reduce.choose([Tensor.empty(1, n, device=device) for device in DEVICES[:2]], exchange)
     assert [choice(n) for n in (64, 68, 62)] == ["decode", "plain ops", "plain ops"]
+    exchange = exchange_of(DEVICES[:2], FEW + 4, 64)   # a step that has more than few, and more than a chunk
+    assert [choice(n) for n in (FEW, FEW + 4, FEW + 8)] == ["decode", "prefill", "plain ops"]
   with on_cuda("sm_80"): assert exchange_of(DEVICES[:2], 64, 64) is None
 
 def test_numbers_that_go_round(monkeypatch: pytest.MonkeyPatch):
