@@ -58,6 +58,28 @@ def test_a_step_is_launched_before_the_last_is_read():
     next(answer)
     assert runner.launches == min(n + 1, 10)                               # none for what comes after the last
   assert list(answer) == []
+
+def test_a_batchs_second_step_has_drafts(monkeypatch: pytest.MonkeyPatch):
+  """It is launched when the first has said whether there are some; later ones before the last is read"""
+  seconds = set()
+  for n in range(5, 25):
+    e, did = toy(drafts=3), []
+    def watch(what: str, e: Engine = e, did: list[str] = did) -> None:
+      does = getattr(e.runner, what)
+      def watched() -> Any:
+        result = does()
+        did.append(f"{what} {e.runner.found.any()}" if what == "read" else what)
+        return result
+      monkeypatch.setattr(e.runner, what, watched)
+    for what in ("launch", "verify", "read"): watch(what)
+    s = e.add(Request(PROMPT[:n], limit=20))
+    while len(did) < 4: e.step()
+    assert did[0] == "launch" and did[1].startswith("read") and did[2] == ("verify" if did[1] == "read True" else "launch")
+    assert did[3] in ("launch", "verify"), "the third step waits, too"
+    seconds.add(did[2])
+    e.abort(s)
+    finish(e)
+  assert len(seconds) == 2
   finish(e)
 
 def test_where_launches_wait_none_is_made_ahead():

@@ -396,7 +396,7 @@ class Engine:
     self.decode_seconds += time.perf_counter() - start
     if not self.timed and len(running) > 1: self._tell(self.decode_seconds, f"steps of {len(running)} answers")
     self.scheduler.spent = 0.0
-    while self.flying >= self.runner.in_flight: self._read()
+    while self.flying >= (1 if self.runner.drafts and self.speculation.asks else self.runner.in_flight): self._read()
 
   def _read(self) -> None:
     """The tokens of the oldest launch in flight. A row that has ended meanwhile made some too much."""

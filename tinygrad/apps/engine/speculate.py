@@ -129,7 +129,7 @@ class Speculation:
   drafts: int = 0
   tokens: int = 0
   accepted: list[int] = field(default_factory=list)
-  found: bool = False                   # whether any row has drafts behind the step that was read last
+  found: bool|None = None               # whether any row has drafts behind the step that was read last; None: none of the batch was
   # of the newest steps of so many sequences, plain or drafted: their median minds none that was recorded or waited for something else
   seconds: defaultdict[tuple[int, bool], deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=TRIED)))
   gained: dict[int, float] = field(default_factory=dict)   # tokens a sequence and drafted step, of so many sequences
@@ -139,10 +139,14 @@ class Speculation:
 
   def wanted(self) -> bool:
     """Whether the next step is to be drafted"""
-    return self.found and not self.paused
+    return bool(self.found) and not self.paused
+  @property
+  def asks(self) -> bool:
+    """Whether the next step is to wait until the newest one says if there are drafts: a batch's second step may then have some"""
+    return self.found is None and not self.paused
   def begins(self) -> None:
-    """A batch is set: nothing is found yet"""
-    self.found = False
+    """A batch is set: nothing is known of it"""
+    self.found = None
 
   def read(self, said:np.ndarray, found:np.ndarray, drafted:bool, seconds:float) -> None:
     """A step took so long. said: what it says, int32 (rows, 1 + N); found: bool (rows,), whether there are drafts behind it"""
