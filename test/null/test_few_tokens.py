@@ -10,7 +10,7 @@ from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, Qua
 from tinygrad.apps.rope import Rope, rope_table
 from tinygrad.nn import few_tokens
 from tinygrad.nn.few_tokens import (Columns, Floats, Shared, columns, few_expert_down, few_expert_gate_up, few_gate_up, few_heads, few_matmul,
-                                    few_router, few_sum, launch_warps, share_of, tokens_of, warps_of)
+                                    few_router, few_sum, launch_warps, row_tiles_of, share_of, tokens_of, two_at_once, warps_of)
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.routing import GROUP, SPARE, group_choices, most_groups
 
@@ -56,6 +56,14 @@ def product(kind: T, rows: int, width: int, n: int) -> float:
 
 @pytest.mark.parametrize("kind", HALVES, ids=lambda k: k.name)
 def test_every_type(kind: T): assert product(kind, 33, max(GGML_QUANT_SIZES[kind][0], 96), 9) < HALF
+
+def test_layouts_by_shape():
+  """What was faster on a card. Two tiles of rows for two of tokens, where a matrix is large; two blocks at once where they are more than a card has
+  multiprocessors, and a lane's weights take more than half of its registers, but not much more"""
+  assert [row_tiles_of(rows, tokens) for rows, tokens in ((154880, 8), (154880, 9), (154880, 16), (154880, 17), (16368, 16))] == [1, 2, 2, 1, 1]
+  wide = {"attn_output": (8192, 1, 448), "dense gate and up": (7168, 2, 1152), "experts' gate and up": (7168, 2, 128 * 40)}
+  others = {"shared gate and up": (7168, 2, 128), "dense down": (18432, 1, 448), "a head": (2048, 1, 9680), "GLM's attn_output": (5120, 1, 320)}
+  assert {name: two_at_once(target(), *shape) for name, shape in (wide | others).items()} == {**dict.fromkeys(wide, 512), **dict.fromkeys(others, 0)}
 
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 16, 33, 40, 64])
 def test_tokens(n: int): assert product(T.Q4_0, 18, 256, n) < HALF

@@ -390,10 +390,16 @@ class MadeColumns:
 
 # ---- a launch ----
 
-MANY_TILES, TWO_TILES_TOKENS = 1024, 16   # from so many tiles of rows on, up to so many tokens, a block makes two: they share reads of the tokens
+MANY_TILES, TWO_TILES_TOKENS = 1024, 16   # from so many tiles of rows on, of two tiles of tokens, a block makes two: they share reads of the tokens
 TOKENS_AT_ONCE = 32                       # of a block: a multiprocessor has the registers for two blocks, and keeps the tokens in its own cache
 
-def row_tiles_of(rows:int, tokens:int) -> int: return 2 if -(-rows // TILE_ROWS) >= MANY_TILES and tokens <= TWO_TILES_TOKENS else 1
+def row_tiles_of(rows:int, tokens:int) -> int:
+  return 2 if -(-rows // TILE_ROWS) >= MANY_TILES and TILE_TOKENS < tokens <= TWO_TILES_TOKENS else 1
+def two_at_once(target:Target, width:int, matrices:int, blocks:int) -> int:
+  """The threads of two blocks, for a launch of so many on `matrices` wide matrices and a tile of tokens, whose weights would take a multiprocessor's
+  registers for one block: see blocks_at_once. 0: as many as come, or one, where the weights are too many for half of the registers"""
+  share = share_of(width, warps_of(width))
+  return 2 * share.warps * target.lanes if blocks > MULTIPROCESSORS and HELD_CHUNKS < matrices * share.chunks <= 3 * HELD_CHUNKS else 0
 
 Finish = Callable[[BlockProduct, Quad, dict[str, UOp]], list[UOp]]
 
@@ -498,7 +504,8 @@ def few_matmul(target:Target, x:Columns|Floats, weights:Sequence[Weight], residu
   for i, weight in enumerate(weights): ins |= weight.args(f"w{i}")
   there = {"norm": tokens.get("norm"), "residual": residual, "rope": rope}
   name = "_".join(["few_matmul", *(what for what, it in there.items() if it is not None), *(weight.label for weight in weights), str(T)])
-  return launch(name, outs, ins, body, sum(weight.nbytes for weight in weights))
+  resident = two_at_once(target, width, 1, sum(weight.shape[0] for weight in weights) // TILE_ROWS) if T <= TILE_TOKENS else 0
+  return launch(name, outs, ins, body, sum(weight.nbytes for weight in weights), resident)
 
 def few_heads(target:Target, x:Columns, weight:Weight) -> Columns:
   """W·x for each head's x and matrix W, (H, out, in), as the H·out numbers of a token. They are scaled, as halves may be too small. In the kernel:
@@ -547,7 +554,8 @@ def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|
       ins |= {"plan": plan, **optional(bias=routing.bias)}
   name = "_".join(["few_gate_up", gate.label, *([] if router is None else ["router", router.label]),
                    *([] if last is None else ["choose", str(last[0].count), last[0].label]), str(T)])
-  hidden, *made = launch(name, outs, ins, body, sum(weight.nbytes for weight in (gate, up, router) if weight is not None))
+  nbytes = sum(weight.nbytes for weight in (gate, up, router) if weight is not None)
+  hidden, *made = launch(name, outs, ins, body, nbytes, two_at_once(target, width, 2, F // TILE_ROWS) if T <= TILE_TOKENS else 0)
   return Columns(hidden, 1 / HALF_SCALE), made if last is None else made[1:]
 
 def last_block_chooses(target:Target, x:Columns, gate:Weight, router:Weight, routing:Routing) -> bool:
@@ -639,7 +647,7 @@ def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], 
   """silu(gate·x) · (up·x) · scale for each token's x and chosen expert. weights: gate and up, (E, F, D); groups: what group_choices
   returns;
   scale: float32 (T, K) -> F numbers of each of the T·K choices"""
-  (_, rows, _), (T, K) = weights[0].shape, scale.shape
+  (E, rows, width), (T, K) = weights[0].shape, scale.shape
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
       factor = behind["scale"][quad.token].load() * HALF_SCALE
@@ -648,7 +656,8 @@ def few_expert_gate_up(target:Target, x:Columns, weights:tuple[Weight, Weight], 
     return expert_products(target, buffers, weights, x, T, K, finish)
   ins = {"x": x.words, "groups": groups, "scale": scale, **weights[0].args("weight0"), **weights[1].args("weight1")}
   name, outs = f"few_expert_gate_up_{K}_{weights[0].label}_{T}", {"y": columns_like(x.words, 1, T * K, rows)}
-  resident = REGISTERS_80 if stages(target, weights) else 0
+  blocks = -(-rows // TILE_ROWS) * most_groups(T, K, E)
+  resident = REGISTERS_80 if stages(target, weights) else two_at_once(target, width, 2, blocks)
   return Columns(launch(name, outs, ins, body, sum(weight.nbytes for weight in weights), resident)[0], 1 / HALF_SCALE)
 
 def few_expert_down(target:Target, x:Columns, weight:Weight, groups:Tensor, K:int, shared:Shared|None=None) -> Tensor:
