@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 WIDTH, GROUPS, REPEATS = 2048, 16, 8   # numbers of a column; groups of 16 rows, which stay in the second cache; times a call goes through them
 KERNEL = """void run(const byte* B, const float* x, float* X, float* P, float* S, v16f* y) {{
-  for (int c = 0; c < {columns}; c++) stage(x + c * {width}, 0, 0, {width}, X + c * {width}, P + c * {width}, S + c * {width} / 16);
+  for (int c = 0; c < {columns}; c++) stage(x + c * {width}, 0, 0, {width}, X + c * {width}, P + c * {width}, S + c * {sums});
   for (int r = 0; r < {repeats}; r++) for (int g = 0; g < {groups}; g++) {{
     for (int c = 0; c < {columns}; c++) y[c] = 0;
     dot({columns}, B + g * {group}L, X, P, S, (const long[]){{{at}}}, y);
@@ -22,16 +22,16 @@ KERNEL = """void run(const byte* B, const float* x, float* X, float* P, float* S
 
 def source(tree:str, kind:str, columns:int) -> tuple[int, str]:
   """A group's bytes and the C source, by a clone's own modules in a process of their own"""
-  code = f"""import sys; sys.path[:0] = [{tree!r}, {tree + '/test'!r}]
+  code = f"""import re, sys; sys.path[:0] = [{tree!r}, {tree + '/test'!r}]
 from gguf import GGMLQuantizationType as T
 from helpers import random_weight
 from tinygrad.apps.quantized import QuantizedLinear
 from tinygrad.nn import cpu
 w = QuantizedLinear.load(T.{kind}, (16, {WIDTH}), random_weight(T.{kind}, (16, {WIDTH}))[0])
-print(cpu.group_bytes(w)); print(cpu.PRELUDE + cpu.LOOK + cpu.dot("dot", w))"""
-  size, _, text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tree).stdout.partition("\n")
+print(cpu.group_bytes(w)); print(re.search(r"S\\[(\\d+)\\]", cpu.stage_buffers({WIDTH}))[1]); print(cpu.PRELUDE + cpu.LOOK + cpu.dot("dot", w))"""
+  size, sums, text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tree).stdout.split("\n", 2)
   at = ", ".join(str(c * WIDTH) for c in range(columns))
-  return int(size), text + "WIDE " + KERNEL.format(columns=columns, width=WIDTH, repeats=REPEATS, groups=GROUPS, group=size, at=at)
+  return int(size), text + "WIDE " + KERNEL.format(columns=columns, width=WIDTH, sums=sums, repeats=REPEATS, groups=GROUPS, group=size, at=at)
 
 def main() -> None:
   sys.path.insert(0, str(ROOT))

@@ -8,7 +8,7 @@ from oracle import route
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.machine import cpuinfo
 from tinygrad.apps.mla import RMSNorm
-from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, interleaved, packer, split_planes
+from tinygrad.apps.quantized import FLOATS, QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, interleaved, packer, split_planes
 from tinygrad.apps.rope import Rope, rope_table
 from tinygrad.nn import cpu, cpu_layout, cpu_unabsorbed, draw, routing
 from tinygrad.nn.mla_attention import latent_attention
@@ -29,7 +29,10 @@ def nmse(got: np.ndarray, want: np.ndarray) -> float:
   assert got.shape == want.shape
   error, power = ((x.astype(np.float64) ** 2).sum(-1) for x in (got - want, want))
   return float((error / np.maximum(power, power.mean())).max())
-def same(got: Tensor, want: np.ndarray | Tensor, limit: float = 1e-11) -> None:
+# a product of codes and numbers in fixed point is off by 5e-10, one of floats by 1e-13
+FIXED, FLOAT = 3e-9, 1e-11
+def limit(kind: T) -> float: return FLOAT if kind in FLOATS else FIXED
+def same(got: Tensor, want: np.ndarray | Tensor, limit: float = FIXED) -> None:
   assert nmse(got.numpy(), want.numpy() if isinstance(want, Tensor) else want) < limit
 def load(cls: type, kind: T, *shape: int):
   data, want = random_weight(kind, shape)
@@ -72,7 +75,7 @@ def test_packer_by_parts(monkeypatch):
 def test_mul_mat(kind: T, tokens: int, rows: int):
   w, want = load(QuantizedLinear, kind, rows, width(kind))
   x = normal(tokens, w.shape[1])
-  same(w(tensor(x)), x @ want.T)
+  same(w(tensor(x)), x @ want.T, limit(kind))
 
 WIDE = ("__AVX512VNNI__", "__AVX512BW__", "__AVX512F__", "__AVXVNNI__")
 LACKING = {"": (), "AVX2": WIDE, "AVX-VNNI": WIDE, "neither": (*WIDE, "__AVX2__")}
@@ -99,18 +102,16 @@ def test_mul_mat_by_other_instructions(tokens: int, instructions: str):
 @pytest.mark.parametrize("kind,codes", [(T.Q4_0, slice(2, 18)), (T.Q5_0, slice(2, 22)), (T.Q6_K, slice(0, 192)), (T.Q2_K, slice(16, 80)),
                                         (T.Q8_0, slice(2, 34))])
 def test_largest_codes_and_numbers(kind: T, codes: slice, instructions: str):
-  """Sums of the largest codes and of numbers whose every byte is at its bound are not cut, by planes of 8 bits or of 7"""
+  """Sums of the largest codes and of numbers whose every byte is at its bound are not cut"""
   per, nbytes = GGML_QUANT_SIZES[kind]
   data = random_weight(kind, (16, 2 * per))[0].reshape(-1, nbytes).copy()
   data[:, codes] = 127 if kind == T.Q8_0 else 255
   want = dequantize(data, kind).reshape(16, 2 * per).astype(np.float64)
   w = QuantizedLinear.load(kind, (16, 2 * per), data.reshape(-1))
-  for bits, largest in ((8, 8355000), (7, 1040000)):
-    least = 1 << bits - 1
-    for high in (least - 1, 1 - least):
-      x = np.full((3, 2 * per), (high << 2 * bits) - (least << bits) - least, np.float32)
-      x[:, ::32] = largest
-      for tokens in (x[:1], x): same(w(tensor(tokens)), tokens.astype(np.float64) @ want.T)
+  for high in (127, -127):
+    x = np.full((3, 2 * per), (high << 8) - 128, np.float32)
+    x[:, ::32] = 32639
+    for tokens in (x[:1], x): same(w(tensor(tokens)), tokens.astype(np.float64) @ want.T)
 
 def test_the_compiler_says_nothing(monkeypatch, capfd):
   """For CPUs with shorter vectors, too: what clang says stands before an answer's first word"""
@@ -139,9 +140,9 @@ def test_fixed_point_of_the_largest():
 def test_mul_mat_id(kind: T):
   w, want = load(QuantizedExpertWeights, kind, 3, 21, width(kind))
   x, sel = normal(2, 1, w.shape[2]), np.int32([[2, 0, 7], [1, -1, 2]])
-  same(w(tensor(x), tensor(sel)), np.einsum("ti,tkoi->tko", x[:, 0], want[sel.clip(0, 2)]))
+  same(w(tensor(x), tensor(sel)), np.einsum("ti,tkoi->tko", x[:, 0], want[sel.clip(0, 2)]), limit(kind))
   x = normal(2, 3, w.shape[2])
-  same(w(tensor(x), tensor(sel)), np.einsum("tki,tkoi->tko", x, want[sel.clip(0, 2)]))
+  same(w(tensor(x), tensor(sel)), np.einsum("tki,tkoi->tko", x, want[sel.clip(0, 2)]), limit(kind))
 
 @pytest.mark.parametrize("tokens", [1, 3, 9])
 def test_a_matrix_a_head(tokens: int):
@@ -305,7 +306,7 @@ def test_attention_of_few(tokens: int, kept):
   Tensor.realize(got, written, want, other)
   there = tokens - (tokens > 2)
   assert np.isfinite(got.numpy()).all()
-  same(got[:there], want[:there], 1e-7 if kept is dtypes.half else 1e-10)  # halves: the rounding of a token's own row
+  same(got[:there], want[:there], 1e-7 if kept is dtypes.half else FIXED)  # halves: the rounding of a token's own row
   own = tables[np.arange(there), start[:there] // 64] * 64 + start[:there] % 64
   after, others = written.numpy(), np.setdiff1d(np.arange(64, len(rows)), own)
   same(tensor(after[own].astype(np.float32)), other.numpy()[own].astype(np.float32), 1e-7)

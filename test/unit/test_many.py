@@ -171,7 +171,7 @@ def test_probabilities_and_constraints(alone: Alone):
     if request.constraint is None: want = alone.says(request.ids, request.sampling)
     else: want, = (own.produced for own in run(engine, [replace(request, logprobs=None)], random.Random(0)))
     assert (s.produced, s.reason) == (want, "length"), s.error
-    if s.told is not None: assert_told(s, engine.logits(s.ids[:-1]), 1e-4)
+    if s.told is not None: assert_told(s, engine.logits(s.ids[:-1]), 1e-3)   # a prompt's rows and a token's round otherwise
 
 # ---- rows that are not there ----
 

@@ -94,7 +94,7 @@ def test_uses(kind: T):
   assert np.array_equal(got[0].numpy(), want.reshape(-1, width)[rows])
   for y, exact in zip(got[1:], (plain @ w.reshape(-1, width).T, np.einsum("thi,hoi->tho", per_head, w), np.einsum("ti,tkoi->tko", one[:, 0], w[sel]),
                                 np.einsum("tki,tkoi->tko", each, w[sel_each]))):
-    assert y.dtype == dtypes.float and nmse(y.numpy(), exact) < 1e-11
+    assert y.dtype == dtypes.float and nmse(y.numpy(), exact) < (1e-11 if kind in FLOATS else 1e-8)   # a CPU's fixed point
 
 def test_a_shape_of_one_row_and_one_block():
   for kind in (T.Q4_0, T.Q6_K):

@@ -4,9 +4,10 @@ Text. Vector extensions and few intrinsics, so that AVX2, AVX-512 and ARM compil
 instruction, where the CPU has them. Weights lie as nn/cpu_layout.py says, 16 rows interleaved. A format becomes C by the code that builds the GPUs'
 kernels from it (apps/quantized.py), given `CExpr` in a UOp's place. Values from a table become integer codes.
 
-Arithmetic. Activations are staged: RMSNorm applied, and for codes in fixed point, of 24 bits (as exact as floats are beside a unit's largest) or 21
-with AVX2 alone. On other CPUs they are scaled by the power of two that undoes a byte's place in its word: a code is masked where it stands, not
-shifted. Zeros and minimums are folded in through the activations' sums over 16. Sums are float32, in one order whatever the number of threads.
+Arithmetic. Activations are staged: RMSNorm applied, and for codes in fixed point, of 16 bits beside a unit's largest: two bytes a number,
+each of which is multiplied by the codes (a product's NMSE is 5e-10). On other CPUs they are scaled by the power of two that
+undoes a byte's place in its word: a code is masked where it stands, not shifted. Zeros and minimums are folded in through the activations' sums over
+16. Sums are float32, in one order whatever the number of threads.
 
 Threads. Each takes a share of the groups of 16 rows and stages the activations for itself: nothing is shared, and nothing is waited for.
 """
@@ -101,6 +102,7 @@ typedef signed char v16c __attribute__((ext_vector_type(16), aligned(1))); typed
 #define FLOAT(e) __builtin_convertvector(__builtin_convertvector(e, v16i), v16f)
 #define AT(type, o) (*(const type*)(B + (o)))
 #define FN static inline __attribute__((always_inline))
+#define PLANES 2 /* of bytes, of 32 numbers in fixed point */
 #define ALL _Pragma("clang loop unroll(full)")
 #ifdef __AVX512F__  /* clang would halve the vectors by itself */
 #define WIDE __attribute__((min_vector_width(512)))
@@ -139,29 +141,28 @@ typedef int v16d __attribute__((vector_size(64)));
 /* t += the four codes of a word times the four numbers of x at p, for every lane */
 #define CODES(t, q, p) __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(t) : "v"((v16d)(q)), "m"(*(const int*)(p)))
 #define BITS 8 /* of a plane's numbers */
-FN v16f joined(const v16d* n) { return __builtin_convertvector(n[2], v16f) * 65536.0f + __builtin_convertvector((n[1] << BITS) + n[0], v16f); }
+FN v16f joined(const v16d* n) { return __builtin_convertvector((n[1] << BITS) + n[0], v16f); }
 #elif defined(__AVX2__)
 typedef int v8i __attribute__((vector_size(32))); typedef short v16p __attribute__((vector_size(32)));
 typedef char v32c __attribute__((vector_size(32))); typedef unsigned v8u __attribute__((ext_vector_type(8), aligned(4)));
+#define BITS 8
 /* 16 rows' products of codes with each plane of the numbers: all of them and, as far as 16 bits hold them, those of each two bytes */
-typedef struct { v8i all[3][2]; v16p pairs[3][2]; } Sums;
+typedef struct { v8i all[PLANES][2]; v16p pairs[PLANES][2]; } Sums;
 /* the codes of word k of `words` times the four numbers whose planes are at p; 16 bits hold the sums of `step` words. What is volatile stays in the
    order it is written in: loaded earlier, codes and numbers would find no registers */
 #ifdef __AVXVNNI__
-#define BITS 8
 FN void add(Sums* s, v16u q, const byte* p, const int k, const int words, const int step) {
   v8i x;
-  ALL for (int i = 0; i < 3; i++) {
+  ALL for (int i = 0; i < PLANES; i++) {
     if (k == 0) s->all[i][0] = s->all[i][1] = (v8i){0};
     __asm__ volatile("vpbroadcastd %3, %2; %{vex%} vpdpbusd %2, %4, %0; %{vex%} vpdpbusd %2, %5, %1"
                      : "+x"(s->all[i][0]), "+x"(s->all[i][1]), "=&x"(x) : "m"(*(const int*)(p + i * 32)), "x"((v8i)q.lo), "x"((v8i)q.hi));
   }
 }
 #else
-#define BITS 7 /* so that the sum of two products with codes of 8 bits fits into 16 */
 FN void add(Sums* s, v16u q, const byte* p, const int k, const int words, const int step) {
   v8i x, y;
-  ALL for (int i = 0; i < 3; i++) {
+  ALL for (int i = 0; i < PLANES; i++) {
     v16p* pairs = s->pairs[i];
     if (k % step == 0) __asm__ volatile("vpbroadcastd %2, %1; vpmaddubsw %1, %3, %0; vpmaddubsw %1, %4, %1"
                                         : "=&x"(pairs[0]), "=&x"(pairs[1]) : "m"(*(const int*)(p + i * 32)), "x"((v8i)q.lo), "x"((v8i)q.hi));
@@ -175,42 +176,60 @@ FN void add(Sums* s, v16u q, const byte* p, const int k, const int words, const 
 }
 #endif
 FN v16f joined(const Sums* s) {
-  v16f all; v8f high[2], low[2];
+  v16f all;
+  all.lo = __builtin_convertvector((s->all[1][0] << BITS) + s->all[0][0], v8f);
+  all.hi = __builtin_convertvector((s->all[1][1] << BITS) + s->all[0][1], v8f);
+  return all;
+}
+/* the same of codes of 8 bits, of which 16 bits hold no sum of two products: numbers of 16 bits */
+#ifdef __AVXVNNI__
+#define add8(s, q, P, at, k, words) add(s, q, P + (at), k, words, 1)
+#define joined8 joined
+#else
+FN void add8(Sums* s, v16u q, const byte* P, const int at, const int k, const int words) {
+  const int* pairs = (const int*)(P + 64 + 2 * at); /* of the word's first and third number, of its second and fourth */
   ALL for (int h = 0; h < 2; h++) {
-    high[h] = __builtin_convertvector(s->all[2][h], v8f);
-    low[h] = __builtin_convertvector((s->all[1][h] << BITS) + s->all[0][h], v8f);
+    const v8u codes = h ? q.hi : q.lo;
+    v8i sum = __builtin_ia32_pmaddwd256((v16p)(codes & 0x00ff00ffu), (v16p)((v8i){0} + pairs[0])) +
+      __builtin_ia32_pmaddwd256((v16p)(codes >> 8 & 0x00ff00ffu), (v16p)((v8i){0} + pairs[1]));
+    s->all[0][h] = k ? s->all[0][h] + sum : sum;
   }
-  all.lo = high[0] * (float)(1 << 2 * BITS) + low[0];
-  all.hi = high[1] * (float)(1 << 2 * BITS) + low[1];
+}
+FN v16f joined8(const Sums* s) {
+  v16f all;
+  all.lo = __builtin_convertvector(s->all[0][0], v8f); all.hi = __builtin_convertvector(s->all[0][1], v8f);
   return all;
 }
 #endif
+#endif
 #ifdef BITS
-/* 32 numbers as signed bytes in three planes of a fixed-point number, and its unit: of 24 bits as exact as floats are beside the largest. The sums of
-16 are those of what it holds: beside them a code's zero falls out exactly. */
+/* 32 numbers as fixed-point ones, whose signed bytes are two planes; behind those, as 16 bits, of each four the first and third, the second and
+fourth. S: the sums of 16 of what they hold, beside which a code's zero falls out exactly, and their unit. */
 FN void fixed(const float* x, float* P, float* S) {
   v16f a = *(const v16f*)x, b = *(const v16f*)(x + 16), \
 m = __builtin_elementwise_max(__builtin_elementwise_max(a, -a), __builtin_elementwise_max(b, -b));
   const float most = most16(m);
-  const float largest = BITS == 8 ? 8355000 : 1040000; /* 127 in each byte is 8355711, 63 is 1040319: room for rounding */
-  P[24] = most / largest;
+  const float largest = ((1 << (BITS - 1)) - 1) * ((1 << BITS) + 1); /* 127 in both bytes */
+  S[2] = most / largest;
   const float inverse = most > 1e-30f ? largest / most : 0;
   const int unused = 32 - BITS;
   for (int h = 0; h < 2; h++) {
     v16f v = (h ? b : a) * inverse;
     v16i n = __builtin_convertvector(v + (v16f)(((v16u)v & 0x80000000u) | 0x3f000000u), v16i);
-    v16i low = n << unused >> unused, rest = (n - low) >> BITS, middle = rest << unused >> unused, high = (rest - middle) >> BITS;
-    S[h] = sum16(__builtin_convertvector(n, v16f)) * P[24];
+    v16i low = n << unused >> unused, high = (n - low) >> BITS;
+    S[h] = sum16(__builtin_convertvector(n, v16f)) * S[2];
     signed char* to = (signed char*)P + h * 16;
     *(v16c*)to = __builtin_convertvector(low, v16c);
-    *(v16c*)(to + 32) = __builtin_convertvector(middle, v16c);
-    *(v16c*)(to + 64) = __builtin_convertvector(high, v16c);
+    *(v16c*)(to + 32) = __builtin_convertvector(high, v16c);
+    const v16s whole = __builtin_convertvector(n, v16s);
+    *(v16s*)((short*)P + 32 + h * 16) = __builtin_shufflevector(whole, whole, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
   }
 }
 #else
 #define CODE(q, i) FLOAT((i) < 3 ? (q) & 255u << (i) * 8 : (q) >> 24)
 #endif
-/* x as products want it: X; S: the sums of 16; P: 32 in fixed point, or scaled by the place of a byte in its word */
+/* x as products want it: X; S: of 32, the sums of 16, and the unit of those in fixed point; P: 32 in fixed point, or scaled by the place of a byte in
+its word */
 FN void stage(const float* x, const float* norm, float factor, int n, float* X, float* P, float* S) {
   for (int i = 0; i < n; i += 16) {
     v16f v = *(const v16f*)(x + i);
@@ -226,7 +245,7 @@ FN void stage(const float* x, const float* norm, float factor, int n, float* X, 
 #ifdef BITS
     fixed(X, P, S);
 #endif
-    X += 32; P += 32; S += 2;
+    X += 32; P += 32; S += 4;
   }
 }
 static const long ALONE[1] = {0}; /* where the column begins, if there is one */
@@ -264,12 +283,12 @@ FN v16u look(v16u codes, const int bits, unsigned t0, unsigned t1, unsigned t2, 
 """
 
 COLUMNS = 4  # that a group of 16 rows is multiplied by at a time
-LARGEST_CODE = 32767 // 128 # whose products with numbers of 7 bits, two together, 16 bits hold; or the sum of codes of as many words
+LARGEST_CODE = 32767 // 256 # whose products with numbers of 8 bits, two together, 16 bits hold; or the sum of codes of as many words
 LINE = 64    # bytes of the cache
 # how far what is fetched lies ahead of what is multiplied: so many bytes, or one of so many parts of a matrix, behind which lies what others read
 AHEAD, PARTS_AHEAD = 8192, 8
 
-def stage_buffers(width:int) -> str: return f"float X[{width}], P[{width}], S[{width // 16}];\n"
+def stage_buffers(width:int) -> str: return f"float X[{width}], P[{width}], S[{width // 8}];\n"
 
 def unit_dot(unit:Unit, part:int, index:int) -> list[str]:
   """Statements that add to y[c], of the column whose numbers begin at at[c], the products of the weights of a scale, the one numbered `part` of
@@ -277,7 +296,7 @@ def unit_dot(unit:Unit, part:int, index:int) -> list[str]:
   scale, minimum = unit.scales[part]
   count = UNIT // len(unit.scales)
   first, numbers = part * count, f"at[c] + {index * UNIT}"
-  halves = [f"S[at[c] / 16 + {index * 2 + half}]" for half in range(2)]
+  halves, integers = [f"S[at[c] / 8 + {index * 4 + half}]" for half in range(2)], f"S[at[c] / 8 + {index * 4 + 2}]"
   names = f"const v16f scale = {scale.text}{'' if minimum is None else f', least = {minimum.text}'};"
   def ends(total:str, zero:int, loop:str="EACH", begin:str="") -> list[str]:
     total += f" - {float(zero)}f * s" if zero else ""
@@ -287,21 +306,23 @@ def unit_dot(unit:Unit, part:int, index:int) -> list[str]:
   if unit.floats is not None:
     products = (f"{{ const v16f w = {unit.floats[k].text}; EACH t[c][{k % 4}] += w * X[{numbers} + {k}]; }}" for k in range(first, first + count))
     return [clear, *products, *ends(of_floats, 0)]
-  words, planes, integers = [unit.words[k // 4].text for k in range(first, first + count, 4)], f"(const byte*)(P + {numbers})", f"P[{numbers} + 24]"
-  of_word = f"{len(words)}, {LARGEST_CODE // ((1 << unit.bits) - 1)}"
+  words, planes = [unit.words[k // 4].text for k in range(first, first + count, 4)], f"(const byte*)(P + {numbers})"
+  eight = "8" if unit.bits == 8 else ""
+  def added(k:int|str, at:int|str) -> str:
+    if eight: return f"add8(sums, q[{k}], {planes}, {at}, {k}, {len(words)});"
+    return f"add(sums, q[{k}], {planes} + {at}, {k}, {len(words)}, {LARGEST_CODE // ((1 << unit.bits) - 1)});"
   wide, narrow, floats = [], [], []
   for k, word in enumerate(words):
     at = first + k * 4
-    codes = " ".join(f"CODES(n[c][{i}], q, {planes} + {i * UNIT + at});" for i in range(3))
-    wide.append(f"{{ const v16u q = {word}; EACH {{ {codes} }} }}")
-    narrow.append(f"q[{k}] = {word}; if (columns == 1) {{ const int c = 0; add(&sums, q[{k}], {planes} + {at}, {k}, {of_word}); }}")
+    wide.append(f"{{ const v16u q = {word}; EACH ALL for (int i = 0; i < PLANES; i++) CODES(n[c][i], q, {planes} + {at} + i * {UNIT}); }}")
+    narrow.append(f"q[{k}] = {word}; if (columns == 1) {{ const int c = 0; {added(k, at)} }}")
     lanes = " ".join(f"t[c][{i}] += CODE(q, {i}) * P[{numbers} + {at + i}];" for i in range(4))
     floats.append(f"{{ const v16u q = {word}; EACH {{ {lanes} }} }}")
-  several = f"if (columns > 1) ALL for (int k = 0; k < {len(words)}; k++) add(&sums, q[k], {planes} + {first} + k * 4, k, {of_word});"
-  return ["#if defined(__AVX512VNNI__)", f"v16d n[{COLUMNS}][3]; EACH for (int i = 0; i < 3; i++) n[c][i] = (v16d){{0}};", *wide,
+  several = f"if (columns > 1) ALL for (int k = 0; k < {len(words)}; k++) {added('k', f'{first} + k * 4')}"
+  return ["#if defined(__AVX512VNNI__)", f"v16d n[{COLUMNS}][PLANES]; EACH for (int i = 0; i < PLANES; i++) n[c][i] = (v16d){{0}};", *wide,
           *ends(f"joined(n[c]) * {integers}", unit.zero),
-          "#elif defined(__AVX2__)", f"v16u q[{len(words)}]; Sums sums;", *narrow,
-          *ends(f"joined(&sums) * {integers}", unit.zero, "ROLLED for (int c = 0; c < columns; c++)", several),
+          "#elif defined(__AVX2__)", f"v16u q[{len(words)}]; Sums sums[1];", *narrow,
+          *ends(f"joined{eight}(sums) * {integers}", unit.zero, "ROLLED for (int c = 0; c < columns; c++)", several),
           "#else", clear, *floats, *ends(of_floats, unit.zero), "#endif"]
 
 def fetch(weight:PackedWeight, unit:int) -> str:
@@ -324,7 +345,7 @@ def dot(name:str, weight:PackedWeight) -> str:
   return f"""FN void {name}(const int columns, const byte* B, const float* X, const float* P, const float* S, const long* at, v16f* y) {{
   for (int b = 0; b < {width // (units * UNIT)}; b++) {{
     {body}
-    B += {layout.nbytes}; X += {units * UNIT}; P += {units * UNIT}; S += {units * 2};
+    B += {layout.nbytes}; X += {units * UNIT}; P += {units * UNIT}; S += {units * 4};
   }}
 }}
 """

@@ -15,7 +15,7 @@ from tinygrad.nn.kernel import Norm, Rope, empty, optional
 from tinygrad.nn.routing import Routing
 
 class Staged(NamedTuple):
-  """Columns as `stage` of nn/cpu.py makes them: float32 (columns, in), (columns, in) and (columns, in / 16)"""
+  """Columns as `stage` of nn/cpu.py makes them: float32 (columns, in), (columns, in) and (columns, in / 8)"""
   X: Tensor
   P: Tensor
   S: Tensor
@@ -23,8 +23,8 @@ class Staged(NamedTuple):
 def stage_columns(x:Tensor, columns:int, width:int, source:str, norm:Norm|None=None) -> Staged:
   """source: C, the index of the first number of column `job`"""
   rms = f"norm, rms(x + {source}, {width}, {norm.eps!r}f)" if norm else "0, 0"
-  body = f"for (; job < last; job++) stage(x + {source}, {rms}, {width}, X + job * {width}, P + job * {width}, S + job * {width // 16});"
-  outs = {"X": empty(x, columns, width), "P": empty(x, columns, width), "S": empty(x, columns, width // 16)}
+  body = f"for (; job < last; job++) stage(x + {source}, {rms}, {width}, X + job * {width}, P + job * {width}, S + job * {width // 8});"
+  outs = {"X": empty(x, columns, width), "P": empty(x, columns, width), "S": empty(x, columns, width // 8)}
   ins = {"x": x, **optional(norm=norm.weight if norm else None)}
   return Staged(*launch(f"stage_{columns}_{width}{'_norm' if norm else ''}", outs, ins, "", body, columns))
 
@@ -36,7 +36,7 @@ def stage_tokens(tokens:Tensor, norm:Norm|None=None, heads:int=1, width:int=0) -
 def tile_dot(name:str, first:str, width:int, y:str, columns:int) -> str:
   """C: y[c] of so many columns, from `first` on, += the products of the group of 16 rows at B"""
   at = ", ".join(f"{column * width}" for column in range(columns))
-  return f"{name}({columns}, B, X + ({first}) * {width}L, P + ({first}) * {width}L, S + ({first}) * {width // 16}L, (const long[]){{{at}}}, {y});"
+  return f"{name}({columns}, B, X + ({first}) * {width}L, P + ({first}) * {width}L, S + ({first}) * {width // 8}L, (const long[]){{{at}}}, {y});"
 
 # ---- linear layers ----
 
