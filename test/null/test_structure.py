@@ -95,24 +95,31 @@ class Import:
   imported: str
   deferred: bool   # inside a function, or under TYPE_CHECKING
 
+@functools.cache
+def import_statements(text: str) -> list[tuple[int, str, list[str], bool]]:
+  """Of a file, wherever they stand: (dots in front, module, names from it, deferred)"""
+  out: list[tuple[int, str, list[str], bool]] = []
+  def walk(node: ast.AST, deferred: bool) -> None:
+    if isinstance(node, ast.Import): out.extend((0, alias.name, [], deferred) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom): out.append((node.level, node.module or "", [alias.name for alias in node.names], deferred))
+    for_types = node.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) else []
+    for child in ast.iter_child_nodes(node):
+      walk(child, deferred or child in for_types or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+  walk(ast.parse(text), False)
+  return out
+
 def imports(root: Path) -> list[Import]:
   """Every import of one file under tinygrad/ by another"""
-  files = {path.removeprefix("tinygrad/").removesuffix(".py"): ast.parse(text) for path, text in sources(root, "tinygrad").items()}
+  files = {path.removeprefix("tinygrad/").removesuffix(".py"): text for path, text in sources(root, "tinygrad").items()}
   modules = {".".join(("tinygrad", *(p for p in m.split("/") if p != "__init__"))): m for m in files}
-  out: list[Import] = []
-  def walk(importer: str, node: ast.AST, deferred: bool) -> None:
-    targets: list[str] = []
-    if isinstance(node, ast.Import): targets = [a.name for a in node.names]
-    elif isinstance(node, ast.ImportFrom):
-      package = ("tinygrad/" + importer).split("/")[:-node.level] if node.level else []
-      base = ".".join([*package, *([node.module] if node.module else [])])
-      targets = [name if (name := f"{base}.{a.name}") in modules else base for a in node.names]
-    out.extend(Import(importer, modules[t], deferred) for t in targets if t in modules and modules[t] not in ("__init__", importer))
-    for child in ast.iter_child_nodes(node):
-      types_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body
-      walk(importer, child, deferred or types_only or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
-  for importer, tree in files.items(): walk(importer, tree, False)
-  return sorted(set(out), key=lambda i: (i.importer, i.imported, i.deferred))
+  out: set[Import] = set()
+  for importer, text in files.items():
+    for level, module, names, deferred in import_statements(text):
+      package = ("tinygrad/" + importer).split("/")[:-level] if level else []
+      base = ".".join([*package, *([module] if module else [])])
+      targets = [name if (name := f"{base}.{each}") in modules else base for each in names] or [base]
+      out.update(Import(importer, modules[t], deferred) for t in targets if t in modules and modules[t] not in ("__init__", importer))
+  return sorted(out, key=lambda i: (i.importer, i.imported, i.deferred))
 
 def layer(module: str) -> int | None:
   return next((n for n, patterns in enumerate(LAYERS.values()) if any(fnmatch.fnmatch(module, p) for p in patterns.split())), None)

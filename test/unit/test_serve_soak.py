@@ -4,6 +4,6 @@ import asyncio, random
 from external.soak import Client, Seen, actions, asks_of, soak
 
 def test_soak():
-  line = asyncio.run(soak(8, 20, Seen(), threads=1))
+  line = asyncio.run(soak(8, 10, Seen(), threads=1))
   assert not line["wrong"], line
   assert line["done"].keys() == actions(Client(0, rng := random.Random(0)), {ask: [] for ask in asks_of(rng)}).keys()

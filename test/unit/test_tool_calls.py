@@ -11,7 +11,7 @@ from tinygrad.apps.tokenizer import Stream
 from tinygrad.apps.tool_calls import (ANY, FORMS, TYPES, CallArguments, CallBegins, CallEnds, Event, Family, Json, Parser, call_grammar, family_of,
                                       kinds, tools_in_history)
 
-CUTS, MENDED_CUTS = 2000, 200
+CUTS, MENDED_CUTS = 600, 200
 
 # ---- a vocabulary that has any piece of text as a token ----
 
