@@ -4,10 +4,10 @@ Text. Vector extensions and few intrinsics, so that AVX2, AVX-512 and ARM compil
 instruction, where the CPU has them. Weights lie as nn/cpu_layout.py says, 16 rows interleaved. A format becomes C by the code that builds the GPUs'
 kernels from it (apps/quantized.py), given `CExpr` in a UOp's place. Values from a table become integer codes.
 
-Arithmetic. Activations are staged: RMSNorm applied, and for codes in fixed point, of 16 bits beside a unit's largest: two bytes a number,
-each of which is multiplied by the codes (a product's NMSE is 5e-10). On other CPUs they are scaled by the power of two that
-undoes a byte's place in its word: a code is masked where it stands, not shifted. Zeros and minimums are folded in through the activations' sums over
-16. Sums are float32, in one order whatever the number of threads.
+Arithmetic. Activations are staged: RMSNorm applied, and for codes in fixed point, of 16 bits beside a unit's largest: two bytes a number, each of
+which is multiplied by the codes (a product's NMSE is 5e-10). On other CPUs they are scaled by the power of two that undoes a byte's place in its
+word: a code is masked where it stands, not shifted. Zeros and minimums are folded in through the activations' sums over 16. Sums are float32, in one
+order whatever the number of threads.
 
 Threads. Each takes a share of the groups of 16 rows and stages the activations for itself: nothing is shared, and nothing is waited for.
 """
@@ -181,11 +181,12 @@ FN v16f joined(const Sums* s) {
   all.hi = __builtin_convertvector((s->all[1][1] << BITS) + s->all[0][1], v8f);
   return all;
 }
-/* the same of codes of 8 bits, of which 16 bits hold no sum of two products: numbers of 16 bits */
+/* the same of codes of 8 bits, of two of whose products 16 bits do not hold the sum: by numbers of 16 bits */
 #ifdef __AVXVNNI__
 #define add8(s, q, P, at, k, words) add(s, q, P + (at), k, words, 1)
 #define joined8 joined
 #else
+#define WORDS /* `fixed` makes those, too */
 FN void add8(Sums* s, v16u q, const byte* P, const int at, const int k, const int words) {
   const int* pairs = (const int*)(P + 64 + 2 * at); /* of the word's first and third number, of its second and fourth */
   ALL for (int h = 0; h < 2; h++) {
@@ -203,8 +204,8 @@ FN v16f joined8(const Sums* s) {
 #endif
 #endif
 #ifdef BITS
-/* 32 numbers as fixed-point ones, whose signed bytes are two planes; behind those, as 16 bits, of each four the first and third, the second and
-fourth. S: the sums of 16 of what they hold, beside which a code's zero falls out exactly, and their unit. */
+/* 32 numbers as fixed-point ones, whose signed bytes are two planes; behind those, where they are asked for, words, of each four numbers the first
+and third, the second and fourth. S: the sums of 16 of what they hold, beside which a code's zero falls out exactly, and their unit. */
 FN void fixed(const float* x, float* P, float* S) {
   v16f a = *(const v16f*)x, b = *(const v16f*)(x + 16), \
 m = __builtin_elementwise_max(__builtin_elementwise_max(a, -a), __builtin_elementwise_max(b, -b));
@@ -221,8 +222,10 @@ m = __builtin_elementwise_max(__builtin_elementwise_max(a, -a), __builtin_elemen
     signed char* to = (signed char*)P + h * 16;
     *(v16c*)to = __builtin_convertvector(low, v16c);
     *(v16c*)(to + 32) = __builtin_convertvector(high, v16c);
+#ifdef WORDS
     const v16s whole = __builtin_convertvector(n, v16s);
     *(v16s*)((short*)P + 32 + h * 16) = __builtin_shufflevector(whole, whole, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+#endif
   }
 }
 #else
