@@ -102,7 +102,6 @@ typedef signed char v16c __attribute__((ext_vector_type(16), aligned(1))); typed
 #define FLOAT(e) __builtin_convertvector(__builtin_convertvector(e, v16i), v16f)
 #define AT(type, o) (*(const type*)(B + (o)))
 #define FN static inline __attribute__((always_inline))
-#define PLANES 2 /* of bytes, of 32 numbers in fixed point */
 #define ALL _Pragma("clang loop unroll(full)")
 #ifdef __AVX512F__  /* clang would halve the vectors by itself */
 #define WIDE __attribute__((min_vector_width(512)))
@@ -136,16 +135,18 @@ FN float rms(const float* x, int n, float eps) {
   for (; i < n; i++) rest += x[i] * x[i];
   return 1.0f / __builtin_sqrtf((sum16(s) + rest) / n + eps);
 }
+#if defined(__AVX512VNNI__) || defined(__AVX2__)
+#define BITS 8   /* of a byte of a number in fixed point, of which it has two: of 32 numbers they are planes, the lower bytes first */
+#define PLANES 2
+#endif
 #ifdef __AVX512VNNI__
 typedef int v16d __attribute__((vector_size(64)));
 /* t += the four codes of a word times the four numbers of x at p, for every lane */
 #define CODES(t, q, p) __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(t) : "v"((v16d)(q)), "m"(*(const int*)(p)))
-#define BITS 8 /* of a plane's numbers */
 FN v16f joined(const v16d* n) { return __builtin_convertvector((n[1] << BITS) + n[0], v16f); }
 #elif defined(__AVX2__)
 typedef int v8i __attribute__((vector_size(32))); typedef short v16p __attribute__((vector_size(32)));
 typedef char v32c __attribute__((vector_size(32))); typedef unsigned v8u __attribute__((ext_vector_type(8), aligned(4)));
-#define BITS 8
 /* 16 rows' products of codes with each plane of the numbers: all of them and, as far as 16 bits hold them, those of each two bytes */
 typedef struct { v8i all[PLANES][2]; v16p pairs[PLANES][2]; } Sums;
 /* the codes of word k of `words` times the four numbers whose planes are at p; 16 bits hold the sums of `step` words. What is volatile stays in the
@@ -184,7 +185,6 @@ FN v16f joined(const Sums* s) {
 /* the same of codes of 8 bits, of two of whose products 16 bits do not hold the sum: by numbers of 16 bits */
 #ifdef __AVXVNNI__
 #define add8(s, q, P, at, k, words) add(s, q, P + (at), k, words, 1)
-#define joined8 joined
 #else
 #define WORDS /* `fixed` makes those, too */
 FN void add8(Sums* s, v16u q, const byte* P, const int at, const int k, const int words) {
@@ -194,12 +194,8 @@ FN void add8(Sums* s, v16u q, const byte* P, const int at, const int k, const in
     v8i sum = __builtin_ia32_pmaddwd256((v16p)(codes & 0x00ff00ffu), (v16p)((v8i){0} + pairs[0])) +
       __builtin_ia32_pmaddwd256((v16p)(codes >> 8 & 0x00ff00ffu), (v16p)((v8i){0} + pairs[1]));
     s->all[0][h] = k ? s->all[0][h] + sum : sum;
+    s->all[1][h] = (v8i){0};
   }
-}
-FN v16f joined8(const Sums* s) {
-  v16f all;
-  all.lo = __builtin_convertvector(s->all[0][0], v8f); all.hi = __builtin_convertvector(s->all[0][1], v8f);
-  return all;
 }
 #endif
 #endif
@@ -310,10 +306,9 @@ def unit_dot(unit:Unit, part:int, index:int) -> list[str]:
     products = (f"{{ const v16f w = {unit.floats[k].text}; EACH t[c][{k % 4}] += w * X[{numbers} + {k}]; }}" for k in range(first, first + count))
     return [clear, *products, *ends(of_floats, 0)]
   words, planes = [unit.words[k // 4].text for k in range(first, first + count, 4)], f"(const byte*)(P + {numbers})"
-  eight = "8" if unit.bits == 8 else ""
   def added(k:int|str, at:int|str) -> str:
-    if eight: return f"add8(sums, q[{k}], {planes}, {at}, {k}, {len(words)});"
-    return f"add(sums, q[{k}], {planes} + {at}, {k}, {len(words)}, {LARGEST_CODE // ((1 << unit.bits) - 1)});"
+    if unit.bits == 8: return f"add8(&sums, q[{k}], {planes}, {at}, {k}, {len(words)});"
+    return f"add(&sums, q[{k}], {planes} + {at}, {k}, {len(words)}, {LARGEST_CODE // ((1 << unit.bits) - 1)});"
   wide, narrow, floats = [], [], []
   for k, word in enumerate(words):
     at = first + k * 4
@@ -324,8 +319,8 @@ def unit_dot(unit:Unit, part:int, index:int) -> list[str]:
   several = f"if (columns > 1) ALL for (int k = 0; k < {len(words)}; k++) {added('k', f'{first} + k * 4')}"
   return ["#if defined(__AVX512VNNI__)", f"v16d n[{COLUMNS}][PLANES]; EACH for (int i = 0; i < PLANES; i++) n[c][i] = (v16d){{0}};", *wide,
           *ends(f"joined(n[c]) * {integers}", unit.zero),
-          "#elif defined(__AVX2__)", f"v16u q[{len(words)}]; Sums sums[1];", *narrow,
-          *ends(f"joined{eight}(sums) * {integers}", unit.zero, "ROLLED for (int c = 0; c < columns; c++)", several),
+          "#elif defined(__AVX2__)", f"v16u q[{len(words)}]; Sums sums;", *narrow,
+          *ends(f"joined(&sums) * {integers}", unit.zero, "ROLLED for (int c = 0; c < columns; c++)", several),
           "#else", clear, *floats, *ends(of_floats, unit.zero), "#endif"]
 
 def fetch(weight:PackedWeight, unit:int) -> str:
