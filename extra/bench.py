@@ -16,7 +16,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.gguf import GGUFFile, GGUFTensor
 from tinygrad.apps.mla import Config, Transformer
-from tinygrad.apps.quantized import QuantizedWeight, held_bytes, interleaved, split_planes
+from tinygrad.apps.quantized import QuantizedWeight, held_bytes, interleaved, plane_names, split
 from tinygrad.nn.kernel import UNIT
 from tinygrad.nn.latent_cache import Pages
 from tinygrad.nn.split_kv import plan_splits, split_length
@@ -112,8 +112,8 @@ def _unread(cls:type[QuantizedWeight], kind:GGMLQuantizationType, shape:tuple[in
   if cpu.is_cpu(Device.DEFAULT) and shape[-1] % UNIT == 0:
     layout = interleaved(kind)
     return cls(kind, shape, {"stream": Tensor.empty(*layout.shape(shape, shape[-1] // (layout.units * UNIT)), dtype=dtypes.uint32)})
-  planes = split_planes(kind, shape, Tensor.empty(data.size, dtype=dtypes.uint8))
-  return cls(kind, shape, {name: Tensor.empty(*p.shape, dtype=p.dtype) for name, p in planes.items()})
+  planes = split(kind, shape, Tensor.empty(data.size, dtype=dtypes.uint8), None)
+  return cls(kind, shape, {name: Tensor.empty(*p.shape, dtype=p.dtype) for name, p in zip(plane_names(kind, len(shape) == 2), planes)})
 
 @contextlib.contextmanager
 def no_device(target:str) -> Iterator[None]:

@@ -18,7 +18,7 @@ from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.helpers import Context
 from tinygrad.apps.machine import peak_bandwidth
 from tinygrad.apps.mla import RMSNorm
-from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, block_size, split_planes
+from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, block_size, split_planes, with_header
 from tinygrad.apps.rope import Rope
 from tinygrad.nn import kernel, mla_attention, moe, norm_linear as nn_norm_linear, split_kv
 from tinygrad.nn.mla_attention import latent_attention
@@ -39,7 +39,8 @@ def random_weight(cls:type, kind:G, *shape:int):
   def fill(p:Tensor) -> Tensor:
     if p.dtype in (dtypes.half, dtypes.float): return (Tensor.rand(*p.shape) * 0.01).cast(p.dtype).contiguous().realize()
     return Tensor.randint(*p.shape, low=0, high=255, dtype=dtypes.int32).cast(p.dtype).contiguous().realize()
-  return cls(kind, shape, {name: fill(p) for name, p in planes.items()})
+  planes = {name: fill(p) for name, p in planes.items()}
+  return cls(kind, shape, {name: p.contiguous().realize() for name, p in (with_header(kind, planes) if len(shape) == 2 else planes).items()})
 
 Cases = dict[str, tuple[Callable, Callable, Callable]]   # {name: (make weights, run with them, bytes they read)}
 

@@ -237,7 +237,7 @@ CASES = [
   Case(moe.expert_gate_up, "F16 softmax of the chosen", chosen(3, T.F16, 36), cpu_() + gpus() + sequences(2)),
   Case(moe.expert_gate_up, "in groups", chosen_in_groups, cpu_() + gpus(metal="msl")),
   Case(moe.expert_down, "Q5_K shared", down(True, T.Q5_K), cpu_(many=(27,)) + gpus(metal="msl") + sequences(5)),
-  Case(moe.expert_down, "IQ4_NL", down(False, T.IQ4_NL), cpu_(many=(2,)) + gpus() + sequences(9)),
+  Case(moe.expert_down, "IQ4_NL", down(False, T.IQ4_NL), cpu_(many=(27,)) + gpus() + sequences(9)),
   Case(moe.mixture, "two tokens", mixed(False), INT8 + gpus((), (2,))),
   Case(moe.mixture, "shared", mixed(True), INT8[:1] + [("CUDA", "pairs", Sequences(n)) for n in (2, 3)] + gpus((), (19,))),
   Case(moe.mixture, "in groups", mixed(True, grouped=True), INT8[:1] + few(9)),

@@ -186,6 +186,20 @@ def test_planted_faults(rows: int, before: str, read: str, other: str):
   before_early = [done >> number - 1 & 1 for number, (launch, done) in enumerate(zip(launches, done_at_start(launches))) if launch.name == early]
   assert not any(before_early), "the kernel just before is not done"
 
+def test_what_an_epilogue_reads_is_asked_for_first():
+  """Of one token attn_output and down, which stage nothing: the residual behind the wait, then __syncwarp(), which holds it there, then the vector"""
+  found = {}
+  for launch in sources("small-ds"):
+    if "residual" not in launch.names or "x_words" not in launch.names: continue
+    behind = body(launch.source).split(WAIT)[1]
+    first, rest = behind.split("__syncwarp();")
+    number = {name: i for i, name in enumerate(launch.names)}
+    reads = {name: [re.findall(rf"\bdata{number[name]}_", part) for part in (first, rest)] for name in ("residual", "x_words", "x_scales")}
+    assert reads["residual"][0] and not reads["residual"][1], launch.name
+    assert not any(reads[name][0] for name in ("x_words", "x_scales")) and reads["x_words"][1] and reads["x_scales"][1], launch.name
+    found[launch.name.split("_")[0]] = launch.name
+  assert {*found} == {"linear", "expert"}
+
 def sources_of_a_few(tokens: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[str], str]]:
   """{kernel: (its buffers' names, its source)} of a mixture's step, of heads with RoPE and of their latent queries, on Hopper"""
   names: dict[str, list[str]] = {}

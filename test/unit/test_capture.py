@@ -146,6 +146,8 @@ def test_a_result_that_is_held_is_not_written_over(scheduled: Scheduled):
   step()
   np.testing.assert_allclose(y.numpy(), want, rtol=1e-5, atol=1e-5)
 
+def turned(x: Tensor) -> Tensor: return (x.reshape(4, 6) + 1).contiguous().permute(1, 0)
+
 def test_what_cannot_be_a_part():
   x = to_device(numbers(24))
   with pytest.raises(TypeError, match="which it was not given"): Replay().run(reads_what_it_is_not_given, x)
@@ -154,6 +156,7 @@ def test_what_cannot_be_a_part():
     with pytest.raises(TypeError, match="cannot depend on"): Replay().run(add_to, x, wrong)
   with pytest.raises(TypeError, match="uses CPU:1, where none of its tensors lies"): Replay().run(elsewhere, x)
   with pytest.raises(TypeError, match="whole buffers"): Replay().run(add_to, x, x[:5])
+  with pytest.raises(TypeError, match="returns a view"): Replay().run(turned, x)
 
 def test_describing():
   def tell(x: object) -> str: return repr(describe(x, []))

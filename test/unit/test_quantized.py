@@ -9,7 +9,7 @@ from oracle import nmse
 from tinygrad import Tensor, dtypes
 from tinygrad.nn import cpu
 from tinygrad.apps.quantized import (FLOATS, FORMATS, Numbers, QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, QuantizedWeight, UnitView,
-                                     held_bytes, plane_names, split_planes)
+                                     header_of, held_bytes, plane_names, split_planes)
 
 EXPERTS, ROWS, BLOCKS = 3, 5, 3  # a stack of matrices; odd numbers, so that rows of 32-blocks are no whole vectors
 INDEXED = [kind for kind in HALVES if kind.name.startswith(("IQ1", "IQ2", "IQ3", "TQ"))]
@@ -61,6 +61,22 @@ def test_looked_up_on_a_gpu(kind: T):
   shape = (3, 5, 256)
   data, want = random_weight(kind, shape, extreme=True)
   with on_cuda(): assert np.array_equal(QuantizedWeight.load(kind, shape, data).dequantize().numpy(), want)
+
+HEADERS = T.Q4_1, T.Q5_1, T.Q4_K, T.Q5_K, T.IQ4_XS, T.IQ1_M
+def test_header_bytes(): assert {kind for kind in FORMATS if header_of(kind)} == {*HEADERS}
+
+@pytest.mark.parametrize("kind", HEADERS, ids=lambda k: k.name)
+def test_headers_on_a_gpu(kind: T):
+  """Of a matrix, as plain ops and as a kernel take them apart; the same bytes as without"""
+  shape = (5, 3 * max(GGML_QUANT_SIZES[kind][0], 64))
+  data, want = random_weight(kind, shape, extreme=True)
+  with on_cuda():
+    w = QuantizedLinear.load(kind, shape, data)
+    assert {*w.planes} == {*plane_names(kind, header=True)} and "header" in w.planes and w.nbytes == held_bytes(kind, shape)
+    assert np.array_equal(w.dequantize().numpy(), want)
+    rows = [4, 0, 2, 3, 1]
+    assert np.array_equal(QuantizedEmbedding(kind, shape, w.planes)(Tensor(rows, dtype=dtypes.int32)).numpy(), want[rows])
+    assert "header" not in QuantizedWeight.load(kind, (1, *shape), data).planes
 
 @pytest.mark.parametrize("kind", INDEXED, ids=lambda k: k.name)
 def test_a_wrong_entry_is_noticed(kind: T, monkeypatch: pytest.MonkeyPatch):

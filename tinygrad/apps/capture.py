@@ -172,6 +172,7 @@ def schedule(fxn:Callable, args:tuple, tensors:list[Tensor]) -> Recording:
   if elsewhere := sorted({u.device for call in calls for u in call.src[1:] if isinstance(u.device, str)} - set(devices)):
     raise TypeError(f"{fxn.__qualname__} uses {elsewhere[0]}, where none of its tensors lies")
   for t in returned:
+    if not t.uop.has_buffer_identity(): raise TypeError(f"{fxn.__qualname__} returns a view, where a buffer's numbers in their order are expected")
     if (buffer := t.uop.base) in held: results.append(held.index(buffer))
     else: held, results = [*held, buffer], [*results, (t.shape, t.dtype, devices.index(t.device))]
   linear = _parameters(UOp(Ops.LINEAR, src=tuple(calls)), held)

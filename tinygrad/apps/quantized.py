@@ -10,7 +10,8 @@ where a code is an unsigned number of 2 to 8 bits and value() subtracts a consta
 
 Code planes are uint32. A plane of `width` bits puts 32/width codes into a word: the code at 4·(8/width·word + k) + byte of its unit lies at
 bit 8·byte + width·k, so shifting by width·k and masking yields four codes at once, one in each byte, as integer dot products want them.
-Wider codes are split over two planes (6 bits: 4 + 2). Floats are kept as they are, 16-bit ones as uint16.
+Wider codes are split over two planes (6 bits: 4 + 2). Floats are kept as they are, 16-bit ones as uint16. On a GPU what a block of a matrix has
+beside its codes, once, lies together where it is 4, 8 or 16 bytes: its *header*, which a lane loads at once.
 
 Eight formats write an index into a table for four, five or eight weights (*lookups*). The table's entries are the codes: they are looked up once, at
 load, and every kernel finds a format like the others. This costs memory, and time where the time goes into reading weights. The bits of a weight, in
@@ -26,7 +27,7 @@ the file and held:
 from __future__ import annotations
 import functools, operator
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Self
+from typing import Any, Callable, Iterable, NamedTuple, Self
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as GGMLType, quants
 from tinygrad import Device, Tensor, UOp, dtypes
@@ -306,6 +307,46 @@ def _planes(kind:GGMLType, shape:tuple[int, ...], blocks:Raw) -> Planes:
   for name, p in fmt.small(blocks).items(): planes[name] = p.reshape(*rows, -1)
   return planes
 
+HEADER_BYTES = 4, 8, 16   # what a lane loads at once
+
+class Field(NamedTuple):
+  """A small plane's share of a block's header: its entries, one or one a unit, from byte `at` on"""
+  dtype: DType
+  entries: int
+  at: int
+
+Header = dict[str, Field]   # by the plane's name
+
+@functools.cache
+def header_of(kind:GGMLType) -> Header:
+  """Empty: the format has none"""
+  header, end = {}, 0
+  for name, field in interleaved(kind).fields.items() if kind in FORMATS else ():
+    if name.startswith("q"): continue
+    entries = field.entries * (interleaved(kind).units if field.in_unit else 1)
+    header[name] = Field(field.dtype, entries, end)
+    end += field.dtype.itemsize * entries
+  return header if len(header) > 1 and end in HEADER_BYTES else {}
+
+def with_header(kind:GGMLType, planes:Planes) -> Planes:
+  """A matrix's planes as a GPU holds them; the header is uint32 (out, blocks · words of a header)"""
+  if not (header := header_of(kind)): return planes
+  def in_bytes(name:str) -> Tensor:
+    p, field = planes[name], header[name]
+    numbers = (p.bitcast(dtypes.uint16) if p.dtype == dtypes.half else p).cast(dtypes.uint32).reshape(-1, field.entries)
+    return _fields(numbers, 8, field.dtype.itemsize)
+  words = _words(functools.reduce(lambda a, b: a.cat(b, dim=1), map(in_bytes, header)), 4)
+  return {name: p for name, p in planes.items() if name not in header} | {"header": words.reshape(planes["q0"].shape[0], -1)}
+
+def _of_header(field:Field, word:Callable[[int], Any], index:Any) -> Any:
+  """A small plane's entry, the unit's if each has one, from the header's words; index: the unit's place in its block"""
+  first, bits = field.at // 4, 8 * field.dtype.itemsize
+  if field.entries == 1: entry = word(first) >> (field.at % 4 * 8)
+  else: entry = (index < 32 // bits).where(word(first), word(first + 1)) >> ((index % (32 // bits)).cast(dtypes.uint32) * bits)
+  if bits == 32: return entry
+  entry = (entry & ((1 << bits) - 1)).cast(dtypes.uint8 if bits == 8 else dtypes.uint16)
+  return entry.bitcast(field.dtype) if field.dtype == dtypes.half else entry
+
 def _table(code, values:tuple[int, ...]):
   """float32 values[code] as a tree of selects on the code's bits; code: uint32, a tensor or a kernel's value"""
   half = len(values) // 2
@@ -324,12 +365,16 @@ def dequantize(kind:GGMLType, planes:Planes) -> Tensor:
     part = part.reshape(*rows, units, UNIT)
     code, low = part if code is None else code | part, low + width
   assert code is not None
-  def at(name:str) -> Tensor:
-    """Spread over the weights before anything is computed: what is computed and then spread would be a kernel of its own"""
-    p = planes[name]
+  index = (Tensor.arange(units, dtype=dtypes.uint32) % upb).unsqueeze(-1)
+  def spread(p:Tensor) -> Tensor:
+    """Over the weights, before anything is computed: what is computed and then spread would be a kernel of its own"""
     return p.unsqueeze(-1).expand(*p.shape, units * UNIT // p.shape[-1]).reshape(*rows, units, UNIT)
+  def at(name:str) -> Tensor:
+    if "header" not in planes: return spread(planes[name])
+    words = planes["header"].reshape(*rows, units // upb, -1)
+    return _of_header(header_of(kind)[name], lambda i: spread(words[..., i]), index)
   value = _table(code, fmt.values) if fmt.values else code.cast(dtypes.float) - float(fmt.zero)
-  groups = fmt.scales(UnitView(at, (Tensor.arange(units, dtype=dtypes.uint32) % upb).unsqueeze(-1)))
+  groups = fmt.scales(UnitView(at, index))
   first_half = Tensor.arange(2).reshape(2, 1).expand(2, UNIT // 2).reshape(UNIT).eq(0)
   def of_weight(xs:list[Tensor]) -> Tensor: return xs[0] if len(xs) == 1 else first_half.where(*xs)
   weight = value * of_weight([s for s, _ in groups])
@@ -338,15 +383,22 @@ def dequantize(kind:GGMLType, planes:Planes) -> Tensor:
 
 # ---- in a kernel ----
 
-def _unit_scales(kind:GGMLType, units:int, plane:Callable[[str, Any], Any], row:Any, unit:Any) -> Scales:
+def _unit_scales(kind:GGMLType, units:int, plane:Callable[[str, Any], Any], row:Any, unit:Any, header:Header|None=None) -> Scales:
+  """header: as header_of has it, where the planes have one"""
   fmt, upb = FORMATS[kind], block_size(kind)[0] // UNIT
-  def at(name:str) -> Any: return plane(name, row * units + unit if upb == 1 or name in fmt.unit_planes else row * (units // upb) + unit // upb)
+  block = row * units + unit if upb == 1 else row * (units // upb) + unit // upb
+  words = sum(field.dtype.itemsize * field.entries for field in (header or {}).values()) // 4
+  loaded = [plane("header", block * words + i) for i in range(words)]
+  def at(name:str) -> Any:
+    if header: return _of_header(header[name], loaded.__getitem__, index)
+    return plane(name, row * units + unit if name in fmt.unit_planes else block)
   index = cpu.CExpr(f"((v16u)({unit % upb}u))", dtypes.uint32) if isinstance(unit, int) else unit % upb
   return fmt.scales(UnitView(at, index))
 
-def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp, look_up:Callable|None=None, piece:int=0) -> Unit:
+def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp, look_up:Callable|None=None, piece:int=0,
+          header:Header|None=None) -> Unit:
   """One unit of a row of `units`. plane(name, index) loads an entry of a flat plane. look_up(words, nibbles, values): a table's values as codes,
-  and their zero. piece: the unit is that of spread_quads."""
+  and their zero. piece: the unit is that of spread_quads. header: see _unit_scales."""
   if kind in FLOATS:
     words = [plane("w", row * (units * UNIT) + quad * 4 + i) for quad in spread_quads(unit, piece) for i in range(4)]
     if kind is GGMLType.BF16: words = [(w.cast(dtypes.uint32) << 16).bitcast(dtypes.float) for w in words]
@@ -361,7 +413,7 @@ def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, un
       codes, low = part if codes is None else codes | (part << low), low + width
     assert codes is not None
     return codes
-  words, scales = [word(j) for j in range(8)], _unit_scales(kind, units, plane, row, unit)
+  words, scales = [word(j) for j in range(8)], _unit_scales(kind, units, plane, row, unit, header)
   nibbles = loaded[0] if fmt.widths == (4,) else None
   if fmt.values is None: return Unit(words, scales, fmt.zero, nibbles=nibbles, bits=sum(fmt.widths))
   if look_up is not None:
@@ -374,7 +426,9 @@ def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, un
 BIG = 1 << 24  # bytes
 
 def split(kind:GGMLType, shape:tuple[int, ...], raw:Tensor, entries:Tensor|None) -> tuple[Tensor, ...]:
-  return tuple(split_planes(kind, shape, raw, entries).values())
+  """A matrix's planes as a GPU holds them. A stack has no headers: in a launch that chooses experts a lane has no registers for them"""
+  planes = split_planes(kind, shape, raw, entries)
+  return tuple((with_header(kind, planes) if len(shape) == 2 else planes).values())
 
 def prepare(tensors:Iterable[tuple[GGMLType, tuple[int, ...]]], device:str|None=None) -> None:
   """Compiles what loading such weights launches, all beside each other"""
@@ -392,9 +446,11 @@ def packed(shape:tuple[int, ...], device:str) -> bool:
   return cpu.is_cpu(device) and device.startswith("CPU") and shape[-1] % UNIT == 0
 
 @functools.cache
-def plane_names(kind:GGMLType) -> tuple[str, ...]:
+def plane_names(kind:GGMLType, header:bool=False) -> tuple[str, ...]:
+  """header: where a block has one"""
   elements, nbytes = block_size(kind)
-  return tuple(split_planes(kind, (1, elements), np.zeros(nbytes, np.uint8).view(Numbers)))
+  names, joined = split_planes(kind, (1, elements), np.zeros(nbytes, np.uint8).view(Numbers)), header_of(kind) if header else {}
+  return (*(name for name in names if name not in joined), *(["header"] if joined else []))
 
 def _free_cached(device:str) -> None:
   """Device memory that only tinygrad's cache holds on to goes back, before the next tensor takes its own"""
@@ -461,7 +517,8 @@ class QuantizedWeight:
     if packed(shape, device): return cls(kind, shape, {"stream": packer(kind, device)(shape, data)})
     if kind in FLOATS: return cls(kind, shape, {"w": to_device(data.view(_to_np_dtype(FLOAT_PLANES[kind])).reshape(shape), device)})
     replay = Replay()
-    planes = dict(zip(plane_names(kind), replay.run(split, kind, shape, to_device(data, device), lookup_table_on(kind, device))))
+    planes = replay.run(split, kind, shape, to_device(data, device), lookup_table_on(kind, device))
+    planes = dict(zip(plane_names(kind, len(shape) == 2), planes, strict=True))
     with Context(JIT=2): replay()  # kernels one by one: a graph would be made anew for each tensor
     if data.size >= BIG: _free_cached(device)
     return cls(kind, shape, planes)
@@ -489,16 +546,20 @@ class QuantizedWeight:
     """What a kernel reads the weights with; a stack's rows are numbered through. spread: units are those of spread_quads, where floats can be"""
     def unit(row:UOp, u:UOp, gate:UOp|None) -> Unit:
       def plane(which:str, at:UOp) -> UOp: return buffers[f"{name}.{which}"][at if gate is None else at.valid(gate)].load()
-      return _unit(self.kind, self.shape[-1] // UNIT, plane, row, u, self.look_up, self.piece if spread else 0)
+      return _unit(self.kind, self.shape[-1] // UNIT, plane, row, u, self.look_up, self.piece if spread else 0, self.header)
     return unit
   # what a kernel that is text needs to know
   @property
   def widths(self) -> tuple[int, ...]: return FORMATS[self.kind].widths if self.kind in FORMATS else ()
   @property
+  def fields(self) -> int: return len(plane_names(self.kind))
+  @property
+  def header(self) -> Header|None: return header_of(self.kind) if "header" in self.planes else None
+  @property
   def zero(self) -> int: return FORMATS[self.kind].zero
   def scales(self, plane:Callable[[str, Any], Any], row:Any, unit:Any) -> Scales:
     """Of a unit of a row, from the planes' entries plane(name, index): whatever takes the operators of the formulas above"""
-    return _unit_scales(self.kind, self.shape[-1] // UNIT, plane, row, unit)
+    return _unit_scales(self.kind, self.shape[-1] // UNIT, plane, row, unit, self.header)
   @property
   def label(self) -> str: return "_".join([self.kind.name.lower(), *map(str, self.shape)])
   @property

@@ -102,6 +102,7 @@ class Weight(Protocol):
   label: str                   # its format and shape, for a kernel's name
   nbytes: int
   widths: tuple[int, ...]      # bits of each code plane, the low bits first
+  fields: int                  # that a block has: planes of codes, of scales, of minimums
   piece: int                   # numbers of 16 bytes of a row's floats that can be spread, see spread_quads; 0: there are none
   zero: int                    # value = code - zero
   def scales(self, plane:Callable[[str, Any], Any], row:Any, unit:Any) -> list[tuple[Any, Any]]:

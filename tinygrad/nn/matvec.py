@@ -40,7 +40,7 @@ from typing import Callable, Iterable, NamedTuple, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import prod
-from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, is_last_block, pdl_wait, shuffle
+from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, is_last_block, opaque_zero, pdl_wait, shuffle
 from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Matrix, Unit, Weight, branch, empty, local, safe_index, spread_quads, sum_in_order
 from tinygrad.uop.ops import Ops
 
@@ -60,7 +60,7 @@ ROUNDED = 1.5 * 2 ** 23            # added to a small float: the nearest integer
 LEAST = 2.0 ** -126              # numbers of which none is larger are zeros: a target's own reciprocal of what is smaller is infinite
 COLUMNS = (1, 2, 3, 4, 8)          # tokens of a block: eight have their sums in registers, beside the weights
 ROWS, MANY_ROWS = 2, 4             # of a job; of one that reads int8, where a unit of weights is much work: what is made of the vector's serves all
-FEW_PLANES = 3                     # of a weight whose unit is little work: codes, a scale, perhaps a minimum
+FEW_FIELDS = 3                     # of a weight whose unit is little work: codes, a scale, perhaps a minimum
 TURN_LOOP = 50                     # the number of the first part's loop over turns
 EIGHT = 8                          # numbers that have a scale, where a kernel stores int8
 
@@ -96,7 +96,8 @@ class MatvecPart:
   rounded: words and scales of a Rounded, where the first block stores the vectors. They are staged as int8, and have a norm.
   factors: where the norm's 1/rms of each vector is stored.
   steps: units of a row that a lane takes at most. many: warps of a block, where there are MANY_JOBS.
-  nbytes: of the matrices, where a large launch has several parts. piece: of the floats, if they are spread (see spread_quads)."""
+  nbytes: of the matrices, where a large launch has several parts. piece: of the floats, if they are spread (see spread_quads).
+  early(token, job, wait_zero): loads of the epilogue's."""
   jobs: int
   rows_of: Callable[[UOp], Sequence[RowSegments]]
   finish: Callable[[list[UOp], UOp, UOp, UOp, UOp], list[UOp]]|CodesOut
@@ -107,10 +108,11 @@ class MatvecPart:
   many: int = MANY_WARPS
   nbytes: int = 0
   piece: int = 0
+  early: Callable[[UOp, UOp, UOp], list[UOp]]|None = None
 
 def is_simple(weight:Weight) -> bool:
   """Whether a unit is codes and a scale. A minimum, codes in several planes, or values in a table, are work of their own"""
-  return len(weight.args("")) == 2 and not weight.looks_up
+  return weight.fields == 2 and not weight.looks_up
 
 def is_wide(weight:Weight) -> bool: return weight.shape[-1] >= WIDE_VECTOR * UNIT
 
@@ -129,19 +131,21 @@ def linear_part(rows:int, of:Callable[[UOp], RowSegments], y:UOp, integer:bool, 
   epilogue(sums, token, row) -> the sums of a job's rows, the first of which is `row`, changed. residual, indexed as y, is added."""
   odd = rows % count > 0
   index = out_index or (lambda token, row: token * rows + row)
+  def residuals(token:UOp, job:UOp, wait_zero:UOp) -> list[UOp]:
+    # no gate: tinygrad would take it for true in all that wait_zero depends on, and make a second wait and second loads
+    return [residual[index(token, (job * count + i).minimum(rows - 1)) + wait_zero].load() for i in range(count)] if residual is not None else []
   def rows_of(job:UOp) -> list[RowSegments]:
     own = [job * count + i for i in range(count)]
     return [of(row.minimum(rows - 1) if odd else row) for row in own]
   def finish(sums:list[UOp], token:UOp, job:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
-    first, stores = job * count, []
+    first, stores, beside = job * count, [], residuals(token, job, wait_zero)
     for i, value in enumerate(sums if epilogue is None else epilogue(sums, token, first)):
       row = first + i
       writes = is_writer & (row < rows) if odd else is_writer
-      # no gate: tinygrad would take it for true in all that wait_zero depends on, and make a second wait and second loads
-      if residual is not None: value = value + residual[index(token, row.minimum(rows - 1)) + wait_zero].load()
+      if beside: value = value + beside[i]
       stores.append(y[index(token, row).valid(writes)].store(value.cast(y.dtype)))
     return stores
-  return MatvecPart(-(-rows // count), rows_of, finish, integer)
+  return MatvecPart(-(-rows // count), rows_of, finish, integer, early=residuals)
 
 class Codes(NamedTuple):
   """Vectors that a kernel has stored as int8: number = code · the scale of its EIGHT. Lanes read them from the caches, as neighbouring 16 bytes.
@@ -463,7 +467,7 @@ def coded_job(weight:Weight, segments:Sequence[int], warp_lanes:int, rows:int, s
   """Of a launch that reads int8: (a job's rows, units of a row that a lane takes at most). fewer: as steps, where a job has MANY_ROWS. Blocks that
   take turns are to hold few registers."""
   if weight.looks_up: return ROWS, fewer   # what is looked up takes registers beside
-  few = len(weight.args("")) <= FEW_PLANES or coded_rows_take_turns(segments, warp_lanes, rows, steps)
+  few = weight.fields <= FEW_FIELDS or coded_rows_take_turns(segments, warp_lanes, rows, steps)
   return (ROWS, steps) if few else (MANY_ROWS, fewer)
 
 def large_warps(target:Target, units:int, jobs:int, integer:bool) -> int:
@@ -662,7 +666,7 @@ class Part:
     """All phases in order"""
     if choice is None or choice.early:
       weights, wait_zero = self.prefetch() if choice is None else self.prefetch_chosen(choice)
-      vectors, squares, staged = self.stage(wait_zero)
+      vectors, squares, staged = self.stage(self.hold(wait_zero))
       # the loads are sources too: they are issued before it, not where they are used
       barrier = UOp(Ops.BARRIER, src=(*staged, *global_loads(weights)))
     else:
@@ -732,6 +736,14 @@ class Part:
   # ---- weights ----
 
   def wait(self, *loads:UOp) -> UOp: return pdl_wait(self.target, *loads, trigger_last=self.trigger_last)
+
+  def hold(self, wait_zero:UOp) -> UOp:
+    """What vectors are read behind: the wait, and what the epilogue of a single vector reads, which the compiler would have in front of its end"""
+    early, layout = self.part.early, self.layout
+    if early is None or self.group.columns > 1 or self.turns > 1 or self.target.issued is None: return wait_zero
+    team = self.team if layout.warps == 1 else self.thread.minimum(layout.teams - 1)
+    loads = early(self.group.token(0), self.job(team)[0], wait_zero)
+    return opaque_zero(f"0; {self.target.issued}", *loads) if loads else wait_zero
 
   def load(self, wait_zero:UOp|None, gated:bool=True, turn:UOp|int=0) -> Weights:
     """The lane's units of the job's rows; without wait_zero, only those of matrices that are known. gated: zeros where there is no such unit or job.

@@ -52,9 +52,10 @@ class MslExpr:
   def __str__(self) -> str: return self.text
   def cast(self, dtype:DType) -> MslExpr: return MslExpr(f"{TYPES[dtype]}({self})")
   def bitcast(self, dtype:DType) -> MslExpr: return MslExpr(f"as_type<{TYPES[dtype]}>({self})")
+  def where(self, yes:MslExpr, no:MslExpr) -> MslExpr: return MslExpr(f"({self} ? {yes} : {no})")
 def _operator(sign:str) -> Callable[[MslExpr, Any], MslExpr]:
   return lambda left, right: MslExpr(f"({left} {sign} {f'{right}f' if isinstance(right, float) else right})")
-for method, sign in dict(add="+", sub="-", mul="*", floordiv="/", mod="%", and_="&", or_="|", lshift="<<", rshift=">>").items():
+for method, sign in dict(add="+", sub="-", mul="*", floordiv="/", mod="%", and_="&", or_="|", lshift="<<", rshift=">>", lt="<").items():
   setattr(MslExpr, f"__{method.strip('_')}__", _operator(sign))
 
 def scaled(weight:Weight) -> bool:
