@@ -6,6 +6,7 @@ from typing import Any, Callable, NamedTuple
 import pytest
 from gguf import GGMLQuantizationType
 from extra.bench import no_device, stand_in, with_blocks
+from scheduled import on, programs
 from tinygrad import Tensor, dtypes
 from tinygrad.apps import capture
 from tinygrad.apps.capture import collected_calls
@@ -18,6 +19,7 @@ from tinygrad.engine.realize import compile_linear
 from tinygrad.nn import (cutoff, draw, embedding, few_tokens, lora_query, mla_attention, moe, norm_linear, nucleus, routing, split_kv,
                          split_plan)
 from tinygrad.nn.intrinsics import target_of
+from tinygrad.nn.matvec import empty_codes
 from tinygrad.nn.routing import Gating, Routing
 from tinygrad.nn.step import PAGE, Step
 from tinygrad.runtime.graph.cuda import kept_edges
@@ -199,6 +201,15 @@ def test_what_an_epilogue_reads_is_asked_for_first():
     assert not any(reads[name][0] for name in ("x_words", "x_scales")) and reads["x_words"][1] and reads["x_scales"][1], launch.name
     found[launch.name.split("_")[0]] = launch.name
   assert {*found} == {"linear", "expert"}
+
+def test_blocks_that_take_turns_leave_it_to_each_other():
+  def source(rows: int) -> str:
+    residual = Tensor.empty(1, rows)
+    planes = {"q0": Tensor.empty(rows, 256, 8, dtype=dtypes.uint32), "d": Tensor.empty(rows, 256, dtype=dtypes.half)}
+    weight = QuantizedLinear(GGMLQuantizationType.Q8_0, (rows, 8192), planes)
+    program, = programs(lambda: norm_linear.linear_of_codes(empty_codes(residual, 1, 8192), weight, residual))
+    return next(u.arg for u in program.src if u.op is Ops.SOURCE)
+  with on("CUDA"): assert ["__syncwarp();" in source(rows) for rows in (1024, 7168)] == [True, False]
 
 def sources_of_a_few(tokens: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[str], str]]:
   """{kernel: (its buffers' names, its source)} of a mixture's step, of heads with RoPE and of their latent queries, on Hopper"""

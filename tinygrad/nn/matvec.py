@@ -738,9 +738,10 @@ class Part:
   def wait(self, *loads:UOp) -> UOp: return pdl_wait(self.target, *loads, trigger_last=self.trigger_last)
 
   def hold(self, wait_zero:UOp) -> UOp:
-    """What vectors are read behind: the wait, and what the epilogue of a single vector reads, which the compiler would have in front of its end"""
+    """What a single vector is read behind: the wait, and what the epilogue reads, which the compiler would have in front of the launch's end. Blocks
+    that take turns hide it"""
     early, layout = self.part.early, self.layout
-    if early is None or self.group.columns > 1 or self.turns > 1 or self.target.issued is None: return wait_zero
+    if early is None or self.group.columns > 1 or takes_turns(self.part.jobs, layout.warps) or self.target.issued is None: return wait_zero
     team = self.team if layout.warps == 1 else self.thread.minimum(layout.teams - 1)
     loads = early(self.group.token(0), self.job(team)[0], wait_zero)
     return opaque_zero(f"0; {self.target.issued}", *loads) if loads else wait_zero
