@@ -2,17 +2,22 @@
 
   pip install nvidia-cuda-nvrtc nvidia-cuda-runtime           the compiler, and the headers of half; a toolkit has both
   python test/external/compile_table.py [--models glm,ds2lite,youtu,kimi] [--quant Q4_0] [--archs sm_80,…] [--steps decode,prefill] [--processes N]
+                                        [--order]   with nvidia-cuda-nvdisasm, too
 
 Of each model: greedy decode steps of every size of a batch, some drawn by all filters, and chunks of a prompt of every size. Architectures that are
 given the same instructions (intrinsics.of_arch) have the same sources. A line is a source: the step that first has it, its name, threads, bytes of
 shared memory, then of each architecture the registers of a thread and, behind a +, its bytes of local memory: what is spilled, and arrays that are
 indexed by what is not constant. A binary that was compiled once is in tinygrad's cache.
 
+--order: below it, of each architecture, the order that its compiler has made, as `L12 W L7 m2 L m18 | S`: loads from device memory (L), the wait for
+other launches (W), copies to shared memory (C), products (m), shuffles (~), barriers (|), stores (S), exits (X). What is asked for late is waited for
+late.
+
 The exit code is 1, and lines begin with WRONG, where a source is not compiled, spills more than is granted to its kernel, or asks more of a block's
 registers or shared memory than the architecture has. The last line is JSON.
 """
 from __future__ import annotations
-import argparse, hashlib, importlib.metadata, json, math, multiprocessing, os, re, struct, sys
+import argparse, hashlib, importlib.metadata, itertools, json, math, multiprocessing, os, re, shutil, struct, subprocess, sys, tempfile
 from pathlib import Path
 from typing import Iterator, NamedTuple
 from unittest import mock
@@ -31,6 +36,7 @@ HOPPER_SPILLS = {"few_expert_gate_up_": 104, "few_expert_down_": 104, "gate_up_r
                  "mla_prefill_heads_": 8,
                  "grouped_matmul_q4_1_64_2048_1408_1024": 48, "grouped_matmul_q4_1_64_2048_1408_2048": 72}
 FRAME_SIZE, REGCOUNT = 0x11, 0x2f   # attributes of a cubin's .nv.info
+MARKS = {"LDG": "L", "ACQBULK": "W", "LDGSTS": "C", "IDP": "m", "HMMA": "m", "HGMMA": "m", "SHFL": "~", "BAR": "|", "STG": "S", "EXIT": "X"}
 
 def find_pip_nvrtc() -> None:
   """tinygrad looks for the compiler and its headers where a toolkit has them, or where the environment says"""
@@ -73,12 +79,14 @@ class Task(NamedTuple):
   model: str
   quant: str
   archs: tuple[str, ...]   # of one row of instructions
+  order: bool
   kind: str                # of steps: a key of SIZES
   size: int
 
 class Line(NamedTuple):
   kernel: Kernel               # its source as a digest
   costs: dict[str, Cost|str]   # of each architecture; a str: why there is none
+  orders: dict[str, str]       # of each, where they are asked for
 
 # ---- sources ----
 
@@ -126,14 +134,32 @@ def cost(binary:bytes) -> Cost:
     at += 4 + (size if form == 4 else 0)
   return Cost(found[REGCOUNT], found[FRAME_SIZE])
 
+def find_nvdisasm() -> str:
+  try: files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+  except importlib.metadata.PackageNotFoundError: files = []
+  if (found := next((str(file.locate()) for file in files if file.name == "nvdisasm"), shutil.which("nvdisasm"))) is None:
+    sys.exit("--order: no nvdisasm; pip install nvidia-cuda-nvdisasm")
+  os.chmod(found, 0o755)
+  return found
+
+def order(binary:bytes) -> str:
+  with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    file.write(binary[binary.index(b"\x7fELF"):])
+    file.flush()
+    text = subprocess.run([find_nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True).stdout
+  marks = (MARKS.get(name) for name in re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", text, re.M))
+  return " ".join(f"{mark}{count if count > 1 else ''}" for mark, same in itertools.groupby(filter(None, marks)) for count in [len([*same])])
+
 def compiled(task:Task) -> list[Line]:
   lines, compilers = [], [NVRTCCompiler(arch, ptx=False, cache_key="cubin") for arch in task.archs]
   for kernel in kernels(task):
     costs: dict[str, Cost|str] = {}
+    orders: dict[str, str] = {}
     for arch, compiler in zip(task.archs, compilers):
-      try: costs[arch] = cost(compiler.compile_cached(kernel.source))
+      try: costs[arch] = cost(binary := compiler.compile_cached(kernel.source))
       except CompileError as e: costs[arch] = str(e)
-    lines.append(Line(kernel._replace(source=hashlib.sha256(kernel.source.encode()).hexdigest()), costs))
+      else: orders |= {arch: order(binary)} if task.order else {}
+    lines.append(Line(kernel._replace(source=hashlib.sha256(kernel.source.encode()).hexdigest()), costs, orders))
     print(end=".", file=sys.stderr, flush=True)
   return lines
 
@@ -160,10 +186,12 @@ def main() -> None:
   p.add_argument("--archs", default=",".join(ARCHS))
   p.add_argument("--steps", default="decode,prefill")
   p.add_argument("--processes", type=int, default=os.cpu_count())
+  p.add_argument("--order", action="store_true")
   args = p.parse_args()
+  if args.order: find_nvdisasm()
   rows: dict = {}
   for arch in args.archs.split(","): rows.setdefault(of_arch(arch), []).append(arch)
-  tables = [(model, args.quant, tuple(archs)) for model in args.models.split(",") for archs in rows.values()]
+  tables = [(model, args.quant, tuple(archs), args.order) for model in args.models.split(",") for archs in rows.values()]
   parts = [(kind, size) for kind in args.steps.split(",") for size in SIZES[kind]]
   result = {arch: {"kernels": 0, "most_registers": 0, "most_shared": 0, "local": 0} for arch in args.archs.split(",")}
   failures = 0
@@ -172,13 +200,14 @@ def main() -> None:
     longest_first = sorted(parts, key=lambda part: -part[1])
     running = {(table, part): pool.apply_async(compiled, [Task(*table, *part)]) for table in tables for part in longest_first}
     for table in tables:
-      model, quant, archs = table
+      model, quant, archs, _ = table
       print(f"\n{model} {quant}\n{'step':12s} {'kernel':80s} threads  shared  " + " ".join(f"{arch:>8s}" for arch in archs))
       seen = set[str]()
-      for kernel, costs in (line for part in parts for line in running[table, part].get()):
+      for kernel, costs, orders in (line for part in parts for line in running[table, part].get()):
         if kernel.source in seen: continue
         seen.add(kernel.source)
         print(f"{kernel.step:12s} {kernel.name:80s} {kernel.threads:7d} {kernel.shared:7d}  " + " ".join(f"{shown(c):>8s}" for c in costs.values()))
+        for arch, way in orders.items(): print(f"  {arch} {way}")
         for arch, found in costs.items():
           of, (registers, local) = result[arch], (0, 0) if isinstance(found, str) else found
           of["kernels"] += 1
