@@ -113,7 +113,7 @@ def _unread(cls:type[QuantizedWeight], kind:GGMLQuantizationType, shape:tuple[in
     layout = interleaved(kind)
     return cls(kind, shape, {"stream": Tensor.empty(*layout.shape(shape, shape[-1] // (layout.units * UNIT)), dtype=dtypes.uint32)})
   planes = split(kind, shape, Tensor.empty(data.size, dtype=dtypes.uint8), None)
-  return cls(kind, shape, {name: Tensor.empty(*p.shape, dtype=p.dtype) for name, p in zip(plane_names(kind, len(shape) == 2), planes)})
+  return cls(kind, shape, {name: Tensor.empty(*p.shape, dtype=p.dtype) for name, p in zip(plane_names(kind, len(shape)), planes, strict=True)})
 
 @contextlib.contextmanager
 def no_device(target:str) -> Iterator[None]:

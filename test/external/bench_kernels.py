@@ -39,8 +39,8 @@ def random_weight(cls:type, kind:G, *shape:int):
   def fill(p:Tensor) -> Tensor:
     if p.dtype in (dtypes.half, dtypes.float): return (Tensor.rand(*p.shape) * 0.01).cast(p.dtype).contiguous().realize()
     return Tensor.randint(*p.shape, low=0, high=255, dtype=dtypes.int32).cast(p.dtype).contiguous().realize()
-  planes = {name: fill(p) for name, p in planes.items()}
-  return cls(kind, shape, {name: p.contiguous().realize() for name, p in (with_header(kind, planes) if len(shape) == 2 else planes).items()})
+  planes = with_header(kind, shape, {name: fill(p) for name, p in planes.items()})
+  return cls(kind, shape, {name: p.contiguous().realize() for name, p in planes.items()})
 
 Cases = dict[str, tuple[Callable, Callable, Callable]]   # {name: (make weights, run with them, bytes they read)}
 

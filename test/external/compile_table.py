@@ -17,7 +17,7 @@ The exit code is 1, and lines begin with WRONG, where a source is not compiled, 
 registers or shared memory than the architecture has. The last line is JSON.
 """
 from __future__ import annotations
-import argparse, hashlib, importlib.metadata, itertools, json, math, multiprocessing, os, re, shutil, struct, subprocess, sys, tempfile
+import argparse, functools, hashlib, importlib.metadata, itertools, json, math, multiprocessing, os, re, shutil, struct, subprocess, sys, tempfile
 from pathlib import Path
 from typing import Iterator, NamedTuple
 from unittest import mock
@@ -38,13 +38,17 @@ HOPPER_SPILLS = {"few_expert_gate_up_": 104, "few_expert_down_": 104, "gate_up_r
 FRAME_SIZE, REGCOUNT = 0x11, 0x2f   # attributes of a cubin's .nv.info
 MARKS = {"LDG": "L", "ACQBULK": "W", "LDGSTS": "C", "IDP": "m", "HMMA": "m", "HGMMA": "m", "SHFL": "~", "BAR": "|", "STG": "S", "EXIT": "X"}
 
+def of_pip(package:str, name:str) -> Path|None:
+  """A package's file whose name has this form"""
+  try: files = importlib.metadata.files(package) or []
+  except importlib.metadata.PackageNotFoundError: return None
+  return next((Path(file.locate()) for file in files if re.fullmatch(name, file.name)), None)
+
 def find_pip_nvrtc() -> None:
   """tinygrad looks for the compiler and its headers where a toolkit has them, or where the environment says"""
-  try: files = importlib.metadata.files("nvidia-cuda-nvrtc") or []
-  except importlib.metadata.PackageNotFoundError: return
-  library = next(file.locate() for file in files if re.fullmatch(r"libnvrtc\.so\.\d+", file.name))
+  if (library := of_pip("nvidia-cuda-nvrtc", r"libnvrtc\.so\.\d+")) is None: return
   os.environ.setdefault("NVRTC_PATH", str(library))
-  os.environ.setdefault("CUDA_PATH", str(Path(library).parents[1]))
+  os.environ.setdefault("CUDA_PATH", str(library.parents[1]))
 find_pip_nvrtc()   # before tinygrad's first import of it
 
 from extra import bench
@@ -134,19 +138,17 @@ def cost(binary:bytes) -> Cost:
     at += 4 + (size if form == 4 else 0)
   return Cost(found[REGCOUNT], found[FRAME_SIZE])
 
-def find_nvdisasm() -> str:
-  try: files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
-  except importlib.metadata.PackageNotFoundError: files = []
-  if (found := next((str(file.locate()) for file in files if file.name == "nvdisasm"), shutil.which("nvdisasm"))) is None:
+@functools.cache
+def nvdisasm() -> str:
+  if (found := of_pip("nvidia-cuda-nvdisasm", "nvdisasm") or shutil.which("nvdisasm")) is None:
     sys.exit("--order: no nvdisasm; pip install nvidia-cuda-nvdisasm")
-  os.chmod(found, 0o755)
-  return found
+  return str(found)
 
 def order(binary:bytes) -> str:
   with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
     file.write(binary[binary.index(b"\x7fELF"):])
     file.flush()
-    text = subprocess.run([find_nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True).stdout
   marks = (MARKS.get(name) for name in re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", text, re.M))
   return " ".join(f"{mark}{count if count > 1 else ''}" for mark, same in itertools.groupby(filter(None, marks)) for count in [len([*same])])
 
@@ -188,7 +190,7 @@ def main() -> None:
   p.add_argument("--processes", type=int, default=os.cpu_count())
   p.add_argument("--order", action="store_true")
   args = p.parse_args()
-  if args.order: find_nvdisasm()
+  if args.order: nvdisasm()
   rows: dict = {}
   for arch in args.archs.split(","): rows.setdefault(of_arch(arch), []).append(arch)
   tables = [(model, args.quant, tuple(archs), args.order) for model in args.models.split(",") for archs in rows.values()]

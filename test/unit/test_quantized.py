@@ -9,7 +9,7 @@ from oracle import nmse
 from tinygrad import Tensor, dtypes
 from tinygrad.nn import cpu
 from tinygrad.apps.quantized import (FLOATS, FORMATS, Numbers, QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, QuantizedWeight, UnitView,
-                                     header_of, held_bytes, plane_names, split_planes)
+                                     header_of, held_bytes, interleaved, plane_names, split_planes)
 
 EXPERTS, ROWS, BLOCKS = 3, 5, 3  # a stack of matrices; odd numbers, so that rows of 32-blocks are no whole vectors
 INDEXED = [kind for kind in HALVES if kind.name.startswith(("IQ1", "IQ2", "IQ3", "TQ"))]
@@ -72,7 +72,7 @@ def test_headers_on_a_gpu(kind: T):
   data, want = random_weight(kind, shape, extreme=True)
   with on_cuda():
     w = QuantizedLinear.load(kind, shape, data)
-    assert {*w.planes} == {*plane_names(kind, header=True)} and "header" in w.planes and w.nbytes == held_bytes(kind, shape)
+    assert {*w.planes} == {*plane_names(kind, len(shape))} and "header" in w.planes and w.nbytes == held_bytes(kind, shape)
     assert np.array_equal(w.dequantize().numpy(), want)
     rows = [4, 0, 2, 3, 1]
     assert np.array_equal(QuantizedEmbedding(kind, shape, w.planes)(Tensor(rows, dtype=dtypes.int32)).numpy(), want[rows])
@@ -85,7 +85,7 @@ def test_a_wrong_entry_is_noticed(kind: T, monkeypatch: pytest.MonkeyPatch):
   def one_off(r: Any) -> Any: return fmt.lookups.index(r) ^ np.uint32(1)
   def flipped(p: UnitView) -> Any: return fmt.scales(UnitView(lambda name: p.at(name) ^ 1 if name == "s" else p.at(name), p.index))
   if fmt.lookups: faults.append(replace(fmt, lookups=replace(fmt.lookups, index=one_off)))
-  if "s" in plane_names(kind): faults.append(replace(fmt, scales=flipped))
+  if "s" in interleaved(kind).fields: faults.append(replace(fmt, scales=flipped))
   if fmt.values is None: faults.append(replace(fmt, zero=fmt.zero + 1))
   assert len(faults) > 1 or kind is T.TQ2_0
   for fault in faults:

@@ -318,25 +318,26 @@ class Field(NamedTuple):
 Header = dict[str, Field]   # by the plane's name
 
 @functools.cache
-def header_of(kind:GGMLType) -> Header:
-  """Empty: the format has none"""
+def header_of(kind:GGMLType, dims:int=2) -> Header:
+  """Of a matrix of so many dimensions. Empty: the format has none, or the matrix is a stack: in a launch that chooses experts a lane has no registers
+  for one"""
   header, end = {}, 0
-  for name, field in interleaved(kind).fields.items() if kind in FORMATS else ():
+  for name, field in interleaved(kind).fields.items() if kind in FORMATS and dims == 2 else ():
     if name.startswith("q"): continue
     entries = field.entries * (interleaved(kind).units if field.in_unit else 1)
     header[name] = Field(field.dtype, entries, end)
     end += field.dtype.itemsize * entries
   return header if len(header) > 1 and end in HEADER_BYTES else {}
 
-def with_header(kind:GGMLType, planes:Planes) -> Planes:
+def with_header(kind:GGMLType, shape:tuple[int, ...], planes:Planes) -> Planes:
   """A matrix's planes as a GPU holds them; the header is uint32 (out, blocks · words of a header)"""
-  if not (header := header_of(kind)): return planes
+  if not (header := header_of(kind, len(shape))): return planes
   def in_bytes(name:str) -> Tensor:
     p, field = planes[name], header[name]
     numbers = (p.bitcast(dtypes.uint16) if p.dtype == dtypes.half else p).cast(dtypes.uint32).reshape(-1, field.entries)
     return _fields(numbers, 8, field.dtype.itemsize)
   words = _words(functools.reduce(lambda a, b: a.cat(b, dim=1), map(in_bytes, header)), 4)
-  return {name: p for name, p in planes.items() if name not in header} | {"header": words.reshape(planes["q0"].shape[0], -1)}
+  return {name: p for name, p in planes.items() if name not in header} | {"header": words.reshape(shape[0], -1)}
 
 def _of_header(field:Field, word:Callable[[int], Any], index:Any) -> Any:
   """A small plane's entry, the unit's if each has one, from the header's words; index: the unit's place in its block"""
@@ -426,9 +427,7 @@ def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, un
 BIG = 1 << 24  # bytes
 
 def split(kind:GGMLType, shape:tuple[int, ...], raw:Tensor, entries:Tensor|None) -> tuple[Tensor, ...]:
-  """A matrix's planes as a GPU holds them. A stack has no headers: in a launch that chooses experts a lane has no registers for them"""
-  planes = split_planes(kind, shape, raw, entries)
-  return tuple((with_header(kind, planes) if len(shape) == 2 else planes).values())
+  return tuple(with_header(kind, shape, split_planes(kind, shape, raw, entries)).values())
 
 def prepare(tensors:Iterable[tuple[GGMLType, tuple[int, ...]]], device:str|None=None) -> None:
   """Compiles what loading such weights launches, all beside each other"""
@@ -446,11 +445,10 @@ def packed(shape:tuple[int, ...], device:str) -> bool:
   return cpu.is_cpu(device) and device.startswith("CPU") and shape[-1] % UNIT == 0
 
 @functools.cache
-def plane_names(kind:GGMLType, header:bool=False) -> tuple[str, ...]:
-  """header: where a block has one"""
-  elements, nbytes = block_size(kind)
-  names, joined = split_planes(kind, (1, elements), np.zeros(nbytes, np.uint8).view(Numbers)), header_of(kind) if header else {}
-  return (*(name for name in names if name not in joined), *(["header"] if joined else []))
+def plane_names(kind:GGMLType, dims:int) -> tuple[str, ...]:
+  """As a GPU holds them, of a matrix of so many dimensions"""
+  header = header_of(kind, dims)
+  return (*(name for name in interleaved(kind).fields if name not in header), *(["header"] if header else []))
 
 def _free_cached(device:str) -> None:
   """Device memory that only tinygrad's cache holds on to goes back, before the next tensor takes its own"""
@@ -518,7 +516,7 @@ class QuantizedWeight:
     if kind in FLOATS: return cls(kind, shape, {"w": to_device(data.view(_to_np_dtype(FLOAT_PLANES[kind])).reshape(shape), device)})
     replay = Replay()
     planes = replay.run(split, kind, shape, to_device(data, device), lookup_table_on(kind, device))
-    planes = dict(zip(plane_names(kind, len(shape) == 2), planes, strict=True))
+    planes = dict(zip(plane_names(kind, len(shape)), planes, strict=True))
     with Context(JIT=2): replay()  # kernels one by one: a graph would be made anew for each tensor
     if data.size >= BIG: _free_cached(device)
     return cls(kind, shape, planes)
@@ -552,7 +550,7 @@ class QuantizedWeight:
   @property
   def widths(self) -> tuple[int, ...]: return FORMATS[self.kind].widths if self.kind in FORMATS else ()
   @property
-  def fields(self) -> int: return len(plane_names(self.kind))
+  def fields(self) -> int: return len(interleaved(self.kind).fields)
   @property
   def header(self) -> Header|None: return header_of(self.kind) if "header" in self.planes else None
   @property

@@ -133,19 +133,20 @@ def linear_part(rows:int, of:Callable[[UOp], RowSegments], y:UOp, integer:bool, 
   index = out_index or (lambda token, row: token * rows + row)
   def residuals(token:UOp, job:UOp, wait_zero:UOp) -> list[UOp]:
     # no gate: tinygrad would take it for true in all that wait_zero depends on, and make a second wait and second loads
-    return [residual[index(token, (job * count + i).minimum(rows - 1)) + wait_zero].load() for i in range(count)] if residual is not None else []
+    assert residual is not None
+    return [residual[index(token, (job * count + i).minimum(rows - 1)) + wait_zero].load() for i in range(count)]
   def rows_of(job:UOp) -> list[RowSegments]:
     own = [job * count + i for i in range(count)]
     return [of(row.minimum(rows - 1) if odd else row) for row in own]
   def finish(sums:list[UOp], token:UOp, job:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
-    first, stores, beside = job * count, [], residuals(token, job, wait_zero)
+    first, stores, beside = job * count, [], [] if residual is None else residuals(token, job, wait_zero)
     for i, value in enumerate(sums if epilogue is None else epilogue(sums, token, first)):
       row = first + i
       writes = is_writer & (row < rows) if odd else is_writer
       if beside: value = value + beside[i]
       stores.append(y[index(token, row).valid(writes)].store(value.cast(y.dtype)))
     return stores
-  return MatvecPart(-(-rows // count), rows_of, finish, integer, early=residuals)
+  return MatvecPart(-(-rows // count), rows_of, finish, integer, early=None if residual is None else residuals)
 
 class Codes(NamedTuple):
   """Vectors that a kernel has stored as int8: number = code · the scale of its EIGHT. Lanes read them from the caches, as neighbouring 16 bytes.
@@ -743,8 +744,7 @@ class Part:
     early, layout = self.part.early, self.layout
     if early is None or self.group.columns > 1 or takes_turns(self.part.jobs, layout.warps) or self.target.issued is None: return wait_zero
     team = self.team if layout.warps == 1 else self.thread.minimum(layout.teams - 1)
-    loads = early(self.group.token(0), self.job(team)[0], wait_zero)
-    return opaque_zero(f"0; {self.target.issued}", *loads) if loads else wait_zero
+    return opaque_zero(f"0; {self.target.issued}", *early(self.group.token(0), self.job(team)[0], wait_zero))
 
   def load(self, wait_zero:UOp|None, gated:bool=True, turn:UOp|int=0) -> Weights:
     """The lane's units of the job's rows; without wait_zero, only those of matrices that are known. gated: zeros where there is no such unit or job.
