@@ -202,14 +202,21 @@ def test_what_an_epilogue_reads_is_asked_for_first():
     found[launch.name.split("_")[0]] = launch.name
   assert {*found} == {"linear", "expert"}
 
+def source_of_output(rows: int) -> str:
+  """attn_output of one token, in Q8_0, 8192 wide: a job's two rows take several warps"""
+  residual = Tensor.empty(1, rows)
+  planes = {"q0": Tensor.empty(rows, 256, 8, dtype=dtypes.uint32), "d": Tensor.empty(rows, 256, dtype=dtypes.half)}
+  weight = QuantizedLinear(GGMLQuantizationType.Q8_0, (rows, 8192), planes)
+  program, = programs(lambda: norm_linear.linear_of_codes(empty_codes(residual, 1, 8192), weight, residual))
+  return next(u.arg for u in program.src if u.op is Ops.SOURCE)
+
 def test_blocks_that_take_turns_leave_it_to_each_other():
-  def source(rows: int) -> str:
-    residual = Tensor.empty(1, rows)
-    planes = {"q0": Tensor.empty(rows, 256, 8, dtype=dtypes.uint32), "d": Tensor.empty(rows, 256, dtype=dtypes.half)}
-    weight = QuantizedLinear(GGMLQuantizationType.Q8_0, (rows, 8192), planes)
-    program, = programs(lambda: norm_linear.linear_of_codes(empty_codes(residual, 1, 8192), weight, residual))
-    return next(u.arg for u in program.src if u.op is Ops.SOURCE)
-  with on("CUDA"): assert ["__syncwarp();" in source(rows) for rows in (1024, 7168)] == [True, False]
+  with on("CUDA"): assert ["__syncwarp();" in source_of_output(rows) for rows in (1024, 7168)] == [True, False]
+
+def test_what_a_lane_does_beside_products():
+  """A shuffle gives each half of the lanes a row, four more add it up; what dp4a says is a float"""
+  with on("CUDA"): source = source_of_output(1024)
+  assert source.count("__shfl_xor_sync(") == 1 + 4 and "(float)(__dp4a(" not in source and "__dp4a(" in source
 
 def sources_of_a_few(tokens: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[str], str]]:
   """{kernel: (its buffers' names, its source)} of a mixture's step, of heads with RoPE and of their latent queries, on Hopper"""

@@ -126,8 +126,8 @@ TARGETS = {
                             "tg_bitcast<half2>((uint)({2}))))",
                  reciprocal=_approximate("rcp"), reciprocal_from_one="__fdividef(1.0f, {0})", rsqrt=_approximate("rsqrt"), exp2=_approximate("ex2"),
                  pack_halves="tg_bitcast<uint>(make_half2({0}, {1}))", words="uint{n}", shared_bytes=49152, most_shared_bytes=101376,
-                 copy=f'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : {_shared("{0}")}, "l"({{1}}) : "memory");',
-                 copy_or_zeros='asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : '
+                 copy=f'asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" : : {_shared("{0}")}, "l"({{1}}) : "memory");',
+                 copy_or_zeros='asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" : : '
                                f'{_shared("{0}")}, "l"({{1}}), "r"((int)({{2}}) * 16) : "memory");',
                  is_last='[](unsigned* count, bool inside) {{{{ if (!inside) return 0u; unsigned old; asm volatile("atom.acq_rel.gpu.global.inc.u32 '
                          '%0, [%1], %2;" : "=r"(old) : "l"(count), "r"({last}u) : "memory"); return (unsigned)(old == {last}u); }}}}'

@@ -383,17 +383,20 @@ class CodedVectors:
   def read(self, column:int, place:LaneUnit) -> Callable[[Unit], UOp]:
     assert self.operand.codes is not None
     words, scales = self.operand.codes(self.group.token(column), place.segment, place.unit + self.wait_zero)
-    def dot_int8(j:int, codes:Callable[[int], UOp]) -> UOp:
-      """The product of EIGHT"""
-      product = dot4(self.target, codes(2 * j + 1), words[2 * j + 1], dot4(self.target, codes(2 * j), words[2 * j], UOp.const(0, dtypes.int)))
-      return scales[j] * product.cast(dtypes.float)
-    sums = [dot_int8(j, lambda _: UOp.const(0x01010101, dtypes.int)) for j in range(4)]
+    def sum_of(j:int, codes:Callable[[int], UOp], start:UOp) -> UOp:
+      """start + Σ code · x of EIGHT"""
+      return dot4(self.target, codes(2 * j + 1), words[2 * j + 1], dot4(self.target, codes(2 * j), words[2 * j], start))
+    def product(weights:Unit, j:int) -> UOp:
+      # from the bits of a float whose lowest bit counts 1 on: a subtraction in place of a conversion
+      total = sum_of(j, lambda i: int8_codes(weights, i), UOp.const(ROUNDED, dtypes.float).bitcast(dtypes.int))
+      return scales[j] * (total.bitcast(dtypes.float) - ROUNDED)
+    sums = [scales[j] * sum_of(j, lambda _: UOp.const(0x01010101, dtypes.int), UOp.const(0, dtypes.int)).cast(dtypes.float) for j in range(4)]
     def dot(weights:Unit) -> UOp:
       groups, products = len(weights.scales), []
       for group, (weight_scale, minimum) in enumerate(weights.scales):
         eights = range(group * 4 // groups, (group + 1) * 4 // groups)
-        product, x_sum = sum_in_order(dot_int8(j, lambda i: int8_codes(weights, i)) for j in eights), sum_in_order(sums[j] for j in eights)
-        products.append(scaled(weights, weight_scale, minimum, product, x_sum))
+        of_group, x_sum = sum_in_order(product(weights, j) for j in eights), sum_in_order(sums[j] for j in eights)
+        products.append(scaled(weights, weight_scale, minimum, of_group, x_sum))
       return sum_in_order(products)
     return dot
 
@@ -854,16 +857,15 @@ class Part:
       own, first, is_first = spread_sums(self.target, columns, self.lane % lanes, lanes)
       return [TeamSums(sums, first + i, self.team, is_first) for i, sums in enumerate(own)]
     shared, warp = local(self.threads // lanes * self.turns * count * rows, dtypes.float, self.slot + 3), self.lane // lanes
-    def index(team:UOp, warp:UOp|int, column:UOp, row:int) -> UOp: return ((team * warps + warp) * count + column) * rows + row
+    def place(team:UOp, warp:UOp|int) -> UOp: return (team * warps + warp) * (count * rows)
     def store(shared:UOp, columns:list[list[UOp]], turn:UOp|int=0) -> list[UOp]:
-      own, first, is_first = spread_sums(self.target, columns, self.lane % lanes, lanes)
-      team = self.team + turn * self.layout.teams
-      return [shared[index(team, warp, first + i, row).valid(is_first)].store(value) for i, sums in enumerate(own) for row, value in enumerate(sums)]
+      own, first, is_first = spread_sums(self.target, [[value] for column in columns for value in column], self.lane % lanes, lanes)
+      return [shared[(place(self.team + turn * self.layout.teams, warp) + first + i).valid(is_first)].store(value) for i, (value,) in enumerate(own)]
     stores = store(shared, columns)
     if self.turns > 1:
       turn = UOp.range(self.turns - 1, TURN_LOOP + self.slot) + 1
       weights = self.load(wait_zero, turn=turn)
       stores = [UOp.group(*store(shared.after(*stores), self.products(weights, vectors, gated=True), turn)).end(turn.src[0])]
     shared, team, column = shared.after(UOp(Ops.BARRIER, src=tuple(stores))), (self.thread // count).minimum(teams - 1), self.thread % count
-    sums = [sum_in_order(shared[index(team, warp, column, row)].load() for warp in range(warps)) for row in range(rows)]
+    sums = [sum_in_order(shared[place(team, warp) + column * rows + row].load() for warp in range(warps)) for row in range(rows)]
     return [TeamSums(sums, column, team, self.thread < teams * count)]
