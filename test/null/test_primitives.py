@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Callable, NamedTuple
 import numpy as np, pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T, dequantize
 from helpers import HALVES, decoding, prefilling, random_weight
 from mockcuda import on_cuda
 from mockmetal import on_metal
@@ -366,6 +366,19 @@ def test_blocks_that_are_counted_wrongly(more: int, monkeypatch: pytest.MonkeyPa
   right = matvec.is_last_block
   monkeypatch.setattr(matvec, "is_last_block", lambda target, count, blocks, inside: right(target, count, blocks + more, inside))
   with pytest.raises(AssertionError): test_last_block_chooses("pairs", False, Gating.SIGMOID, 2, monkeypatch)
+
+@pytest.mark.parametrize("kind", [T.Q8_0, T.Q4_0], ids=lambda k: k.name)
+def test_sums_of_int8_are_exact(kind: T):
+  """Of integers, with scales of one, to the last: a tolerance would let one sum in eight be one off"""
+  rows, units, unit = 3, 32, kernel.UNIT
+  x = np.random.default_rng(5).integers(-127, 128, units * unit)
+  blocks = random_weight(kind, (rows, units * unit))[0].copy().reshape(rows * units, -1)
+  blocks[:, :2] = np.frombuffer(np.float16(1).tobytes(), np.uint8)
+  want = dequantize(blocks.reshape(rows, -1), kind).astype(np.int64) @ x
+  words = np.ascontiguousarray(x.astype(np.int8).reshape(1, units, 2, unit // 2).transpose(0, 2, 1, 3)).view(np.int32)
+  with on_cuda():
+    codes, weight = matvec.Codes(tensor(words), tensor(np.ones((1, units, 4), np.float32))), QuantizedLinear.load(kind, (rows, units * unit), blocks)
+    assert (norm_linear.linear_of_codes(codes, weight, tensor(np.zeros((1, rows), np.float32))).numpy() == want).all()
 
 def test_blocks_that_take_turns(monkeypatch: pytest.MonkeyPatch):
   """A row of what is int8 already lies over twice as many warps"""
