@@ -86,7 +86,8 @@ class Target:
   rsqrt: str|None = None
   exp2: str|None = None
   pack_halves: str|None = None   # the halves {0} and {1} as a word, the first in its low half; uint32
-  copy: str|None = None        # statements: 16 bytes begin their way from {1} in device memory to {0} in shared memory
+  # statements: 16 bytes begin their way from {1} in device memory to {0} in shared memory, and the 128 that they are of to the second cache
+  copy: str|None = None
   copy_or_zeros: str|None = None   # … or zeros, where {2} is false
   # of a thread of each of some blocks, where {1} is true: whether it is the last of {last} + 1 to come here, which sees all that the others' blocks
   # stored before a barrier; {0}, in device memory, counts them, and is 0 again. uint32
