@@ -387,7 +387,7 @@ class CodedVectors:
       """start + Σ code · x of EIGHT"""
       return dot4(self.target, codes(2 * j + 1), words[2 * j + 1], dot4(self.target, codes(2 * j), words[2 * j], start))
     def product(weights:Unit, j:int) -> UOp:
-      # from the bits of a float whose lowest bit counts 1 on: a subtraction in place of a conversion
+      # from the bits of a float whose lowest bit counts 1 on: a subtraction in place of a conversion. Elsewhere that takes registers
       total = sum_of(j, lambda i: int8_codes(weights, i), UOp.const(ROUNDED, dtypes.float).bitcast(dtypes.int))
       return scales[j] * (total.bitcast(dtypes.float) - ROUNDED)
     sums = [scales[j] * sum_of(j, lambda _: UOp.const(0x01010101, dtypes.int), UOp.const(0, dtypes.int)).cast(dtypes.float) for j in range(4)]
