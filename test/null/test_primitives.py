@@ -12,7 +12,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T, dequantize
 from helpers import HALVES, decoding, prefilling, random_weight
 from mockcuda import on_cuda
 from mockmetal import on_metal
-from tinygrad import Device, Tensor, dtypes
+from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope, Temperature, query_table, rope_table
@@ -449,6 +449,21 @@ def test_turns_of_parts(kind: T, turns: list[int], monkeypatch: pytest.MonkeyPat
   test_as_alone(case, "CUDA", "pairs", Sequences(3))
   assert len(found) == 2 and all(sorted(of) == turns for of in found)
 
+@pytest.mark.parametrize("rows,columns,lanes", [(1, 3, 32), (2, 1, 32), (2, 3, 32), (3, 2, 32), (4, 8, 16), (6, 2, 32), (6, 1, 4), (4, 1, 2),
+                                                (2, 2, 1)])
+def test_sums_in_lanes(rows: int, columns: int, lanes: int):
+  """Each row's sum of each column is in one lane of each team, however rows and columns part among lanes"""
+  x = np.random.default_rng(rows).integers(-99, 99, (columns, rows, 32)).astype(np.float32)
+  def body(buffers: dict[str, UOp]) -> list[UOp]:
+    thread = UOp.special(32, "lidx0")
+    part = SimpleNamespace(target=intrinsics.HOPPER, layout=matvec.ThreadLayout(lanes, 1, 32 // lanes), lane=thread % lanes, team=thread // lanes)
+    values = [[buffers["x"][(column * rows + row) * 32 + thread].load() for row in range(rows)] for column in range(columns)]
+    return [buffers["y"][((found.team * columns + found.column) * rows + row).valid(found.is_first)].store(value)
+            for found in matvec.Part.sums_in_lanes(part, values) for row, value in enumerate(found.sums)]
+  with on_cuda():
+    y, = kernel.launch(f"sums_{rows}_{columns}_{lanes}", {"y": tensor(np.zeros((32 // lanes, columns, rows), np.float32))}, {"x": tensor(x)}, body)
+    assert np.array_equal(y.numpy(), x.reshape(columns, rows, 32 // lanes, lanes).sum(-1).transpose(2, 0, 1))
+
 @pytest.mark.parametrize("segments,jobs,warps", [([160], 1024, 1), ([192, 48], 1024, 2), ([256], 3584, 4), ([512, 64], 3584, 8)])
 def test_warps_of_a_row(segments: list[int], jobs: int, warps: int):
   """attn_output and the experts' down of GLM-4.7-Flash, whose blocks run at once, and of Kimi-K2, whose blocks take turns"""
@@ -459,8 +474,32 @@ def test_warps_of_a_row(segments: list[int], jobs: int, warps: int):
 def test_who_chooses(count: int, shape: tuple[int, ...], groups: tuple[int, int], by_launch: bool):
   """Experts of GLM-4.7-Flash, DeepSeek-V2-Lite, Kimi-K2, DeepSeek-V3"""
   how = Routing(count, Gating.SIGMOID, True, 1.8, None, *groups)
-  repeated = moe.repeated_instructions(intrinsics.HOPPER, how, SimpleNamespace(shape=shape))
+  repeated = moe.repeated_instructions(intrinsics.HOPPER, how, of_kind(T.Q4_0, shape))
   assert (repeated >= moe.LAUNCH_INSTRUCTIONS) == by_launch
+
+def of_kind(kind: T, shape: tuple[int, ...]) -> QuantizedWeight:
+  """A stack of matrices without its planes"""
+  return QuantizedExpertWeights(kind, shape, {})
+
+@pytest.mark.parametrize("kind,shape,count,tokens,results", [
+  (T.Q4_0, (64, 1536, 2048), 4, 1, 1), (T.Q4_K, (64, 1536, 2048), 4, 1, 2), (T.Q4_K, (64, 1536, 2048), 4, 3, 1),
+  (T.Q8_0, (64, 1536, 2048), 4, 1, 1), (T.Q4_0, (64, 1408, 2048), 6, 1, 2), (T.Q4_K, (64, 1408, 2048), 6, 1, 2),
+  (T.IQ4_XS, (64, 1536, 2048), 4, 1, 1), (T.Q4_K, (64, 1537, 2048), 4, 1, 1)])
+def test_results_of_a_job(kind: T, shape: tuple[int, ...], count: int, tokens: int, results: int):
+  """Experts of GLM-4.7-Flash and DeepSeek-V2-Lite: two where only half as many blocks have the registers for all of their loads, or come at once"""
+  assert moe.results_of_job(intrinsics.HOPPER, of_kind(kind, shape), count, tokens) == results
+
+@pytest.mark.parametrize("of,name,tokens", [(moe.expert_gate_up, "Q5_K sigmoid", 1), (moe.expert_gate_up, "F16 softmax of the chosen", 2),
+                                            (moe.mixture, "shared", 1)], ids=lambda x: getattr(x, "name", x))
+def test_jobs_of_two_results(of: Primitive, name: str, tokens: int, monkeypatch: pytest.MonkeyPatch):
+  """… have the bytes of jobs of one"""
+  args = next(case for case in CASES if case.of is of and case.name == name).args
+  with on_cuda():
+    alone, together = [], []
+    for results, found in ((1, alone), (2, together)):
+      monkeypatch.setattr(moe, "results_of_job", lambda *_: results)
+      found += numbers(of.forms["decode"].run(*args(Sequences(tokens) if tokens > 1 else 1)))
+    for a, b in zip(alone, together, strict=True): assert np.array_equal(a, b)
 
 def test_same_everywhere():
   """No product is among what a choice adds up: of softmax's scores, neither a bias nor a group's sum"""

@@ -202,21 +202,22 @@ def test_what_an_epilogue_reads_is_asked_for_first():
     found[launch.name.split("_")[0]] = launch.name
   assert {*found} == {"linear", "expert"}
 
-def source_of_output(rows: int) -> str:
-  """attn_output of one token, in Q8_0, 8192 wide: a job's two rows take several warps"""
-  residual = Tensor.empty(1, rows)
-  planes = {"q0": Tensor.empty(rows, 256, 8, dtype=dtypes.uint32), "d": Tensor.empty(rows, 256, dtype=dtypes.half)}
-  weight = QuantizedLinear(GGMLQuantizationType.Q8_0, (rows, 8192), planes)
-  program, = programs(lambda: norm_linear.linear_of_codes(empty_codes(residual, 1, 8192), weight, residual))
+def source_of_output(rows: int, width: int = 8192) -> str:
+  """attn_output of one token, in Q8_0: a job's two rows take several warps, where they are as wide as that"""
+  residual, units = Tensor.empty(1, rows), width // 32
+  planes = {"q0": Tensor.empty(rows, units, 8, dtype=dtypes.uint32), "d": Tensor.empty(rows, units, dtype=dtypes.half)}
+  weight = QuantizedLinear(GGMLQuantizationType.Q8_0, (rows, width), planes)
+  program, = programs(lambda: norm_linear.linear_of_codes(empty_codes(residual, 1, width), weight, residual))
   return next(u.arg for u in program.src if u.op is Ops.SOURCE)
 
 def test_blocks_that_take_turns_leave_it_to_each_other():
   with on("CUDA"): assert ["__syncwarp();" in source_of_output(rows) for rows in (1024, 7168)] == [True, False]
 
 def test_what_a_lane_does_beside_products():
-  """A shuffle gives each half of the lanes a row, four more add it up; what dp4a says is a float"""
-  with on("CUDA"): source = source_of_output(1024)
-  assert source.count("__shfl_xor_sync(") == 1 + 4 and "(float)(__dp4a(" not in source and "__dp4a(" in source
+  """A shuffle gives each half of the lanes a row, four more add it up, and one brings both together; what dp4a says is a float"""
+  with on("CUDA"): several, one = source_of_output(1024), source_of_output(1024, 2048)
+  assert several.count("__shfl_xor_sync(") == 1 + 4 and one.count("__shfl_xor_sync(") == 1 + 4 + 1
+  assert all("(float)(__dp4a(" not in source and "__dp4a(" in source for source in (several, one))
 
 def sources_of_a_few(tokens: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[str], str]]:
   """{kernel: (its buffers' names, its source)} of a mixture's step, of heads with RoPE and of their latent queries, on Hopper"""

@@ -613,18 +613,16 @@ def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_sto
   if last is not None: stores = [last.stores(target, len(parts) + 1, stores, blocks[0], block < blocks[0], thread, threads)]
   return stores
 
-def spread_sums(target:Target, columns:list[list[UOp]], lane:UOp, lanes:int) -> tuple[list[list[UOp]], UOp, UOp]:
-  """The sums of each column's values over `lanes` neighbouring lanes, a power of two, spread over those lanes: (the columns whose sums a lane has,
-  the number of the first, whether the lane is the first that has them). Half of the columns go to half of the lanes as long as there are halves:
-  fewer shuffles than group_sum of each, and the same additions."""
-  count = len(columns)
-  while len(columns) % 2 == 0 and lanes > 1:
-    lanes, half = lanes // 2, len(columns) // 2
+def spread_sums(target:Target, values:list[UOp], lane:UOp, lanes:int) -> tuple[list[UOp], UOp, UOp]:
+  """The sum of each value over `lanes` neighbouring lanes, a power of two, spread over those lanes: (the sums that a lane has, neighbours, the number
+  of the first, whether the lane is the first that has them). Half of the sums go to half of the lanes as long as there are halves: fewer shuffles
+  than group_sum of each, and the same additions."""
+  count = len(values)
+  while len(values) % 2 == 0 and lanes > 1:
+    lanes, half = lanes // 2, len(values) // 2
     upper = (lane // lanes % 2).eq(1)
-    columns = [[upper.where(b, a) + shuffle(target, upper.where(a, b), lanes) for a, b in zip(low, high)]
-               for low, high in zip(columns[:half], columns[half:])]
-  columns = [[group_sum(target, value, lanes) for value in values] for values in columns]
-  return columns, lane // lanes * len(columns) % count, (lane % lanes).eq(0)
+    values = [upper.where(b, a) + shuffle(target, upper.where(a, b), lanes) for a, b in zip(values[:half], values[half:])]
+  return [group_sum(target, value, lanes) for value in values], lane // lanes * len(values) % count, (lane % lanes).eq(0)
 
 class SquareSums:
   """The sums of the squares of a block's vectors. `stores` write each warp's to shared memory, behind a barrier that follows they are to be read."""
@@ -632,9 +630,9 @@ class SquareSums:
     self.warps, self.count = threads // target.lanes, len(columns)
     self.shared = local(self.warps * self.count, dtypes.float, slot)
     lane = thread % target.lanes
-    own, first, is_first = spread_sums(target, [[column] for column in columns], lane, target.lanes)
+    own, first, is_first = spread_sums(target, columns, lane, target.lanes)
     place = thread // target.lanes * self.count + first
-    self.stores = [self.shared[(place + i).valid(is_first)].store(value) for i, (value,) in enumerate(own)]
+    self.stores = [self.shared[(place + i).valid(is_first)].store(value) for i, value in enumerate(own)]
   def of_column(self, column:UOp, barrier:UOp) -> UOp:
     shared = self.shared.after(barrier)
     return sum_in_order(shared[warp * self.count + column].load() for warp in range(self.warps))
@@ -848,19 +846,33 @@ class Part:
       return [sum_in_order(map(product, self.lane_units, dots, row)) for row in weights]
     return [of_column(column) for column in range(self.group.columns)]
 
+  def sums_in_lanes(self, columns:list[list[UOp]]) -> list[TeamSums]:
+    """The sums over a team that is within a warp. Halves of the rows part among lanes, and then those of the columns; the lanes with the first rows
+    get the others"""
+    lanes, count, rows = self.layout.lanes, len(columns), len(columns[0])
+    halves, lane = rows & -rows, self.lane % lanes   # a power of two
+    alike = rows // halves
+    values = [column[half * alike + i] for half in range(halves) for column in columns for i in range(alike)]
+    own, first, is_first = spread_sums(self.target, values, lane, lanes)
+    width = min(len(own) // alike, count)   # columns that a lane has, and of their rows
+    held = len(own) // (alike * width)
+    apart = lanes * held // halves
+    sums = own + [shuffle(self.target, value, i * apart) for i in range(1, halves // held) for value in own]
+    def of_column(i:int) -> list[UOp]: return [sums[(half * width + i) * alike + j] for half in range(halves) for j in range(alike)]
+    has_all = lane.eq(0) if width == count else is_first & (lane < apart)
+    return [TeamSums(of_column(i), first // alike % count + i, self.team, has_all) for i in range(width)]
+
   def reduce(self, columns:list[list[UOp]], vectors:SharedVectors, wait_zero:UOp) -> list[TeamSums]:
     """The sums over a team, of the first turn's products and of those of the others. Where it spans several warps, or does several jobs, they meet in
     shared memory, and a thread a column and a job goes on."""
     lanes, warps, teams = self.layout.lanes, self.layout.warps, self.layout.teams * self.turns
     count, rows = len(columns), len(columns[0])
-    if warps == self.turns == 1:
-      own, first, is_first = spread_sums(self.target, columns, self.lane % lanes, lanes)
-      return [TeamSums(sums, first + i, self.team, is_first) for i, sums in enumerate(own)]
+    if warps == self.turns == 1: return self.sums_in_lanes(columns)
     shared, warp = local(self.threads // lanes * self.turns * count * rows, dtypes.float, self.slot + 3), self.lane // lanes
     def place(team:UOp, warp:UOp|int) -> UOp: return (team * warps + warp) * (count * rows)
     def store(shared:UOp, columns:list[list[UOp]], turn:UOp|int=0) -> list[UOp]:
-      own, first, is_first = spread_sums(self.target, [[value] for column in columns for value in column], self.lane % lanes, lanes)
-      return [shared[(place(self.team + turn * self.layout.teams, warp) + first + i).valid(is_first)].store(value) for i, (value,) in enumerate(own)]
+      own, first, is_first = spread_sums(self.target, [value for column in columns for value in column], self.lane % lanes, lanes)
+      return [shared[(place(self.team + turn * self.layout.teams, warp) + first + i).valid(is_first)].store(value) for i, value in enumerate(own)]
     stores = store(shared, columns)
     if self.turns > 1:
       turn = UOp.range(self.turns - 1, TURN_LOOP + self.slot) + 1

@@ -23,11 +23,13 @@ from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.nn import cpu, cpu_few, cpu_prefill, few_tokens
 from tinygrad.nn.intrinsics import Target, target_of
-from tinygrad.nn.kernel import REGISTERS_80, UNIT, Matrix, Norm, Unit, Weight, as_it_is, empty, launch, load4, optional, silu
+from tinygrad.nn.kernel import (MULTIPROCESSORS, REGISTER_BYTES, REGISTERS_80, UNIT, Matrix, Norm, Unit, Weight, as_it_is, empty, launch, load4,
+                                    optional, silu)
 from tinygrad.nn.matmul import add_chosen, expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
 from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, CodedUnit, Codes, CodesOut, DeferredMatrix, ExtraStores, LastBlock, MatvecPart,
-                                    Operand, RowSegments, Rounded, coded_job, coded_rows_take_turns, codes_in, empty_codes, empty_rounded,
-                                    is_simple, is_wide, lane_steps, linear_part, load_codes, matvec, named, rows_of_job, stores_codes, thread_layout)
+                                    Operand, RowSegments, Rounded, ThreadLayout, coded_job, coded_rows_take_turns, codes_in, empty_codes,
+                                    empty_rounded, is_simple, is_wide, lane_steps, linear_part, load_codes, matvec, named, rows_of_job, stores_codes,
+                                    thread_layout)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
 from tinygrad.nn.norm_linear import (decode_target, few_target, linear_of_codes, mul_mat, norm_linear, operand_of, prefill_target, single_segment,
                                          vector_target)
@@ -37,6 +39,7 @@ from tinygrad.nn.routing import (MadeChoice, Routing, Share, TopKInKernel, choic
 from tinygrad.nn.step import Step
 
 RESIDENT = 1536    # threads of a multiprocessor whose blocks choose experts: each has the registers for its loads, to be asked for together
+OTHER_REGISTERS = 20   # of such a thread, beside what it loads
 CHOICES = 256      # of all tokens' experts, that one block makes by the way
 PAIRS_TOKENS = 4   # up to so many, tokens have few experts in common, and each pair of the two is a matrix times a vector
 # What a launch for one token's choice costs, as instructions of a large GPU's warps: the blocks of gate and up are rid of that many to win as much
@@ -202,37 +205,67 @@ def stored_factor(factors:UOp, token:UOp) -> Callable[[UOp, UOp], UOp]:
   """An Operand's factor, of the only token"""
   return lambda _, wait_zero: factors[token + wait_zero].load()
 
+def choosing_warps(gate:Weight) -> int:
+  """Of a block of expert_gate_up_launch: where a job is more work, the last of large blocks would run alone for longer"""
+  return MANY_WARPS if is_simple(gate) else WARPS
+
+def choosing_blocks(target:Target, gate:Weight, count:int, results:int=1) -> tuple[int, ThreadLayout]:
+  """Of a token, and their layout, where a job has so many results"""
+  _, F, D = gate.shape
+  jobs = count * F // results
+  layout = thread_layout([D // UNIT], target.lanes, jobs, many=choosing_warps(gate))
+  return -(-jobs // layout.teams), layout
+
+def results_of_job(target:Target, gate:Weight, count:int, tokens:int) -> int:
+  """Neighbouring results of a job of expert_gate_up_launch. A block waits for its weights, as rows are known late: they are to be asked for together,
+  by all blocks at once. Two, where blocks of one result each have no registers for that, and half as many have, or are at once where they are not"""
+  _, F, D = gate.shape
+  unit_registers = sum(gate.widths) + gate.fields - len(gate.widths)
+  def at_once(results:int) -> tuple[bool, bool]:
+    """Whether blocks of so many results are, and with the registers"""
+    blocks, layout = choosing_blocks(target, gate, count, results)
+    threads = -(-blocks * tokens // MULTIPROCESSORS) * layout.threads   # for a multiprocessor
+    loads = 2 * results * -(-D // (UNIT * layout.span)) * unit_registers
+    return threads <= RESIDENT, 4 * threads * (loads + OTHER_REGISTERS) <= REGISTER_BYTES
+  (one, one_has_room), (two, two_have_room) = map(at_once, (1, 2))
+  if target.at_once is None or gate.looks_up or F % 2 or one_has_room: return 1
+  return 2 if two_have_room or two and not one else 1
+
 def expert_gate_up_launch(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, routing:Routing, out:Tensor|Codes,
                           factors:Tensor|None=None, trigger_last:bool=False) -> list[Tensor]:
-  """expert_gate_up by weights, gate and up, into `out` -> what it is made of, and the choice. Job k · F + i is row i of the k-th chosen expert. gidx1
-  is the token: few have an expert in common. Every block makes the choice for itself. factors: the tokens' 1/rms, (T,), if they are known.
+  """expert_gate_up by weights, gate and up, into `out` -> what it is made of, and the choice. Number k · F + i is row i of the k-th chosen expert, a
+  job makes a few. gidx1 is the token: few have an expert in common. Every block makes the choice for itself. factors: the tokens' 1/rms, (T,), if
+  they are known.
   trigger_last: so does the next kernel, from the logits, early (see pdl_wait), and the choice is not stored."""
   gate, up = weights
   (E, F, _), K, T, target = gate.shape, routing.count, x.shape[0], target_of(gate.device)
   assert target is not None
+  results = results_of_job(target, gate, K, T)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    token, gate_rows, up_rows = UOp.special(T, "gidx1"), gate.matrix(buffers, "gate"), up.matrix(buffers, "up")
+    token, matrices = UOp.special(T, "gidx1"), [gate.matrix(buffers, "gate"), up.matrix(buffers, "up")]
     chosen = TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token)
     def rows_of_job(job:UOp) -> Sequence[RowSegments]:
-      row = chosen.expert(job // F).cast(dtypes.weakint) * F + job % F
-      return [[(gate_rows, row)], [(up_rows, row)]]
-    def swiglu(sums:list[UOp], job:UOp) -> UOp: return as_it_is(silu(sums[0]) * sums[1]) * as_it_is(chosen.weight(job // F))
+      row = chosen.expert(job * results // F).cast(dtypes.weakint) * F + job * results % F
+      return [[(matrix, row + i)] for i in range(results) for matrix in matrices]
+    def swiglu(sums:list[UOp], job:UOp) -> list[UOp]:
+      weight = as_it_is(chosen.weight(job * results // F))
+      return [as_it_is(silu(gate) * up) * weight for gate, up in zip(sums[::2], sums[1::2])]
     def store(sums:list[UOp], _:UOp, job:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
-      return [buffers["y"][(token * K * F + job).valid(is_writer)].store(swiglu(sums, job))]
-    finish = CodesOut(*codes_in(buffers, "y"), K * F // UNIT, 1, lambda sums, job, _zero: [swiglu(sums, job)], lambda _: token, lambda job: job) \
-      if isinstance(out, Codes) else store
+      return [buffers["y"][(token * K * F + job * results + i).valid(is_writer)].store(value) for i, value in enumerate(swiglu(sums, job))]
+    finish = CodesOut(*codes_in(buffers, "y"), K * F // UNIT, results, lambda sums, job, _zero: swiglu(sums, job), lambda _: token,
+                      lambda job: job * results) if isinstance(out, Codes) else store
     def store_choice(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:
       k = thread.minimum(K - 1)
       return [buffers["sel"][(token * K + k).valid(block.eq(0) & (thread < K))].store(chosen.expert(k))]
-    # where a job is more work, the last blocks would run alone for longer
-    part = MatvecPart(K * F, rows_of_job, finish, gate.integer and up.integer, many=MANY_WARPS if is_simple(gate) else WARPS)
+    part = MatvecPart(K * F // results, rows_of_job, finish, gate.integer and up.integer, many=choosing_warps(gate))
     extra = None if trigger_last else ExtraStores(store_choice)
     operand = operand_of(buffers, x, norm, token)
     if factors is not None: operand = replace(operand, factor=stored_factor(buffers["factors"], token))
     return matvec(target, operand, [part], extra, chosen, trigger_last=trigger_last)
   outs = {**named(out, "y"), **({} if trigger_last else {"sel": empty(x, T, K, dtype=dtypes.int32)})}
   ins = {"x": x, "norm": norm.weight, "logits": logits, **optional(bias=routing.bias, factors=factors), **gate.args("gate"), **up.args("up")}
-  return launch(f"expert_gate_up_{K}_{routing.label}_{gate.label}", outs, ins, body, resident=RESIDENT if is_simple(gate) else 0)
+  resident = RESIDENT if is_simple(gate) or results > 1 else 0
+  return launch(f"expert_gate_up_{K}_{routing.label}_{gate.label}", outs, ins, body, resident=resident)
 
 def chosen_gate_up(x:Rounded, gate:Weight, up:Weight, sel:Tensor, weights:Tensor, trigger_last:bool) -> Codes:
   """expert_gate_up of RMSNorm(x) as int8 and a choice that is made. sel: int32 (T, K); weights: float32 (T, K) -> the hidden numbers, a vector a
@@ -383,8 +416,7 @@ def mixture_decode(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routin
 
 def repeated_instructions(target:Target, routing:Routing, gate:Weight) -> int:
   """What the blocks of expert_gate_up_launch spend on one token's choice and vector, each for itself"""
-  (E, F, D), count = gate.shape, routing.count
-  blocks = -(-count * F // thread_layout([D // UNIT], target.lanes, count * F).teams)
+  (E, _, D), (blocks, _) = gate.shape, choosing_blocks(target, gate, routing.count)
   return blocks * (routing.comparisons(E) * COMPARING + D // 4 * STAGING) // target.lanes
 
 def pairs_target(step:Step, x:Tensor, _:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None,
