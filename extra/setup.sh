@@ -26,7 +26,7 @@ clang_line() {
 
 # the packages, one a line, that an expression of pyproject.toml's [project], p, names
 pins() { .venv/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*$1, sep='\n')"; }
-pip() { .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"; }
+pip() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }   # Python compiles what is imported
 
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 has_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
