@@ -117,8 +117,7 @@ SLOW = {
     r"test_form\[(norm_linear (33 rows|96 rows rotated)-CUDA-prefill-33|norm_linear rows that grow-CUDA-few)",
     r"test_form\[(latent_attention 8 bits|argmax 40001 drawn from nuclei)-CPU-cpu_decode-1",
     r"test_turns_of_a_large_launch\[14",
-    # test_last_block_chooses has pairs, test_sums_in_lanes three columns; test_many's schedules have this composite of several rows
-    r"test_form\[(mixture shared-CUDA-pairs-3|attention few: of a block-CUDA-few-6)",
+    r"test_form\[mixture shared-CUDA-pairs-3",   # test_choice_before_the_wait has pairs, test_sums_in_lanes three columns
     # test_cpu has these primitives' kernels, of one, few and many tokens
     r"test_form\[((gate_up|expert_gate_up|expert_down|latent_attention|embedding) |norm_linear (?!rows that)|mul_mat (id|many|a matrix)).*-CPU-",
   ],
@@ -216,7 +215,6 @@ SLOW = {
     r"test_(a_device_that_breaks\[(one|layers)|no_room)",   # test_generate has the engine without room
   ],
   "unit/test_shard": [
-    r"test_chunks_share_their_memory\[3",
     r"(test_two_cards|test_(drafts|a_planted_fault|experts_on_the_cpu|waiting|where_each_lies)\[(?!small-glm)|test_the_same_bytes\[small-ds)",
   ],
   "unit/test_speculate": [

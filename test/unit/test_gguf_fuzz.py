@@ -15,7 +15,7 @@ from tinygrad.apps.mla import Config, checked_tensors
 from tinygrad.apps.template import FILTERS, METHODS, TESTS
 from tinygrad.apps.tokenizer import Tokenizer
 
-CASES, SECONDS = 800, 10  # CPU seconds a case: none takes a tenth of it, so only a hang does
+CASES, SECONDS = 1200, 10  # CPU seconds a case: none takes a tenth of it, so only a hang does
 
 class Layout(NamedTuple):
   """Where a valid file keeps its structure, as the package's reader finds it."""
@@ -165,7 +165,7 @@ def test_fuzz(tmp_path: Path):
     warnings.simplefilter("error")  # numpy's integers wrap with a warning at most
     outcomes = fuzz(base_file(tmp_path), LOADERS, range(CASES), seed=0)
   # every stage is reached and refuses something; a good part of the mutants are harmless (random weights stay weights)
-  assert all(outcomes[stage] >= 10 for stage in ("read", "build_config", "build_text", "loaded")), outcomes
+  assert all(outcomes[stage] >= 20 for stage in ("read", "build_config", "build_text", "loaded")), outcomes
   assert outcomes["read"] > CASES // 3, outcomes
 
 @pytest.mark.parametrize("fault, message", [("hoard", "bytes of memory"), ("crash", "crash: KeyError"),

@@ -39,7 +39,7 @@ from tinygrad.nn.routing import (MadeChoice, Routing, Share, TopKInKernel, choic
 from tinygrad.nn.step import Step
 
 RESIDENT = 1536    # threads of a multiprocessor whose blocks choose experts: each has the registers for its loads, to be asked for together
-OTHER_REGISTERS = 20   # of such a thread, beside what it loads
+BESIDE_LOADS = 20  # registers of such a thread for all else
 CHOICES = 256      # of all tokens' experts, that one block makes by the way
 PAIRS_TOKENS = 4   # up to so many, tokens have few experts in common, and each pair of the two is a matrix times a vector
 # What a launch for one token's choice costs, as instructions of a large GPU's warps: the blocks of gate and up are rid of that many to win as much
@@ -226,9 +226,9 @@ def results_of_job(target:Target, gate:Weight, count:int, tokens:int) -> int:
     blocks, layout = choosing_blocks(target, gate, count, results)
     threads = -(-blocks * tokens // MULTIPROCESSORS) * layout.threads   # for a multiprocessor
     loads = 2 * results * -(-D // (UNIT * layout.span)) * unit_registers
-    return threads <= RESIDENT, 4 * threads * (loads + OTHER_REGISTERS) <= REGISTER_BYTES
+    return threads <= RESIDENT, 4 * threads * (loads + BESIDE_LOADS) <= REGISTER_BYTES
   (one, one_has_room), (two, two_have_room) = map(at_once, (1, 2))
-  if target.at_once is None or gate.looks_up or F % 2 or one_has_room: return 1
+  if target.at_once is None or gate.looks_up or not gate.integer or F % 2 or one_has_room: return 1
   return 2 if two_have_room or two and not one else 1
 
 def expert_gate_up_launch(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, routing:Routing, out:Tensor|Codes,
