@@ -409,9 +409,26 @@ def test_turns_of_a_large_launch(kind: T, rows: int, inner: int, rotated: bool, 
 def test_turns_of_floats(units: int, turns: int):
   """As many as shared memory has room for beside the vector, also the widest that is staged; one that stays in device memory leaves all of it"""
   part = matvec.MatvecPart(1, lambda job: [], lambda *args: [], integer=False)
-  assert matvec.turns_of(intrinsics.HOPPER, 36 * matvec.AT_ONCE // 2, part, units) == turns
+  assert matvec.turns_of(intrinsics.HOPPER, part, 36 * matvec.AT_ONCE // 2, matvec.MANY_WARPS, matvec.MANY_WARPS, units) == turns
   held = matvec.FloatVectors.nbytes(units) if matvec.stages_floats(intrinsics.HOPPER, units) else 0
   assert held + matvec.MANY_WARPS * 4 * (1 + matvec.ROWS * turns) <= intrinsics.HOPPER.shared_bytes
+
+@pytest.mark.parametrize("jobs,teams,block_warps,turns", [(2048, 4, 32, 4), (8192, 8, 16, 4), (40960, 4, 32, 40), (40961, 4, 32, 27)])
+def test_turns_of_codes(jobs: int, teams: int, block_warps: int, turns: int):
+  """Blocks fill whole waves, also where seven warps are a team, of which 32 are four and leave some over (Kimi-K2's head)"""
+  part = matvec.MatvecPart(1, lambda job: [], lambda *args: [], integer=True)
+  assert matvec.turns_of(intrinsics.HOPPER, part, jobs, teams, block_warps, 224) == turns
+  at_once = matvec.AT_ONCE // block_warps
+  blocks = -(-jobs // (teams * turns))
+  assert -(-blocks // at_once) == -(-jobs // (teams * at_once * matvec.TURNS))
+
+@pytest.mark.parametrize("kind,shape,tokens,job", [
+  (T.Q6_K, (154880, 2048), 1, (4, 1)), (T.Q6_K, (154880, 2048), 2, (4, 1)), (T.Q6_K, (154880, 2048), 3, (2, 1)), (T.Q5_K, (8192, 7168), 1, (4, 1)),
+  (T.Q4_0, (4096, 16384), 1, (2, 1)), (T.Q4_0, (1536, 2048), 1, None), (T.F16, (154880, 2048), 1, None)])
+def test_a_large_job(kind: T, shape: tuple[int, int], tokens: int, job: tuple[int, int]|None):
+  """Four rows, a unit of each, where registers are left for that beside what a thread stages and the tokens' sums. A lane has as many units whatever
+  the tokens: sums are in the same order"""
+  assert matvec.large_job(intrinsics.HOPPER, [QuantizedLinear(kind, shape, {})], shape[0], tokens) == job
 
 @pytest.mark.parametrize("kind,rotated", [(T.F16, True), (T.BF16, False)])
 def test_floats_of_a_wide_vector(kind: T, rotated: bool):
@@ -432,8 +449,8 @@ def test_a_large_matrix(tokens: int, form: str, monkeypatch: pytest.MonkeyPatch)
   monkeypatch.setattr(norm_linear, "CACHED_BYTES", 70 * 210)
   with on_cuda("sm_90"): assert norm_linear.norm_linear.choose(*large(Sequences(tokens))) == "few"
 
-@pytest.mark.parametrize("kind,turns", [(T.Q5_K, [5, 8]), (T.Q8_0, [8, 8])])
-def test_turns_of_parts(kind: T, turns: list[int], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("kind,one,three", [(T.Q5_K, [5, 8], [5, 16]), (T.Q8_0, [8, 8], [8, 8])])
+def test_turns_of_parts(kind: T, one: list[int], three: list[int], monkeypatch: pytest.MonkeyPatch):
   """All blocks of a wide mixture's first launch run at once. Its results are int8, and what a token has among others is what it has alone"""
   for name, value in {"AT_ONCE": 48, "MANY_WARPS": 4, "FEW_BLOCKS": 0}.items(): monkeypatch.setattr(matvec, name, value)
   monkeypatch.setattr(moe, "LAUNCH_INSTRUCTIONS", 0)
@@ -447,7 +464,7 @@ def test_turns_of_parts(kind: T, turns: list[int], monkeypatch: pytest.MonkeyPat
   case = Case(moe.mixture, "wide", wide, [])
   run(case, "CUDA", "pairs", 1)
   test_as_alone(case, "CUDA", "pairs", Sequences(3))
-  assert len(found) == 2 and all(sorted(of) == turns for of in found)
+  assert [sorted(of) for of in found] == [one, three]
 
 @pytest.mark.parametrize("rows,columns,lanes", [(1, 3, 32), (2, 1, 32), (2, 3, 32), (3, 2, 32), (4, 8, 16), (6, 2, 32), (6, 1, 4), (4, 1, 2),
                                                 (2, 2, 1)])
@@ -469,12 +486,13 @@ def test_warps_of_a_row(segments: list[int], jobs: int, warps: int):
   """attn_output and the experts' down of GLM-4.7-Flash, whose blocks run at once, and of Kimi-K2, whose blocks take turns"""
   assert matvec.thread_layout(segments, 32, jobs, coded=True).warps == warps
 
+@pytest.mark.parametrize("kind", [T.Q4_0, T.Q4_K])
 @pytest.mark.parametrize("count,shape,groups,by_launch", [(4, (64, 1536, 2048), (1, 1), False), (6, (64, 1408, 2048), (1, 1), False),
                                                           (8, (384, 2048, 7168), (1, 1), True), (8, (256, 2048, 7168), (8, 4), True)])
-def test_who_chooses(count: int, shape: tuple[int, ...], groups: tuple[int, int], by_launch: bool):
+def test_who_chooses(kind: T, count: int, shape: tuple[int, ...], groups: tuple[int, int], by_launch: bool):
   """Experts of GLM-4.7-Flash, DeepSeek-V2-Lite, Kimi-K2, DeepSeek-V3"""
   how = Routing(count, Gating.SIGMOID, True, 1.8, None, *groups)
-  repeated = moe.repeated_instructions(intrinsics.HOPPER, how, of_kind(T.Q4_0, shape))
+  repeated = moe.repeated_instructions(intrinsics.HOPPER, how, of_kind(kind, shape))
   assert (repeated >= moe.LAUNCH_INSTRUCTIONS) == by_launch
 
 def of_kind(kind: T, shape: tuple[int, ...]) -> QuantizedWeight:
@@ -489,16 +507,23 @@ def test_results_of_a_job(kind: T, shape: tuple[int, ...], count: int, tokens: i
   """Experts of GLM-4.7-Flash and DeepSeek-V2-Lite: two where only half as many blocks have the registers for all of their loads, or come at once"""
   assert moe.results_of_job(intrinsics.HOPPER, of_kind(kind, shape), count, tokens) == results
 
+@pytest.mark.parametrize("kind,shape,count,results", [
+  (T.Q4_0, (64, 1536, 2048), 4, 2), (T.Q4_0, (64, 1408, 2048), 6, 2), (T.Q4_K, (64, 1536, 2048), 4, 1), (T.Q8_0, (64, 1536, 2048), 4, 1),
+  (T.Q4_0, (384, 2048, 7168), 8, 1), (T.IQ4_NL, (64, 1536, 2048), 4, 1), (T.F16, (64, 1536, 2048), 4, 1), (T.Q4_0, (64, 1537, 2048), 4, 1)])
+def test_results_of_pairs(kind: T, shape: tuple[int, ...], count: int, results: int):
+  """Two where a lane has 64 registers for the loads of four rows and all else"""
+  assert moe.results_of_pairs(intrinsics.HOPPER, of_kind(kind, shape), count) == results
+
 @pytest.mark.parametrize("of,name,tokens", [(moe.expert_gate_up, "Q5_K sigmoid", 1), (moe.expert_gate_up, "F16 softmax of the chosen", 2),
-                                            (moe.mixture, "shared", 1)], ids=lambda x: getattr(x, "name", x))
+                                            (moe.mixture, "shared", 1), (moe.mixture, "shared", 3)], ids=lambda x: getattr(x, "name", x))
 def test_jobs_of_two_results(of: Primitive, name: str, tokens: int, monkeypatch: pytest.MonkeyPatch):
   """… have the bytes of jobs of one"""
   args = next(case for case in CASES if case.of is of and case.name == name).args
   with on_cuda():
     alone, together = [], []
     for results, found in ((1, alone), (2, together)):
-      monkeypatch.setattr(moe, "results_of_job", lambda *_: results)
-      found += numbers(of.forms["decode"].run(*args(Sequences(tokens) if tokens > 1 else 1)))
+      for rule in ("results_of_job", "results_of_pairs"): monkeypatch.setattr(moe, rule, lambda *_: results)
+      found += numbers(of.forms["pairs" if tokens > 2 else "decode"].run(*args(Sequences(tokens) if tokens > 1 else 1)))
     for a, b in zip(alone, together, strict=True): assert np.array_equal(a, b)
 
 def test_same_everywhere():

@@ -219,6 +219,22 @@ def test_what_a_lane_does_beside_products():
   assert several.count("__shfl_xor_sync(") == 1 + 4 and one.count("__shfl_xor_sync(") == 1 + 4 + 1
   assert all("(float)(__dp4a(" not in source and "__dp4a(" in source for source in (several, one))
 
+@pytest.mark.parametrize("rows,width,late", [(32768, 2048, 0), (8192, 7168, 1)])
+def test_what_runs_ahead(rows: int, width: int, late: int):
+  """A block of a large launch asks for its lanes' weights before the wait, those of a job's last row behind a wide vector, and the second turn's
+  behind all these: what is asked for first comes first"""
+  with on("CUDA"):
+    planes = {"q0": Tensor.empty(rows, width // 32, 8, dtype=dtypes.uint32), "d": Tensor.empty(rows, width // 32, dtype=dtypes.half)}
+    weight = QuantizedLinear(GGMLQuantizationType.Q8_0, (rows, width), planes)
+    step = Step.decode(Tensor.empty(1, dtype=dtypes.int32), Tensor.empty(1, 2, dtype=dtypes.int32))
+    program, = programs(lambda: norm_linear.norm_linear(step, Tensor.empty(1, width), RMSNorm(Tensor.empty(width), 1e-5), [weight])[0])
+  before, behind = next(u.arg for u in program.src if u.op is Ops.SOURCE).split(WAIT)
+  staging = behind.split("__syncthreads")[0]
+  asked = [at.start() for at in re.finditer(r"prefetch\.global\.L2", staging)]
+  def loads(text: str, buffer: str) -> list[int]: return [at.start() for at in re.finditer(rf"\(\(\w+\*\)\(\({buffer}_", text)]
+  assert len(loads(before, "data3")) == 2 * (4 - late) and len(loads(staging, "data3")) == 2 * late and len(asked) == 2 * 4
+  assert loads(staging, "data1") and max(loads(staging, "data1")) < min(asked + loads(staging, "data3"))
+
 def sources_of_a_few(tokens: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[str], str]]:
   """{kernel: (its buffers' names, its source)} of a mixture's step, of heads with RoPE and of their latent queries, on Hopper"""
   names: dict[str, list[str]] = {}

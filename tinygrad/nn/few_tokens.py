@@ -24,7 +24,7 @@ from tinygrad.nn.intrinsics import Target, and_or, byte_perm, copied, copy, fma_
 from tinygrad.nn.kernel import (MULTIPROCESSORS, REGISTERS_80, SLOTS, UNIT, BlockSum, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum,
                                 branch, empty, gated, launch, local, optional, rotated, safe_index, silu, sum_in_order, total)
 from tinygrad.nn.matmul import HALF_SCALE
-from tinygrad.nn.matvec import ExtraStores, LastBlock, global_loads
+from tinygrad.nn.matvec import ExtraStores, LastBlock, code_pieces, global_loads
 from tinygrad.nn.routing import GROUP, Routing, chosen_groups, expert_index, groups_in_a_launch, groups_like, most_groups
 from tinygrad.uop.ops import Ops
 
@@ -309,11 +309,8 @@ class Staging:
   registers are taken meanwhile. Each lane has places of its own there, and waits for itself."""
   def __init__(self, block:BlockProduct, weights:Weights, load_pairs:LoadPairs, loop:UOp):
     """weights: as they lie in memory, in whole chunks. loop: what all this is inside of"""
-    loads, pieces, self.copies = loads_of(weights), dict[tuple[UOp, UOp, int], dict[int, UOp]](), dict[UOp, UOp]()
-    for place in (load.src[0] for load in loads if load.dtype == dtypes.uint32):
-      index, first = place.src[1].pop_const()
-      pieces.setdefault((place.src[0], index, first // 4), {})[first % 4] = place
-    whole = [words for words in pieces.values() if len(words) == 4]
+    loads, self.copies = loads_of(weights), dict[UOp, UOp]()
+    whole = [words for words in code_pieces(loads) if len(words) == 4]
     shared = local(len(whole) * block.n_threads * 4, dtypes.uint32, block.slot + 2)
     zeros = UOp.placeholder((1,), dtypes.uint32, slot=block.slot + 3, addrspace=AddrSpace.REG).after(loop)
     for i, words in enumerate(whole):

@@ -92,6 +92,7 @@ class Target:
   # of a thread of each of some blocks, where {1} is true: whether it is the last of {last} + 1 to come here, which sees all that the others' blocks
   # stored before a barrier; {0}, in device memory, counts them, and is 0 again. uint32
   is_last: str|None = None
+  fetch: str|None = None       # statement: the line of {0} in device memory is asked for, to the second cache; no register is taken
   issued: str|None = None      # statement: the compiler puts no load that stands before it behind it
   grouped: str|None = None     # statements: the thread's copies that are in no group yet are one
   copied: str|None = None      # statements: go on when the thread's copies are there
@@ -133,6 +134,7 @@ TARGETS = {
                  is_last='[](unsigned* count, bool inside) {{{{ if (!inside) return 0u; unsigned old; asm volatile("atom.acq_rel.gpu.global.inc.u32 '
                          '%0, [%1], %2;" : "=r"(old) : "l"(count), "r"({last}u) : "memory"); return (unsigned)(old == {last}u); }}}}'
                          '((unsigned*)({{0}}), {{1}})',
+                 fetch='asm volatile("prefetch.global.L2 [%0];" : : "l"({0}));',
                  issued="__syncwarp();", grouped='asm volatile("cp.async.commit_group;" ::: "memory");',
                  copied='asm volatile("cp.async.wait_all;" ::: "memory");', copied_but='asm volatile("cp.async.wait_group {n};" ::: "memory");',
                  matrices=_ldmatrix("shared."), transposed=_ldmatrix("trans.shared.")),
@@ -170,7 +172,7 @@ HOPPER = replace(BLACKWELL, warp_groups=True)   # whose instructions no other ha
 # the least compute capability -> the row, the newest first: m16n8k16 and copies beside other work came with Ampere, m16n8k8 with Turing, dp4a with
 # the second Pascal
 BEFORE_AMPERE = replace(TARGETS["CUDA"], copy=None, copy_or_zeros=None, issued=None, grouped=None, copied=None, copied_but=None, matrices=None,
-                        transposed=None, most_shared_bytes=0)
+                        transposed=None, fetch=None, most_shared_bytes=0)
 OF_CAPABILITY = {
   120: replace(BLACKWELL, most_shared_bytes=101376, at_once=None),   # some of these are small, and all of the next
   110: replace(BLACKWELL, at_once=None),
@@ -298,6 +300,11 @@ def copy(target:Target, to:UOp, source:UOp, inside:UOp|None=None, exists:UOp|Non
   assert text is not None
   if inside is None: return UOp(Ops.CUSTOM, dtypes.uint32, src=(to, source, *conditions), arg=f"0; {text}")
   return UOp(Ops.CUSTOM, dtypes.uint32, src=(to, source, *conditions, inside), arg=f"0; if ({{{len(conditions) + 2}}}) {text}")
+
+def fetch(target:Target, place:UOp) -> UOp:
+  """Asks for the line of an index of a buffer, to the second cache. Returns a zero, known when it has asked"""
+  assert target.fetch is not None
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(place,), arg=f"0; {target.fetch}")
 
 def select(condition:UOp, place:UOp, other:UOp) -> UOp:
   """One of two indices of buffers of a type, to copy from"""

@@ -6,9 +6,9 @@ the kernel alone (DeferredMatrix).
 
 A block's lanes form teams, each of which does a job: the product of a few rows with the vector, so that a read of the vector serves all of them.
 A team is a part of a warp where rows are short, several warps where they are very long. In a large launch it does several jobs, turn by turn: a block
-stages the vector once for all of them, and its warps, which do not wait for each other between jobs, keep loads under way. Each part of a launch may
-do so. Floats are read as they lie, neighbouring lanes beside each other (spread_quads). Several tokens are columns: a block loads its weights once
-and multiplies them with the vectors of up to COLUMNS tokens. What it does:
+stages the vector once for all of them, and its warps, which do not wait for each other between jobs, keep loads under way; while it stages, the next
+turn's codes come as far as the second cache. Each part of a launch may do so. Floats are read as they lie, neighbouring lanes beside each other
+(spread_quads). Several tokens are columns: a block loads its weights once and multiplies them with the vectors of up to COLUMNS tokens. What it does:
 
   weights = the lane's units of the job's rows      # loads are issued; none waits for a vector
   wait until the kernels before are done            # intrinsics.pdl_wait
@@ -40,7 +40,7 @@ from typing import Callable, Iterable, NamedTuple, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import prod
-from tinygrad.nn.intrinsics import Target, dot4, group_reduce, group_sum, is_last_block, opaque_zero, pdl_wait, shuffle
+from tinygrad.nn.intrinsics import Target, dot4, fetch, group_reduce, group_sum, is_last_block, opaque_zero, pdl_wait, shuffle
 from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Matrix, Unit, Weight, branch, empty, local, safe_index, spread_quads, sum_in_order
 from tinygrad.uop.ops import Ops
 
@@ -55,11 +55,13 @@ WAVE_STEPS = 3                     # units of a row that a lane of them takes: i
 AT_ONCE, TURNS = 4096, 40          # warps of a large launch that run at once; jobs that its teams do at most, turn by turn
 LARGE_STEPS = 2                    # units of a row that a lane of one takes at most
 WIDE_VECTOR = 128                  # units of a vector that twice as many threads stage: a multiprocessor has one block of a large launch
+WIDEST_VECTOR = 256                # … of which a thread has no more than two float4, and beside them registers for MANY_ROWS
 FEW_BLOCKS = 64                    # a launch of fewer blocks is cut finer
 ROUNDED = 1.5 * 2 ** 23            # added to a small float: the nearest integer stands in the lowest bits
 LEAST = 2.0 ** -126              # numbers of which none is larger are zeros: a target's own reciprocal of what is smaller is infinite
 COLUMNS = (1, 2, 3, 4, 8)          # tokens of a block: eight have their sums in registers, beside the weights
-ROWS, MANY_ROWS = 2, 4             # of a job; of one that reads int8, where a unit of weights is much work: what is made of the vector's serves all
+ROWS, MANY_ROWS = 2, 4             # of a job; of a large launch's, or one that reads int8, where a unit of weights is much work: what a lane has of
+                                   # the vector serves all
 FEW_FIELDS = 3                     # of a weight whose unit is little work: codes, a scale, perhaps a minimum
 TURN_LOOP = 50                     # the number of the first part's loop over turns
 EIGHT = 8                          # numbers that have a scale, where a kernel stores int8
@@ -89,13 +91,13 @@ class CodesOut:
 class MatvecPart:
   """A part of a launch.
   jobs: how many.
-  rows_of(job) -> the job's rows, at most ROWS.
+  rows_of(job) -> the job's rows.
   finish(sums, token, job, is_writer, wait_zero) -> stores: the epilogue. sums are the rows' products with the token's vector. Only the lane with
   is_writer stores. Loads of other kernels' results add wait_zero to the index. Or a CodesOut.
   integer: whether every matrix has integer codes.
   rounded: words and scales of a Rounded, where the first block stores the vectors. They are staged as int8, and have a norm.
   factors: where the norm's 1/rms of each vector is stored.
-  steps: units of a row that a lane takes at most. many: warps of a block, where there are MANY_JOBS.
+  rows: of a job, at most. steps: units of a row that a lane takes at most. many: warps of a block, where there are MANY_JOBS.
   nbytes: of the matrices, where a large launch has several parts. piece: of the floats, if they are spread (see spread_quads).
   early(token, job, wait_zero): loads of the epilogue's."""
   jobs: int
@@ -104,6 +106,7 @@ class MatvecPart:
   integer: bool
   rounded: tuple[UOp, UOp]|None = None
   factors: UOp|None = None
+  rows: int = ROWS
   steps: int = STEPS
   many: int = MANY_WARPS
   nbytes: int = 0
@@ -146,7 +149,7 @@ def linear_part(rows:int, of:Callable[[UOp], RowSegments], y:UOp, integer:bool, 
       if beside: value = value + beside[i]
       stores.append(y[index(token, row).valid(writes)].store(value.cast(y.dtype)))
     return stores
-  return MatvecPart(-(-rows // count), rows_of, finish, integer, early=None if residual is None else residuals)
+  return MatvecPart(-(-rows // count), rows_of, finish, integer, rows=count, early=None if residual is None else residuals)
 
 class Codes(NamedTuple):
   """Vectors that a kernel has stored as int8: number = code · the scale of its EIGHT. Lanes read them from the caches, as neighbouring 16 bytes.
@@ -480,14 +483,22 @@ def large_warps(target:Target, units:int, jobs:int, integer:bool) -> int:
   if target.dot4 is None or jobs * -(-units // (target.lanes * LARGE_STEPS)) < 2 * AT_ONCE: return 0
   return MANY_WARPS * 2 if integer and units >= WIDE_VECTOR else MANY_WARPS
 
-def turns_of(target:Target, work:int, part:MatvecPart, units:int) -> int:
+def large_job(target:Target, weights:Sequence[Weight], rows:int, tokens:int) -> tuple[int, int]|None:
+  """Of a launch that has so many rows and stages vectors, if it is a large one on codes: (a job's rows, units of each that a lane takes). A lane has
+  one unit of the vector, for as many rows as there are registers for: of few tokens, whose sums take some, MANY_ROWS."""
+  units = weights[0].shape[-1] // UNIT
+  if not all(weight.integer for weight in weights) or not large_warps(target, units, rows // ROWS, True): return None
+  return MANY_ROWS if tokens <= 2 and units <= WIDEST_VECTOR else ROWS, 1
+
+def turns_of(target:Target, part:MatvecPart, jobs:int, teams:int, block_warps:int, units:int) -> int:
   """How many jobs a team of a large launch does: all blocks run at once, or in as few waves as can be. Floats take twice the registers, and what a
-  vector of so many units leaves of shared memory is for the jobs' sums. work: in jobs of a warp"""
+  vector of so many units leaves of shared memory is for the jobs' sums. teams, block_warps: of a block"""
   if part.integer: at_once, most = AT_ONCE, TURNS
   else:
     left = target.shared_bytes - (FloatVectors.nbytes(units) if stages_floats(target, units) else 0) - MANY_WARPS * 4   # beside the sums of squares
     at_once, most = AT_ONCE // 2, min(left // (MANY_WARPS * ROWS * 4), TURNS)
-  return -(-work // (at_once * -(-work // (at_once * most))))
+  a_turn = at_once // block_warps * teams   # jobs of the blocks that run at once
+  return -(-jobs // (a_turn * -(-jobs // (a_turn * most))))
 
 def turns_of_parts(parts:Sequence[MatvecPart], layouts:Sequence[ThreadLayout], block_warps:int) -> list[int]:
   """… where a large launch has several parts: all blocks run at once, and what the one that reads most reads is as little as can be. Where results
@@ -589,7 +600,8 @@ def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_sto
   in_parts = len(parts) > 1 or stores_int8
   large = 0
   if staged and (first.nbytes or not in_parts):
-    large = large_warps(target, operand.units, items * max(part.jobs for part in parts), all(part.integer for part in parts))
+    large = large_warps(target, operand.units, items * max(part.jobs * max(part.rows // ROWS, 1) for part in parts),
+                        all(part.integer for part in parts))
   layouts = [thread_layout(operand.segments, target.lanes, items * part.jobs, operand.codes is not None, operand.rounded is not None, part.steps,
                            making // target.lanes or large, part.many) for part in parts]
   threads = max(making, *(layout.threads for layout in layouts))
@@ -597,7 +609,7 @@ def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_sto
   turns = [1 for _ in parts]
   if large and in_parts: turns = turns_of_parts(parts, layouts, large)
   elif large and operand.tokens == 1 and operand.made is None and choice is None:   # of several tokens a block has work enough beside its loads
-    turns = [turns_of(target, items * first.jobs * layouts[0].span // target.lanes, first, operand.units)]
+    turns = [turns_of(target, first, items * first.jobs, layouts[0].teams, large, operand.units)]
   blocks = [-(-part.jobs // (layout.teams * turn)) * group_count(operand.tokens, columns) for part, layout, turn in zip(parts, layouts, turns)]
   start = 0 if extra_stores is None else extra_stores.blocks
   block, thread = UOp.special(start + sum(blocks), "gidx0"), UOp.special(threads, "lidx0")
@@ -645,6 +657,14 @@ def loads_of(nodes:Iterable[UOp]) -> list[UOp]:
 
 def global_loads(weights:Weights) -> list[UOp]: return loads_of(register for row in weights for unit in row for register in unit.registers())
 
+def code_pieces(loads:list[UOp]) -> list[dict[int, UOp]]:
+  """Where words of codes are loaded from, by 16 bytes: {a word's number: its place}"""
+  pieces = dict[tuple[UOp, UOp, int], dict[int, UOp]]()
+  for place in (load.src[0] for load in loads if load.dtype == dtypes.uint32):
+    index, first = place.src[1].pop_const()
+    pieces.setdefault((place.src[0], index, first // 4), {})[first % 4] = place
+  return list(pieces.values())
+
 class TeamSums(NamedTuple):
   """What a thread has when a job is done"""
   sums: list[UOp]              # of each row
@@ -669,8 +689,10 @@ class Part:
     if choice is None or choice.early:
       weights, wait_zero = self.prefetch() if choice is None else self.prefetch_chosen(choice)
       vectors, squares, staged = self.stage(self.hold(wait_zero))
+      late, asked = self.behind_vector(staged)
+      weights += late
       # the loads are sources too: they are issued before it, not where they are used
-      barrier = UOp(Ops.BARRIER, src=(*staged, *global_loads(weights)))
+      barrier = UOp(Ops.BARRIER, src=(*staged, *global_loads(weights), *asked))
     else:
       wait_zero = self.wait(*self.norm_loads(), *choice.constants(self.thread, self.threads))
       vectors, squares, staged = self.stage(wait_zero)
@@ -765,9 +787,30 @@ class Part:
   def prefetch(self) -> tuple[Weights, UOp]:
     """The weights, and wait_zero. Whatever no other kernel decides is loaded before the wait."""
     known, made = self.load(None), self.operand.made
+    known = known[:len(known) - self.late_rows]
     wait_zero = self.wait(*self.norm_loads(), *(made.constants(self.tokens) if made is not None else ()), *global_loads(known))
     complete = all(len(units) == len(self.lane_units) for units in known)
     return known if complete else self.load(wait_zero), wait_zero
+
+  @property
+  def runs_ahead(self) -> bool:
+    """Whether the block, one of a large launch on codes, asks for more weights than its lanes have"""
+    return self.turns > 1 and self.part.integer and self.target.fetch is not None
+  @property
+  def late_rows(self) -> int:
+    """A job's rows whose weights are asked for behind the vector: what a thread stages of a wide one is to come soon"""
+    return 1 if self.runs_ahead and self.operand.units >= WIDE_VECTOR else 0
+
+  def behind_vector(self, staged:list[UOp]) -> tuple[Weights, list[UOp]]:
+    """The weights of the last late_rows, and zeros, known when those of the second turn are asked for. All this stands behind the loads of the
+    vector, which would wait for it, and keeps the memory busy while that is staged."""
+    if not self.runs_ahead: return [], []
+    before = loads_of(staged)
+    zero = opaque_zero(f"0; {self.target.issued}", *before)
+    late = self.load(None, turn=zero)[self.part.rows - self.late_rows:] if self.late_rows else []
+    second = global_loads(self.load(None, gated=False, turn=1 + zero))
+    pieces = code_pieces([load for load in second if load not in before])
+    return late, [fetch(self.target, piece[min(piece)]) for piece in pieces]
 
   def prefetch_chosen(self, choice:Choice) -> tuple[Weights, UOp]:
     """The weights, and wait_zero, where the choice is made before the wait. What it does not decide is asked for before it is made."""

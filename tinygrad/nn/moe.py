@@ -28,8 +28,8 @@ from tinygrad.nn.kernel import (MULTIPROCESSORS, REGISTER_BYTES, REGISTERS_80, U
 from tinygrad.nn.matmul import add_chosen, expert_gate_up_prefill, gate_up_prefill, grouped_matmul, matmul, matmul_split_half, rms_norm_half
 from tinygrad.nn.matvec import (MANY_WARPS, ROWS, STEPS, WARPS, CodedUnit, Codes, CodesOut, DeferredMatrix, ExtraStores, LastBlock, MatvecPart,
                                     Operand, RowSegments, Rounded, ThreadLayout, coded_job, coded_rows_take_turns, codes_in, empty_codes,
-                                    empty_rounded, is_simple, is_wide, lane_steps, linear_part, load_codes, matvec, named, rows_of_job, stores_codes,
-                                    thread_layout)
+                                    empty_rounded, is_simple, is_wide, lane_steps, large_job, linear_part, load_codes, matvec, named, rows_of_job,
+                                    stores_codes, thread_layout)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_msl, expert_gate_up_msl, gate_up_msl, msl_takes
 from tinygrad.nn.norm_linear import (decode_target, few_target, linear_of_codes, mul_mat, norm_linear, operand_of, prefill_target, single_segment,
                                          vector_target)
@@ -39,6 +39,7 @@ from tinygrad.nn.routing import (MadeChoice, Routing, Share, TopKInKernel, choic
 from tinygrad.nn.step import Step
 
 RESIDENT = 1536    # threads of a multiprocessor whose blocks choose experts: each has the registers for its loads, to be asked for together
+PAIR_REGISTERS = 64  # of a thread that multiplies a token by an expert, where four blocks are at once
 BESIDE_LOADS = 20  # registers of such a thread for all else
 CHOICES = 256      # of all tokens' experts, that one block makes by the way
 PAIRS_TOKENS = 4   # up to so many, tokens have few experts in common, and each pair of the two is a matrix times a vector
@@ -100,16 +101,19 @@ def gate_up_launch(step:Step, x:Tensor, norm:Norm, weights:Sequence[Weight], rou
   gate, up = weights
   target, (T, _), F, what = target_of(gate.device), x.shape, gate.shape[0], "rounded" if isinstance(beside, Rounded) else "factors"
   assert target is not None
+  rows, steps = large_job(target, weights, 2 * F, T) or (ROWS, STEPS)
+  results = rows // 2 if F % 2 == 0 else 1   # of a job
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     gate_rows, up_rows = gate.matrix(buffers, "gate"), up.matrix(buffers, "up")
-    def swiglu(sums:list[UOp]) -> UOp: return silu(sums[0]) * sums[1]
-    def store(sums:list[UOp], token:UOp, row:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
-      return [buffers["y"][(token * F + row).valid(is_writer)].store(swiglu(sums))]
-    finish = CodesOut(*codes_in(buffers, "y"), F // UNIT, 1, lambda sums, _job, _zero: [swiglu(sums)], lambda token: token, lambda row: row) \
-      if isinstance(out, Codes) else store
+    def job_rows(job:UOp) -> Sequence[RowSegments]: return [[(matrix, job * results + i)] for i in range(results) for matrix in (gate_rows, up_rows)]
+    def swiglu(sums:list[UOp]) -> list[UOp]: return [silu(gate) * up for gate, up in zip(sums[::2], sums[1::2])]
+    def store(sums:list[UOp], token:UOp, job:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
+      return [buffers["y"][(token * F + job * results + i).valid(is_writer)].store(value) for i, value in enumerate(swiglu(sums))]
+    finish = CodesOut(*codes_in(buffers, "y"), F // UNIT, results, lambda sums, _job, _zero: swiglu(sums), lambda token: token,
+                      lambda job: job * results) if isinstance(out, Codes) else store
     rounded = codes_in(buffers, what) if what == "rounded" else None
-    parts = [MatvecPart(F, lambda row: [[(gate_rows, row)], [(up_rows, row)]], finish, gate.integer and up.integer, rounded,
-                        buffers.get("factors", buffers.get("rounded_factors")), nbytes=gate.nbytes + up.nbytes)]
+    parts = [MatvecPart(F // results, job_rows, finish, gate.integer and up.integer, rounded,
+                        buffers.get("factors", buffers.get("rounded_factors")), 2 * results, steps, nbytes=gate.nbytes + up.nbytes)]
     if router is not None:
       spread = is_wide(router)
       of = single_segment(router.matrix(buffers, "router", spread))
@@ -216,17 +220,19 @@ def choosing_blocks(target:Target, gate:Weight, count:int, results:int=1) -> tup
   layout = thread_layout([D // UNIT], target.lanes, jobs, many=choosing_warps(gate))
   return -(-jobs // layout.teams), layout
 
+def gate_up_loads(gate:Weight, results:int, layout:ThreadLayout) -> int:
+  """Registers for what a lane loads of gate and up of so many results"""
+  return 2 * results * -(-gate.shape[-1] // (UNIT * layout.span)) * (sum(gate.widths) + gate.fields - len(gate.widths))
+
 def results_of_job(target:Target, gate:Weight, count:int, tokens:int) -> int:
   """Neighbouring results of a job of expert_gate_up_launch. A block waits for its weights, as rows are known late: they are to be asked for together,
   by all blocks at once. Two, where blocks of one result each have no registers for that, and half as many have, or are at once where they are not"""
-  _, F, D = gate.shape
-  unit_registers = sum(gate.widths) + gate.fields - len(gate.widths)
+  F = gate.shape[1]
   def at_once(results:int) -> tuple[bool, bool]:
     """Whether blocks of so many results are, and with the registers"""
     blocks, layout = choosing_blocks(target, gate, count, results)
     threads = -(-blocks * tokens // MULTIPROCESSORS) * layout.threads   # for a multiprocessor
-    loads = 2 * results * -(-D // (UNIT * layout.span)) * unit_registers
-    return threads <= RESIDENT, 4 * threads * (loads + BESIDE_LOADS) <= REGISTER_BYTES
+    return threads <= RESIDENT, 4 * threads * (gate_up_loads(gate, results, layout) + BESIDE_LOADS) <= REGISTER_BYTES
   (one, one_has_room), (two, two_have_room) = map(at_once, (1, 2))
   if target.at_once is None or gate.looks_up or not gate.integer or F % 2 or one_has_room: return 1
   return 2 if two_have_room or two and not one else 1
@@ -267,11 +273,19 @@ def expert_gate_up_launch(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], lo
   resident = RESIDENT if is_simple(gate) or results > 1 else 0
   return launch(f"expert_gate_up_{K}_{routing.label}_{gate.label}", outs, ins, body, resident=resident)
 
+def results_of_pairs(target:Target, gate:Weight, count:int) -> int:
+  """Neighbouring results of a job of chosen_gate_up: two where a lane has the registers for their loads, of half as many blocks"""
+  _, F, D = gate.shape
+  layout = thread_layout([D // UNIT], target.lanes, count * F // 2, copies=True)
+  if F % 2 or gate.looks_up or not gate.integer: return 1
+  return 2 if gate_up_loads(gate, 2, layout) + BESIDE_LOADS <= PAIR_REGISTERS else 1
+
 def chosen_gate_up(x:Rounded, gate:Weight, up:Weight, sel:Tensor, weights:Tensor, trigger_last:bool) -> Codes:
   """expert_gate_up of RMSNorm(x) as int8 and a choice that is made. sel: int32 (T, K); weights: float32 (T, K) -> the hidden numbers, a vector a
-  token. Jobs and gidx1 are expert_gate_up_launch's. trigger_last: the next kernel may read the choice early (see pdl_wait)."""
+  token. gidx1 is expert_gate_up_launch's. trigger_last: the next kernel may read the choice early (see pdl_wait)."""
   (E, F, D), (T, K), target = gate.shape, sel.shape, target_of(gate.device)
   assert target is not None
+  results = results_of_pairs(target, gate, K)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token = UOp.special(T, "gidx1")
     def load(name:str, job:UOp, wait_zero:UOp) -> UOp: return buffers[name][token * K + job // F + wait_zero].load()
@@ -281,11 +295,15 @@ def chosen_gate_up(x:Rounded, gate:Weight, up:Weight, sel:Tensor, weights:Tensor
         expert = expert_index(load("sel", job, wait_zero), E)
         return lambda row, unit, gate: matrix(expert * F + row, unit, gate)
       return DeferredMatrix(of)
-    def rows_of_job(job:UOp) -> Sequence[RowSegments]: return [[(rows(name, weight, job), job % F)] for name, weight in (("gate", gate), ("up", up))]
-    def values(sums:list[UOp], job:UOp, wait_zero:UOp) -> list[UOp]: return [as_it_is(silu(sums[0]) * sums[1]) * load("weights", job, wait_zero)]
-    finish = CodesOut(*codes_in(buffers, "y"), K * F // UNIT, 1, values, lambda _: token, lambda job: job)
+    def rows_of_job(job:UOp) -> Sequence[RowSegments]:
+      first = job * results
+      return [[(rows(name, weight, first), first % F + i)] for i in range(results) for name, weight in (("gate", gate), ("up", up))]
+    def values(sums:list[UOp], job:UOp, wait_zero:UOp) -> list[UOp]:
+      weight = load("weights", job * results, wait_zero)
+      return [as_it_is(silu(gate) * up) * weight for gate, up in zip(sums[::2], sums[1::2])]
+    finish = CodesOut(*codes_in(buffers, "y"), K * F // UNIT, results, values, lambda _: token, lambda job: job * results)
     operand = Operand([D // UNIT], None, rounded=(*codes_in(buffers, "x"), token), factor=stored_factor(buffers["x_factors"], token))
-    return matvec(target, operand, [MatvecPart(K * F, rows_of_job, finish, gate.integer and up.integer)], trigger_last=trigger_last)
+    return matvec(target, operand, [MatvecPart(K * F // results, rows_of_job, finish, gate.integer and up.integer)], trigger_last=trigger_last)
   ins = {**named(x, "x"), **gate.args("gate"), **up.args("up"), "sel": sel, "weights": weights}
   return Codes(*launch(f"chosen_gate_up_{K}_{gate.label}", named(empty_codes(sel, T, K * F), "y"), ins, body))
 
@@ -416,7 +434,8 @@ def mixture_decode(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routin
 
 def repeated_instructions(target:Target, routing:Routing, gate:Weight) -> int:
   """What the blocks of expert_gate_up_launch spend on one token's choice and vector, each for itself"""
-  (E, _, D), (blocks, _) = gate.shape, choosing_blocks(target, gate, routing.count)
+  (E, _, D), results = gate.shape, results_of_job(target, gate, routing.count, 1)
+  blocks, _ = choosing_blocks(target, gate, routing.count, results)
   return blocks * (routing.comparisons(E) * COMPARING + D // 4 * STAGING) // target.lanes
 
 def pairs_target(step:Step, x:Tensor, _:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None,

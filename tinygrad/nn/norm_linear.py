@@ -18,7 +18,7 @@ from tinygrad.nn.kernel import (SLOTS, UNIT, Load4, Matrix, Norm, Rope, Weight, 
                                 position_of, rotated, sum_in_order)
 from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
 from tinygrad.nn.matvec import (LARGE_STEPS, ROWS, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments,
-                                    coded_job, codes_in, empty_codes, is_simple, lane_steps, linear_part, load_codes, matvec, named,
+                                    coded_job, codes_in, empty_codes, is_simple, lane_steps, large_job, linear_part, load_codes, matvec, named,
                                     rows_of_job, stores_codes)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, msl_takes
 from tinygrad.nn.primitive import primitive
@@ -165,10 +165,12 @@ def norm_linear_decode(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Wei
     for i, weight in enumerate(weights):
       first = i == 0
       rotates = rope is not None and first   # pairs
+      large = None if rotates or len(weights) > 1 else large_job(target, weights, weight.shape[0], x.shape[0])
+      count, steps = large or (ROWS if rotates else rows_of_job(target, weight), lane_steps(weight))
       part = linear_part(weight.shape[0], single_segment(weight.matrix(buffers, f"w{i}", spread=True)), buffers[f"y{i}"], weight.integer,
                          epilogue=rotate if rotates else None, residual=buffers.get("residual") if first else None,
-                         count=ROWS if rotates else rows_of_job(target, weight))
-      parts.append(replace(part, steps=lane_steps(weight), piece=weight.piece))
+                         count=count)
+      parts.append(replace(part, steps=steps, piece=weight.piece))
     return matvec(target, operand_of(buffers, x, norm), parts)
   there = {"norm": norm, "linear": weights, "rope": rope, "residual": residual}
   name = "_".join([what for what, it in there.items() if it is not None] + [weight.label for weight in weights])
