@@ -117,6 +117,7 @@ SLOW = {
     r"test_form\[(norm_linear (33 rows|96 rows rotated)-CUDA-prefill-33|norm_linear rows that grow-CUDA-few)",
     r"test_form\[(latent_attention 8 bits|argmax 40001 drawn from nuclei)-CPU-cpu_decode-1",
     r"test_turns_of_a_large_launch\[14",
+    r"test_one_token_of_a_wide_model",   # test_turns_of_parts has one
     r"test_form\[mixture shared-CUDA-pairs-3",   # test_choice_before_the_wait has pairs, test_sums_in_lanes three columns
     # test_cpu has these primitives' kernels, of one, few and many tokens
     r"test_form\[((gate_up|expert_gate_up|expert_down|latent_attention|embedding) |norm_linear (?!rows that)|mul_mat (id|many|a matrix)).*-CPU-",
