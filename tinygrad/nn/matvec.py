@@ -785,7 +785,7 @@ class Part:
     return weights
 
   def prefetch(self) -> tuple[Weights, UOp]:
-    """The weights, and wait_zero. Whatever no other kernel decides is loaded before the wait."""
+    """The weights, and wait_zero. Whatever no other kernel decides is loaded before the wait, but for late_rows."""
     known, made = self.load(None), self.operand.made
     known = known[:len(known) - self.late_rows]
     wait_zero = self.wait(*self.norm_loads(), *(made.constants(self.tokens) if made is not None else ()), *global_loads(known))
