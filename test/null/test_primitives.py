@@ -405,6 +405,21 @@ def test_turns_of_a_large_launch(kind: T, rows: int, inner: int, rotated: bool, 
   assert found == [turns]
   test_as_alone(case, "CUDA", "decode", Sequences(2))
 
+def test_a_large_feed_forward(monkeypatch: pytest.MonkeyPatch):
+  """Two results a job, also of two tokens, whose bytes are one's; one where they are odd"""
+  for name, value in {"AT_ONCE": 8, "MANY_WARPS": 4, "FEW_BLOCKS": 0}.items(): monkeypatch.setattr(matvec, name, value)
+  found, turns_of = [], matvec.turns_of_parts
+  monkeypatch.setattr(matvec, "turns_of_parts", lambda parts, *rest: found.append(parts[0].rows) or turns_of(parts, *rest))
+  def large(tokens: int) -> tuple:
+    weights = moe.FeedForward(load(T.Q4_K, 96, 512), load(T.Q5_0, 96, 512), load(T.Q8_0, 64, 96))
+    return step_of(tokens), floats(tokens, 512), norm(512), weights, floats(tokens, 64)
+  case = Case(moe.feed_forward, "large", large, [])
+  run(case, "CUDA", "decode", 1)
+  test_as_alone(case, "CUDA", "decode", Sequences(2))
+  assert found == [matvec.MANY_ROWS] * 2
+  def odd(tokens: int) -> tuple: return step_of(tokens), floats(tokens, 512), norm(512), load(T.Q4_K, 97, 512), load(T.Q5_0, 97, 512), None
+  run(Case(moe.gate_up, "odd", odd, []), "CUDA", "decode", 1)
+
 @pytest.mark.parametrize("units,turns", [(224, 36), (367, 12), (512, 36)])
 def test_turns_of_floats(units: int, turns: int):
   """As many as shared memory has room for beside the vector, also the widest that is staged; one that stays in device memory leaves all of it"""
@@ -514,8 +529,8 @@ def test_results_of_pairs(kind: T, shape: tuple[int, ...], count: int, results: 
   """Two where a lane has 64 registers for the loads of four rows and all else"""
   assert moe.results_of_pairs(intrinsics.HOPPER, of_kind(kind, shape), count) == results
 
-@pytest.mark.parametrize("of,name,tokens", [(moe.expert_gate_up, "Q5_K sigmoid", 1), (moe.mixture, "shared", 1), (moe.mixture, "shared", 3)],
-                         ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize("of,name,tokens", [(moe.expert_gate_up, "Q5_K sigmoid", 1), (moe.expert_gate_up, "F16 softmax of the chosen", 2),
+                                            (moe.mixture, "shared", 1), (moe.mixture, "shared", 3)], ids=lambda x: getattr(x, "name", x))
 def test_jobs_of_two_results(of: Primitive, name: str, tokens: int, monkeypatch: pytest.MonkeyPatch):
   """… have the bytes of jobs of one"""
   args = next(case for case in CASES if case.of is of and case.name == name).args

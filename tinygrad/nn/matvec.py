@@ -97,7 +97,8 @@ class MatvecPart:
   integer: whether every matrix has integer codes.
   rounded: words and scales of a Rounded, where the first block stores the vectors. They are staged as int8, and have a norm.
   factors: where the norm's 1/rms of each vector is stored.
-  rows: of a job, at most. steps: units of a row that a lane takes at most. many: warps of a block, where there are MANY_JOBS.
+  rows: of a job, where the launch may be a large one. steps: units of a row that a lane takes at most.
+  many: warps of a block, where there are MANY_JOBS.
   nbytes: of the matrices, where a large launch has several parts. piece: of the floats, if they are spread (see spread_quads).
   early(token, job, wait_zero): loads of the epilogue's."""
   jobs: int
@@ -807,7 +808,7 @@ class Part:
     if not self.runs_ahead: return [], []
     before = loads_of(staged)
     zero = opaque_zero(f"0; {self.target.issued}", *before)
-    late = self.load(None, turn=zero)[self.part.rows - self.late_rows:] if self.late_rows else []
+    late = self.load(None, turn=zero)[self.part.rows - self.late_rows:]
     second = global_loads(self.load(None, gated=False, turn=1 + zero))
     pieces = code_pieces([load for load in second if load not in before])
     return late, [fetch(self.target, piece[min(piece)]) for piece in pieces]

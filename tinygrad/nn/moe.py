@@ -65,6 +65,13 @@ def present(*weights:Weight|None) -> list[Weight]: return [weight for weight in 
 
 # ---- gate and up ----
 
+def rows_of_results(matrices:Sequence[Matrix|DeferredMatrix], row:UOp, results:int) -> list[RowSegments]:
+  """The rows of a job that makes neighbouring results from `row` on. matrices: gate and up"""
+  return [[(matrix, row + i)] for i in range(results) for matrix in matrices]
+def swiglu(sums:list[UOp]) -> list[UOp]:
+  """The results, from the sums of rows_of_results"""
+  return [silu(gate) * up for gate, up in zip(sums[::2], sums[1::2])]
+
 @primitive(outputs=lambda step, x, norm, gate, up, router: [empty(x, x.shape[0], weight.shape[0]) for weight in present(gate, router)])
 def gate_up(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, router:Weight|None=None) -> list[Tensor]:
   """silu(gate·n) · (up·n) with n = RMSNorm(x), and router·n. x: float32 (T, D); gate, up: (F, D); router: (E, D)
@@ -104,15 +111,13 @@ def gate_up_launch(step:Step, x:Tensor, norm:Norm, weights:Sequence[Weight], rou
   rows, steps = large_job(target, weights, 2 * F, T) or (ROWS, STEPS)
   results = rows // 2 if F % 2 == 0 else 1   # of a job
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    gate_rows, up_rows = gate.matrix(buffers, "gate"), up.matrix(buffers, "up")
-    def job_rows(job:UOp) -> Sequence[RowSegments]: return [[(matrix, job * results + i)] for i in range(results) for matrix in (gate_rows, up_rows)]
-    def swiglu(sums:list[UOp]) -> list[UOp]: return [silu(gate) * up for gate, up in zip(sums[::2], sums[1::2])]
+    matrices = [gate.matrix(buffers, "gate"), up.matrix(buffers, "up")]
     def store(sums:list[UOp], token:UOp, job:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
       return [buffers["y"][(token * F + job * results + i).valid(is_writer)].store(value) for i, value in enumerate(swiglu(sums))]
     finish = CodesOut(*codes_in(buffers, "y"), F // UNIT, results, lambda sums, _job, _zero: swiglu(sums), lambda token: token,
                       lambda job: job * results) if isinstance(out, Codes) else store
     rounded = codes_in(buffers, what) if what == "rounded" else None
-    parts = [MatvecPart(F // results, job_rows, finish, gate.integer and up.integer, rounded,
+    parts = [MatvecPart(F // results, lambda job: rows_of_results(matrices, job * results, results), finish, gate.integer and up.integer, rounded,
                         buffers.get("factors", buffers.get("rounded_factors")), 2 * results, steps, nbytes=gate.nbytes + up.nbytes)]
     if router is not None:
       spread = is_wide(router)
@@ -213,12 +218,16 @@ def choosing_warps(gate:Weight) -> int:
   """Of a block of expert_gate_up_launch: where a job is more work, the last of large blocks would run alone for longer"""
   return MANY_WARPS if is_simple(gate) else WARPS
 
-def choosing_blocks(target:Target, gate:Weight, count:int, results:int=1) -> tuple[int, ThreadLayout]:
+def choosing_blocks(target:Target, gate:Weight, count:int, results:int) -> tuple[int, ThreadLayout]:
   """Of a token, and their layout, where a job has so many results"""
   _, F, D = gate.shape
   jobs = count * F // results
   layout = thread_layout([D // UNIT], target.lanes, jobs, many=choosing_warps(gate))
   return -(-jobs // layout.teams), layout
+
+def may_make_two(gate:Weight) -> bool:
+  """Whether a job of gate and up may make two neighbouring results. Floats, and what is looked up, take registers beside"""
+  return not gate.looks_up and gate.integer and gate.shape[1] % 2 == 0
 
 def gate_up_loads(gate:Weight, results:int, layout:ThreadLayout) -> int:
   """Registers for what a lane loads of gate and up of so many results"""
@@ -227,14 +236,13 @@ def gate_up_loads(gate:Weight, results:int, layout:ThreadLayout) -> int:
 def results_of_job(target:Target, gate:Weight, count:int, tokens:int) -> int:
   """Neighbouring results of a job of expert_gate_up_launch. A block waits for its weights, as rows are known late: they are to be asked for together,
   by all blocks at once. Two, where blocks of one result each have no registers for that, and half as many have, or are at once where they are not"""
-  F = gate.shape[1]
   def at_once(results:int) -> tuple[bool, bool]:
     """Whether blocks of so many results are, and with the registers"""
     blocks, layout = choosing_blocks(target, gate, count, results)
     threads = -(-blocks * tokens // MULTIPROCESSORS) * layout.threads   # for a multiprocessor
     return threads <= RESIDENT, 4 * threads * (gate_up_loads(gate, results, layout) + BESIDE_LOADS) <= REGISTER_BYTES
   (one, one_has_room), (two, two_have_room) = map(at_once, (1, 2))
-  if target.at_once is None or gate.looks_up or not gate.integer or F % 2 or one_has_room: return 1
+  if target.at_once is None or not may_make_two(gate) or one_has_room: return 1
   return 2 if two_have_room or two and not one else 1
 
 def expert_gate_up_launch(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], logits:Tensor, routing:Routing, out:Tensor|Codes,
@@ -251,14 +259,13 @@ def expert_gate_up_launch(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], lo
     token, matrices = UOp.special(T, "gidx1"), [gate.matrix(buffers, "gate"), up.matrix(buffers, "up")]
     chosen = TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token)
     def rows_of_job(job:UOp) -> Sequence[RowSegments]:
-      row = chosen.expert(job * results // F).cast(dtypes.weakint) * F + job * results % F
-      return [[(matrix, row + i)] for i in range(results) for matrix in matrices]
-    def swiglu(sums:list[UOp], job:UOp) -> list[UOp]:
+      return rows_of_results(matrices, chosen.expert(job * results // F).cast(dtypes.weakint) * F + job * results % F, results)
+    def weighted(sums:list[UOp], job:UOp) -> list[UOp]:
       weight = as_it_is(chosen.weight(job * results // F))
-      return [as_it_is(silu(gate) * up) * weight for gate, up in zip(sums[::2], sums[1::2])]
+      return [as_it_is(value) * weight for value in swiglu(sums)]
     def store(sums:list[UOp], _:UOp, job:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
-      return [buffers["y"][(token * K * F + job * results + i).valid(is_writer)].store(value) for i, value in enumerate(swiglu(sums, job))]
-    finish = CodesOut(*codes_in(buffers, "y"), K * F // UNIT, results, lambda sums, job, _zero: swiglu(sums, job), lambda _: token,
+      return [buffers["y"][(token * K * F + job * results + i).valid(is_writer)].store(value) for i, value in enumerate(weighted(sums, job))]
+    finish = CodesOut(*codes_in(buffers, "y"), K * F // UNIT, results, lambda sums, job, _zero: weighted(sums, job), lambda _: token,
                       lambda job: job * results) if isinstance(out, Codes) else store
     def store_choice(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:
       k = thread.minimum(K - 1)
@@ -277,8 +284,7 @@ def results_of_pairs(target:Target, gate:Weight, count:int) -> int:
   """Neighbouring results of a job of chosen_gate_up: two where a lane has the registers for their loads, of half as many blocks"""
   _, F, D = gate.shape
   layout = thread_layout([D // UNIT], target.lanes, count * F // 2, copies=True)
-  if F % 2 or gate.looks_up or not gate.integer: return 1
-  return 2 if gate_up_loads(gate, 2, layout) + BESIDE_LOADS <= PAIR_REGISTERS else 1
+  return 2 if may_make_two(gate) and gate_up_loads(gate, 2, layout) + BESIDE_LOADS <= PAIR_REGISTERS else 1
 
 def chosen_gate_up(x:Rounded, gate:Weight, up:Weight, sel:Tensor, weights:Tensor, trigger_last:bool) -> Codes:
   """expert_gate_up of RMSNorm(x) as int8 and a choice that is made. sel: int32 (T, K); weights: float32 (T, K) -> the hidden numbers, a vector a
@@ -297,10 +303,10 @@ def chosen_gate_up(x:Rounded, gate:Weight, up:Weight, sel:Tensor, weights:Tensor
       return DeferredMatrix(of)
     def rows_of_job(job:UOp) -> Sequence[RowSegments]:
       first = job * results
-      return [[(rows(name, weight, first), first % F + i)] for i in range(results) for name, weight in (("gate", gate), ("up", up))]
+      return rows_of_results([rows("gate", gate, first), rows("up", up, first)], first % F, results)
     def values(sums:list[UOp], job:UOp, wait_zero:UOp) -> list[UOp]:
       weight = load("weights", job * results, wait_zero)
-      return [as_it_is(silu(gate) * up) * weight for gate, up in zip(sums[::2], sums[1::2])]
+      return [as_it_is(value) * weight for value in swiglu(sums)]
     finish = CodesOut(*codes_in(buffers, "y"), K * F // UNIT, results, values, lambda _: token, lambda job: job * results)
     operand = Operand([D // UNIT], None, rounded=(*codes_in(buffers, "x"), token), factor=stored_factor(buffers["x_factors"], token))
     return matvec(target, operand, [MatvecPart(K * F // results, rows_of_job, finish, gate.integer and up.integer)], trigger_last=trigger_last)
