@@ -88,6 +88,7 @@ class MockCompiler(Compiler):
     for instruction, text in (("ex2", "exp2(x)"), ("rcp", "1 / x"), ("rsqrt", "1 / sqrt(x)")):
       src = re.sub(rf'asm\("{instruction}\.approx[^;]*;[^;]*;', f"y = {text};", src)
     src = re.sub(r'asm\("lop3\.b32 [^"]* 0xea;"[^;]*;', "d = a & b | c;", src)
+    src = re.sub(r'asm\("dp4a\.u32\.s32[^;]*;[^;]*;', "d = mock_dp4a(a, b, c);", src)
     with tempfile.TemporaryDirectory() as folder:
       kernel, out = pathlib.Path(folder) / "kernel.cpp", pathlib.Path(folder) / "kernel.so"
       # else its threads may run one after another

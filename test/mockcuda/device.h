@@ -71,6 +71,10 @@ static inline int __dp4a(int a, int b, int c) {
   for (int i = 0; i < 4; i++) c += (int)(signed char)(a >> 8 * i) * (int)(signed char)(b >> 8 * i);
   return c;
 }
+static inline int mock_dp4a(unsigned a, int b, int c) {   // unsigned bytes times signed ones
+  for (int i = 0; i < 4; i++) c += (int)(unsigned char)(a >> 8 * i) * (int)(signed char)(b >> 8 * i);
+  return c;
+}
 static inline unsigned __byte_perm(unsigned low, unsigned high, unsigned digits) {
   unsigned result = 0;
   for (int i = 0; i < 4; i++) result |= (unsigned)(((unsigned long long)high << 32 | low) >> (digits >> 4 * i & 7) * 8 & 255) << 8 * i;

@@ -4,7 +4,7 @@ written two launches back may be read before the wait, where it is known to be d
 import functools, re
 from typing import Any, Callable, NamedTuple
 import pytest
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType as T
 from extra.bench import no_device, stand_in, with_blocks
 from scheduled import on, programs
 from tinygrad import Tensor, dtypes
@@ -206,7 +206,7 @@ def source_of_output(rows: int, width: int = 8192) -> str:
   """attn_output of one token, in Q8_0: a job's two rows take several warps, where they are as wide as that"""
   residual, units = Tensor.empty(1, rows), width // 32
   planes = {"q0": Tensor.empty(rows, units, 8, dtype=dtypes.uint32), "d": Tensor.empty(rows, units, dtype=dtypes.half)}
-  weight = QuantizedLinear(GGMLQuantizationType.Q8_0, (rows, width), planes)
+  weight = QuantizedLinear(T.Q8_0, (rows, width), planes)
   program, = programs(lambda: norm_linear.linear_of_codes(empty_codes(residual, 1, width), weight, residual))
   return next(u.arg for u in program.src if u.op is Ops.SOURCE)
 
@@ -219,21 +219,33 @@ def test_what_a_lane_does_beside_products():
   assert several.count("__shfl_xor_sync(") == 1 + 4 and one.count("__shfl_xor_sync(") == 1 + 4 + 1
   assert all("(float)(__dp4a(" not in source and "__dp4a(" in source for source in (several, one))
 
-@pytest.mark.parametrize("rows,width,late", [(32768, 2048, 0), (8192, 7168, 1)])
-def test_what_runs_ahead(rows: int, width: int, late: int):
+QUADS = {T.Q8_0: 2, T.Q4_K: 1}   # of words of codes a unit
+
+def source_behind_norm(kind: T, rows: int, width: int) -> str:
+  """A matrix behind a norm, of one token"""
+  planes = {"q0": Tensor.empty(rows, width // 32, QUADS[kind] * 4, dtype=dtypes.uint32)}
+  if kind is T.Q8_0: planes["d"] = Tensor.empty(rows, width // 32, dtype=dtypes.half)
+  else: planes["header"] = Tensor.empty(rows, width // 256 * 4, dtype=dtypes.uint32)
+  step = Step.decode(Tensor.empty(1, dtype=dtypes.int32), Tensor.empty(1, 2, dtype=dtypes.int32))
+  weight, norm = QuantizedLinear(kind, (rows, width), planes), RMSNorm(Tensor.empty(width), 1e-5)
+  program, = programs(lambda: norm_linear.norm_linear(step, Tensor.empty(1, width), norm, [weight])[0])
+  return next(u.arg for u in program.src if u.op is Ops.SOURCE)
+
+@pytest.mark.parametrize("kind,rows,width,late,second", [(T.Q8_0, 32768, 2048, 0, 2 * 4), (T.Q8_0, 8192, 7168, 1, 2 * 4),
+                                                         (T.Q4_K, 32768, 2048, 0, 4 + 4), (T.Q4_K, 8192, 7168, 1, 4)])
+def test_what_runs_ahead(kind: T, rows: int, width: int, late: int, second: int):
   """A block of a large launch asks for its lanes' weights before the wait, those of a job's last row behind a wide vector, and the second turn's
-  behind all these: what is asked for first comes first"""
-  with on("CUDA"):
-    planes = {"q0": Tensor.empty(rows, width // 32, 8, dtype=dtypes.uint32), "d": Tensor.empty(rows, width // 32, dtype=dtypes.half)}
-    weight = QuantizedLinear(GGMLQuantizationType.Q8_0, (rows, width), planes)
-    step = Step.decode(Tensor.empty(1, dtype=dtypes.int32), Tensor.empty(1, 2, dtype=dtypes.int32))
-    program, = programs(lambda: norm_linear.norm_linear(step, Tensor.empty(1, width), RMSNorm(Tensor.empty(width), 1e-5), [weight])[0])
-  before, behind = next(u.arg for u in program.src if u.op is Ops.SOURCE).split(WAIT)
-  staging = behind.split("__syncthreads")[0]
+  behind all these, of a wide vector's the first plane alone: what is asked for first comes first"""
+  with on("CUDA"): before, behind = source_behind_norm(kind, rows, width).split(WAIT)
+  staging, quads = behind.split("__syncthreads")[0], QUADS[kind]
   asked = [at.start() for at in re.finditer(r"prefetch\.global\.L2", staging)]
   def loads(text: str, buffer: str) -> list[int]: return [at.start() for at in re.finditer(rf"\(\(\w+\*\)\(\({buffer}_", text)]
-  assert len(loads(before, "data3")) == 2 * (4 - late) and len(loads(staging, "data3")) == 2 * late and len(asked) == 2 * 4
+  assert len(loads(before, "data3")) == quads * (4 - late) and len(loads(staging, "data3")) == quads * late and len(asked) == second
   assert loads(staging, "data1") and max(loads(staging, "data1")) < min(asked + loads(staging, "data3"))
+
+def test_upper_nibbles_where_they_lie():
+  """… are multiplied in jobs of four rows, which have registers for it"""
+  with on("CUDA"): assert [source_behind_norm(T.Q4_K, rows, 2048).count("dp4a.u32") for rows in (1024, 32768)] == [0, 4 * 4 * 2]
 
 def sources_of_a_few(tokens: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[str], str]]:
   """{kernel: (its buffers' names, its source)} of a mixture's step, of heads with RoPE and of their latent queries, on Hopper"""
@@ -247,7 +259,7 @@ def sources_of_a_few(tokens: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
   def empty(cls: type[QuantizedWeight], *shape: int) -> QuantizedWeight:
     *rows, units = *shape[:-1], shape[-1] // 32
     planes = {"q0": Tensor.empty(*rows, units, 8, dtype=dtypes.uint32), "d": Tensor.empty(*rows, units, dtype=dtypes.half)}
-    return cls(GGMLQuantizationType.Q8_0, shape, planes)
+    return cls(T.Q8_0, shape, planes)
   def matrix(*shape: int) -> QuantizedWeight: return empty(QuantizedLinear, *shape)
   def experts(*shape: int) -> QuantizedWeight: return empty(QuantizedExpertWeights, 4, *shape)
   with no_device("CUDA"), collected_calls() as calls:

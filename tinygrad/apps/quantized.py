@@ -115,9 +115,8 @@ def _trits() -> np.ndarray:
 def _half(b:Raw) -> Raw: return (b[:, 0:1] | (b[:, 1:2] << 8)).cast(dtypes.uint16).bitcast(dtypes.half)
 def _pairs(b:Raw) -> Raw: return (b[:, 0::2] | (b[:, 1::2] << 8)).cast(dtypes.uint16)
 def _six_bit_pairs(a:Raw, b:Raw) -> Planes:
-  """Two 6-bit numbers a unit, (n, 8) each: their low nibbles in a byte a unit, their high bits in 4 bits of a word a block"""
-  return {"s": ((a & 15) | ((b & 15) << 4)).cast(dtypes.uint8),
-          "t": (((a >> 4) | ((b >> 4) << 2)) << _steps(a, 8, 4)).sum(-1, keepdim=True, dtype=dtypes.uint32)}
+  """Two 6-bit numbers a unit, (n, 8) each: the first and the second's high bits in a byte a unit, its low nibble in 4 bits of a word a block"""
+  return {"s": (a | ((b >> 4) << 6)).cast(dtypes.uint8), "t": ((b & 15) << _steps(a, 8, 4)).sum(-1, keepdim=True, dtype=dtypes.uint32)}
 def _k_scales(q:Raw) -> Planes:
   """The 12 bytes of Q4_K and Q5_K: eight 6-bit scales and eight 6-bit minimums"""
   lo, mid, hi = q[:, 0:4], q[:, 4:8], q[:, 8:12]
@@ -152,7 +151,7 @@ Scales = list[tuple[Any, Any]]  # (scale, minimum) of the whole unit, or of each
 def _float(x): return x.cast(dtypes.float)
 def _unpack_six(p:UnitView) -> tuple[Any, Any]:
   s, t = p.at("s").cast(dtypes.uint32), p.at("t") >> (p.index.cast(dtypes.uint32) * 4)
-  return (s & 15) | ((t & 3) << 4), (s >> 4) | (((t >> 2) & 3) << 4)
+  return s & 63, (t & 15) | ((s >> 2) & 48)
 def _d(p:UnitView) -> Scales: return [(_float(p.at("d")), None)]
 def _d_m(p:UnitView) -> Scales: return [(_float(p.at("d")), _float(p.at("m")))]
 def _k(p:UnitView) -> Scales:

@@ -72,6 +72,7 @@ class Target:
   shuffle_xor: str             # {0} of the lane whose number differs by the bit {o}, a constant
   shuffle_from: str|None = None    # {0} of lane {1}
   dot4: str|None = None        # {2} + Σ of the four int8 products of {0} and {1}; int32
+  dot4_unsigned: str|None = None   # … of four uint8 of {0} and the int8 of {1}
   wait: str|None = None        # statement: go on when the kernels before this one are done
   trigger: str|None = None     # statement: the next kernel may start when all blocks are here; of a target with `wait`
   at_once: str|None = None     # a word to the compiler: {n} blocks at once are enough of a multiprocessor, whose registers they share
@@ -121,6 +122,8 @@ def _approximate(instruction:str) -> str:
 
 TARGETS = {
   "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", "__shfl_sync(0xffffffffu, {0}, {1})", "__dp4a((int)({0}), {1}, {2})", mma=MMA_CUDA,
+                 dot4_unsigned='[](uint a, int b, int c) {{ int d; asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); '
+                               "return d; }}({0}, {1}, {2})",
                  byte_perm="__byte_perm({0}, {1}, {2})",
                  and_or='[](uint a, uint b, uint c) {{ uint d; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }}'
                         "({0}, {1}, {2})",
@@ -228,6 +231,11 @@ def dot4(target:Target, left:UOp, right:UOp, total:UOp) -> UOp:
   """total + Σ left[i]·right[i] over the four int8 of two words, int32"""
   assert target.dot4 is not None
   return UOp(Ops.CUSTOMI, dtypes.int, src=(left, right, total), arg=target.dot4)
+
+def dot4_unsigned(target:Target, left:UOp, right:UOp, total:UOp) -> UOp:
+  """total + Σ left[i]·right[i] over the four uint8 of a word and the four int8 of another, int32"""
+  assert target.dot4_unsigned is not None
+  return UOp(Ops.CUSTOMI, dtypes.int, src=(left, right, total), arg=target.dot4_unsigned)
 
 def word(value:int) -> UOp: return UOp.const(value, dtypes.uint32)
 

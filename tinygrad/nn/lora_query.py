@@ -107,7 +107,7 @@ def rows_part(teams:Teams, rows:int, matrix:Matrix, first:UOp, store:Callable[[U
   def of_job(job:UOp) -> list[UOp]: return [job * teams.rows + i for i in range(teams.rows)]
   def finish(sums:list[UOp], token:UOp, job:UOp, is_writer:UOp, wait_zero:UOp) -> list[UOp]:
     return [store(token, row, value, is_writer) for row, value in zip(of_job(job), sums)]
-  return MatvecPart(rows // teams.rows, lambda job: [[(matrix, first + row)] for row in of_job(job)], finish, True)
+  return MatvecPart(rows // teams.rows, lambda job: [[(matrix, first + row)] for row in of_job(job)], finish, True, rows=teams.rows)
 
 class QueryBlock:
   """A block that has a share of a head's latent queries. number: its own, of all such"""

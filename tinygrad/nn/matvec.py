@@ -40,7 +40,7 @@ from typing import Callable, Iterable, NamedTuple, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import prod
-from tinygrad.nn.intrinsics import Target, dot4, fetch, group_reduce, group_sum, is_last_block, opaque_zero, pdl_wait, shuffle
+from tinygrad.nn.intrinsics import Target, dot4, dot4_unsigned, fetch, group_reduce, group_sum, is_last_block, opaque_zero, pdl_wait, shuffle
 from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Matrix, Unit, Weight, branch, empty, local, safe_index, spread_quads, sum_in_order
 from tinygrad.uop.ops import Ops
 
@@ -325,8 +325,10 @@ class StagedWord(NamedTuple):
 class Int8Vectors:
   """Vectors as int8, four to a word: words 0–3 of unit u at u·4 of a vector, words 4–7 at (pitch + u)·4. Beside them as float32, at u·4: the unit's
   scale, and scale · Σ x of each of its halves."""
-  def __init__(self, target:Target, units:int, columns:int, slot:int):
+  def __init__(self, target:Target, units:int, columns:int, slot:int, rows:int=ROWS):
     self.staged:list[StagedWord] = []   # by this thread
+    # the upper nibbles have a sum of their own: where jobs have fewer rows, a register that this takes costs more than what it saves
+    self.apart = rows >= MANY_ROWS
     self.target, self.units, self.pitch = target, units, self.pitch_of(units)
     self.words = local(columns * 2 * self.pitch * 4, dtypes.int, slot)
     self.meta = local(columns * units * 4, dtypes.float, slot + 1)
@@ -357,9 +359,11 @@ class Int8Vectors:
     def dot(weights:Unit) -> UOp:
       groups, sums = len(weights.scales), []
       for group, (weight_scale, minimum) in enumerate(weights.scales):
-        products = UOp.const(0, dtypes.int)
-        for j in range(group * 8 // groups, (group + 1) * 8 // groups):
-          products = dot4(self.target, int8_codes(weights, j), words[j], products)
+        products, of_group = UOp.const(0, dtypes.int), range(group * 8 // groups, (group + 1) * 8 // groups)
+        if self.apart and weights.nibbles is not None:   # the upper nibbles where they lie, sixteen times as much
+          for j in of_group[1::2]: products = dot4_unsigned(self.target, weights.nibbles[j // 2] & 0xf0f0f0f0, words[j], products)
+          products, of_group = products >> 4, of_group[::2]
+        for j in of_group: products = dot4(self.target, int8_codes(weights, j), words[j], products)
         x_sum = half_sums[group] if groups == 2 else half_sums[0] + half_sums[1]
         sums.append(scaled(weights, weight_scale, minimum, scale * products.cast(dtypes.float), x_sum))
       return sum_in_order(sums)
@@ -658,10 +662,11 @@ def loads_of(nodes:Iterable[UOp]) -> list[UOp]:
 
 def global_loads(weights:Weights) -> list[UOp]: return loads_of(register for row in weights for unit in row for register in unit.registers())
 
-def code_pieces(loads:list[UOp]) -> list[dict[int, UOp]]:
-  """Where words of codes are loaded from, by 16 bytes: {a word's number: its place}"""
-  pieces = dict[tuple[UOp, UOp, int], dict[int, UOp]]()
-  for place in (load.src[0] for load in loads if load.dtype == dtypes.uint32):
+def code_pieces(loads:list[UOp], first_alone:bool) -> list[dict[int, UOp]]:
+  """Where words of codes are loaded from, by 16 bytes: {a word's number: its place}. first_alone: of the first plane"""
+  pieces, places = dict[tuple[UOp, UOp, int], dict[int, UOp]](), [load.src[0] for load in loads if load.dtype == dtypes.uint32]
+  for place in places:
+    if first_alone and place.src[0] is not places[0].src[0]: continue
     index, first = place.src[1].pop_const()
     pieces.setdefault((place.src[0], index, first // 4), {})[first % 4] = place
   return list(pieces.values())
@@ -803,14 +808,14 @@ class Part:
     return 1 if self.runs_ahead and self.operand.units >= WIDE_VECTOR else 0
 
   def behind_vector(self, staged:list[UOp]) -> tuple[Weights, list[UOp]]:
-    """The weights of the last late_rows, and zeros, known when those of the second turn are asked for. All this stands behind the loads of the
-    vector, which would wait for it, and keeps the memory busy while that is staged."""
+    """The weights of the last late_rows, and zeros, known when those of the second turn are asked for: where there are late_rows, its first plane
+    alone. All this stands behind the loads of the vector, which would wait for it, and keeps the memory busy while that is staged."""
     if not self.runs_ahead: return [], []
     before = loads_of(staged)
     zero = opaque_zero(f"0; {self.target.issued}", *before)
     late = self.load(None, turn=zero)[self.part.rows - self.late_rows:]
     second = global_loads(self.load(None, gated=False, turn=1 + zero))
-    pieces = code_pieces([load for load in second if load not in before])
+    pieces = code_pieces([load for load in second if load not in before], first_alone=self.late_rows > 0)
     return late, [fetch(self.target, piece[min(piece)]) for piece in pieces]
 
   def prefetch_chosen(self, choice:Choice) -> tuple[Weights, UOp]:
@@ -826,7 +831,7 @@ class Part:
     kind, units = vectors_of(self.target, self.operand, self.part.integer), self.operand.units
     if kind is RoundedVectors: return RoundedVectors(self.target, self.operand, self.group, wait_zero, self.slot)
     if kind is CodedVectors: return CodedVectors(self.target, self.operand, self.group, wait_zero)
-    if kind is Int8Vectors: return Int8Vectors(self.target, units, self.group.columns, self.slot)
+    if kind is Int8Vectors: return Int8Vectors(self.target, units, self.group.columns, self.slot, self.part.rows)
     if kind is FloatVectors: return FloatVectors(units, self.group.columns, self.slot, self.part.piece)
     return DeviceVectors(self.operand, self.group, wait_zero, self.part.piece)
 

@@ -270,7 +270,7 @@ def expert_gate_up_launch(x:Tensor, norm:Norm, weights:tuple[Weight, Weight], lo
     def store_choice(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:
       k = thread.minimum(K - 1)
       return [buffers["sel"][(token * K + k).valid(block.eq(0) & (thread < K))].store(chosen.expert(k))]
-    part = MatvecPart(K * F // results, rows_of_job, finish, gate.integer and up.integer, many=choosing_warps(gate))
+    part = MatvecPart(K * F // results, rows_of_job, finish, gate.integer and up.integer, rows=2 * results, many=choosing_warps(gate))
     extra = None if trigger_last else ExtraStores(store_choice)
     operand = operand_of(buffers, x, norm, token)
     if factors is not None: operand = replace(operand, factor=stored_factor(buffers["factors"], token))
