@@ -662,7 +662,7 @@ def loads_of(nodes:Iterable[UOp]) -> list[UOp]:
 
 def global_loads(weights:Weights) -> list[UOp]: return loads_of(register for row in weights for unit in row for register in unit.registers())
 
-def code_pieces(loads:list[UOp], first_alone:bool) -> list[dict[int, UOp]]:
+def code_pieces(loads:list[UOp], first_alone:bool=False) -> list[dict[int, UOp]]:
   """Where words of codes are loaded from, by 16 bytes: {a word's number: its place}. first_alone: of the first plane"""
   pieces, places = dict[tuple[UOp, UOp, int], dict[int, UOp]](), [load.src[0] for load in loads if load.dtype == dtypes.uint32]
   for place in places:
@@ -808,14 +808,15 @@ class Part:
     return 1 if self.runs_ahead and self.operand.units >= WIDE_VECTOR else 0
 
   def behind_vector(self, staged:list[UOp]) -> tuple[Weights, list[UOp]]:
-    """The weights of the last late_rows, and zeros, known when those of the second turn are asked for: where there are late_rows, its first plane
-    alone. All this stands behind the loads of the vector, which would wait for it, and keeps the memory busy while that is staged."""
+    """The weights of the last late_rows, and zeros, known when those of the second turn are asked for: where there are late_rows, and jobs have
+    MANY_ROWS, its first plane alone. All this stands behind the loads of the vector, which would wait for it, and keeps the memory busy while that is
+    staged."""
     if not self.runs_ahead: return [], []
     before = loads_of(staged)
     zero = opaque_zero(f"0; {self.target.issued}", *before)
     late = self.load(None, turn=zero)[self.part.rows - self.late_rows:]
     second = global_loads(self.load(None, gated=False, turn=1 + zero))
-    pieces = code_pieces([load for load in second if load not in before], first_alone=self.late_rows > 0)
+    pieces = code_pieces([load for load in second if load not in before], first_alone=self.late_rows > 0 and self.part.rows >= MANY_ROWS)
     return late, [fetch(self.target, piece[min(piece)]) for piece in pieces]
 
   def prefetch_chosen(self, choice:Choice) -> tuple[Weights, UOp]:
