@@ -20,7 +20,8 @@ from tinygrad.nn.intrinsics import HOPPER, MMA_CUDA, MMA_TURING, of_arch, target
 from tinygrad.uop.ops import Ops, UOp
 
 # from which compute capability on an instruction is there (PTX ISA, its "target ISA notes")
-LEAST = {"__dp4a": 61, "mma.sync.aligned.m16n8k8": 75, "mma.sync.aligned.m16n8k16": 80, "cp.async": 80, "ldmatrix": 75, "griddepcontrol": 90}
+LEAST = {"__dp4a": 61, "dp4a.u32.s32": 61, "mma.sync.aligned.m16n8k8": 75, "mma.sync.aligned.m16n8k16": 80, "cp.async": 80, "ldmatrix": 75,
+         "griddepcontrol": 90}
 # bytes of shared memory that a block may have (CUDA C++ Programming Guide, technical specifications per compute capability)
 MOST_SHARED = {60: 49152, 61: 49152, 70: 98304, 75: 65536, 80: 166912, 86: 101376, 90: 232448, 100: 232448, 120: 101376}
 PRECISE = r"\b(exp2|sqrt)\(|\(1/"   # many instructions, and a branch (intrinsics.in_one_instruction)
@@ -29,6 +30,7 @@ ARCHS = ("sm_60", "sm_61", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_90a"
 @pytest.mark.parametrize("arch", ARCHS)
 def test_rows(arch: str):
   t, capability = of_arch(arch), int(re.sub(r"\D", "", arch))
+  assert (t.dot4 is None) == (t.dot4_unsigned is None)
   assert (t.dot4 is not None, t.wait is not None, t.warp_groups) == (capability >= 61, capability >= 90, capability == 90)
   assert t.mma is (None if capability < 75 else MMA_TURING if capability < 80 else MMA_CUDA) and t.wait in (None, HOPPER.wait)
   assert (t.copy is not None) == (t.matrices is not None) == (capability >= 80) and t.most_shared_bytes <= MOST_SHARED[capability]
@@ -54,7 +56,8 @@ def test_rendered(arch: str, monkeypatch: pytest.MonkeyPatch):
   assert found <= {name for name, least in LEAST.items() if least <= capability}
   assert not re.search(PRECISE, text)
   best = "mma.sync.aligned.m16n8k16" if capability >= 80 else "mma.sync.aligned.m16n8k8"
-  others = {*LEAST} - {best, "__dp4a", "griddepcontrol"}   # of older tensor cores; of mla_prefill_heads, which does not take the model's short rows
+  # of large launches; of older tensor cores; of mla_prefill_heads, which does not take the model's short rows
+  others = {*LEAST} - {best, "__dp4a", "griddepcontrol"}
   assert found >= {name for name, least in LEAST.items() if least <= capability} - others
   assert ("// blocks at once: 1\n" in text) == (capability >= 90) and ("wgmma" in text) == (capability == 90)
 

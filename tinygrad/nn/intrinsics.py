@@ -185,7 +185,7 @@ OF_CAPABILITY = {
   80: replace(TARGETS["CUDA"], most_shared_bytes=166912),
   75: replace(BEFORE_AMPERE, mma=MMA_TURING),
   61: replace(BEFORE_AMPERE, mma=None, is_last=None),
-  0: replace(BEFORE_AMPERE, mma=None, is_last=None, dot4=None),
+  0: replace(BEFORE_AMPERE, mma=None, is_last=None, dot4=None, dot4_unsigned=None),
 }
 
 def of_arch(arch:str) -> Target:
