@@ -74,10 +74,9 @@ SLOW = {
     r"test_(head_rows\[(32-1|40-3)-.*sm_89|chunks_that_are_not_absorbed\[youtu)",   # sm_80's kernels, in less memory
     r"test_(choice\[[12]-384|weights_as_halves\[Q4_1|attention_of_heads\[33-)",
     r"test_(experts\[sm_90-128-128|head_rows\[32-1-.*sm_80)",
-    r"test_(several_prompts_in_one_step\[mla_prefill\]|prompts_that_share_a_chunk)",   # mla_prefill_heads' prompts stay
+    r"test_several_prompts_in_one_step",   # test_prompts_that_share_a_chunk stays
     r"test_(experts\[sm_80|unabsorbed\[(132-sm_90|1-sm_90-sizes3)|head_rows\[(100-2-.*sm_8|40-3-.*sm_90))",
     r"test_(attention_of_heads\[19|kernels_have_no_more_than_they_use\[all|tiles_of_groups\[.*144|heads_factor_residual\[64x128-70)",
-    r"test_(unabsorbed\[1-sm_80-sizes8|head_rows\[40-3-)",   # sm_90's stay
     r"test_(split_half\[(Q6_K-70-256|F32-64-512-sm_80)|choice\[(3-384|2-128)|gate_up\[sm_80|weights_as_halves\[Q(4_0|6_K)|launches\[2)",
   ],
   "null/test_primitives": [
@@ -122,7 +121,6 @@ SLOW = {
     r"test_form\[mixture shared-CUDA-pairs-3",   # test_choice_before_the_wait has pairs, test_sums_in_lanes three columns
     # test_cpu has these primitives' kernels, of one, few and many tokens
     r"test_form\[((gate_up|expert_gate_up|expert_down|latent_attention|embedding) |norm_linear (?!rows that)|mul_mat (id|many|a matrix)).*-CPU-",
-    r"test_(jobs_of_two_results\[mixture-shared-3|choice_before_the_wait\[shared-pairs|blocks_that_are_counted_wrongly)",
   ],
   "null/test_two_tokens": [
     r"test_two_are_as_one\[ds2lite",   # glm stays
@@ -143,7 +141,7 @@ SLOW = {
     r"test_(cpu\[20|backward_counts\[CUDA)",
   ],
   "unit/test_bench": [
-    r"test_(refusals\[(bench_block\.py-args[1345689]|profile_model\.py-args1[12])|count_of_several|count_at_a_depth|bench_block_of_many|generic)",
+    r"test_(refusals\[bench_block\.py-args[13459]|count_of_several|count_at_a_depth|bench_block_of_many|generic)",
   ],
   "unit/test_cpu": [
     r".*[\[-](IQ[123]_|TQ)",   # test_rows_of_the_table has all of these types
@@ -224,7 +222,7 @@ SLOW = {
     r"test_(on_a_mock\[on_metal|the_same_tokens\[1\])",   # rows of drafts are rows: test_many has METAL, test_mtp one
   ],
   "unit/test_step": [
-    r"test_several_prompts_in_one_step",   # test_prefill's stays
+    r"test_several_prompts_in_one_step",   # test_prefill's test_prompts_that_share_a_chunk stays
     r"test_two_sequences_at_different_positions",   # test_many's stand at all positions
     r"test_several_sequences_have_kernels\[2-METAL",
   ],

@@ -97,7 +97,7 @@ class MatvecPart:
   integer: whether every matrix has integer codes.
   rounded: words and scales of a Rounded, where the first block stores the vectors. They are staged as int8, and have a norm.
   factors: where the norm's 1/rms of each vector is stored.
-  rows: of a job, where the launch may be a large one. steps: units of a row that a lane takes at most.
+  rows: of a job. steps: units of a row that a lane takes at most.
   many: warps of a block, where there are MANY_JOBS.
   nbytes: of the matrices, where a large launch has several parts. piece: of the floats, if they are spread (see spread_quads).
   early(token, job, wait_zero): loads of the epilogue's."""

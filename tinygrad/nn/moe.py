@@ -309,7 +309,8 @@ def chosen_gate_up(x:Rounded, gate:Weight, up:Weight, sel:Tensor, weights:Tensor
       return [as_it_is(value) * weight for value in swiglu(sums)]
     finish = CodesOut(*codes_in(buffers, "y"), K * F // UNIT, results, values, lambda _: token, lambda job: job * results)
     operand = Operand([D // UNIT], None, rounded=(*codes_in(buffers, "x"), token), factor=stored_factor(buffers["x_factors"], token))
-    return matvec(target, operand, [MatvecPart(K * F // results, rows_of_job, finish, gate.integer and up.integer)], trigger_last=trigger_last)
+    part = MatvecPart(K * F // results, rows_of_job, finish, gate.integer and up.integer, rows=2 * results)
+    return matvec(target, operand, [part], trigger_last=trigger_last)
   ins = {**named(x, "x"), **gate.args("gate"), **up.args("up"), "sel": sel, "weights": weights}
   return Codes(*launch(f"chosen_gate_up_{K}_{gate.label}", named(empty_codes(sel, T, K * F), "y"), ins, body))
 
