@@ -1,8 +1,8 @@
-"""What the wheel's graph rewriting keeps while a graph is rewritten: the wheel's answers, in fewer steps, and no longer than that."""
+"""What the wheel's graph rewriting keeps while a kernel is lowered: the wheel's answers, in fewer steps, and no longer than that."""
 from __future__ import annotations
 from typing import Any, Callable
 import numpy as np, pytest
-from tinygrad import rewriting
+from tinygrad import codegen, rewriting
 from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import Ops, PatternMatcher, RewriteContext, UOp, UPat, graph_rewrite
 from tinygrad.uop.symbolic import symbolic
@@ -55,6 +55,25 @@ def test_a_question_within_another(monkeypatch: pytest.MonkeyPatch):
   root = UOp.sink((a + 5) // 3, a * 2, a + 5)
   def ask() -> None: assert graph_rewrite(root, rules) is root
   while_rewriting(ask)
+
+def test_passes_over_a_kernel_share_answers(monkeypatch: pytest.MonkeyPatch):
+  """… and no other kernel has them"""
+  tried, rewrite = [], PatternMatcher.rewrite
+  def counted(self: PatternMatcher, u: UOp, ctx: Any = None) -> UOp | None:
+    if self is symbolic: tried.append(u)
+    return rewrite(self, u, ctx)
+  monkeypatch.setattr(PatternMatcher, "rewrite", counted)
+  steps = []
+  def passes(*questions: UOp) -> UOp:
+    for question in questions:
+      tried.clear()
+      while_rewriting(question.simplify)
+      steps.append(len(tried))
+    return questions[0]
+  monkeypatch.setattr(rewriting, "_lower", passes)
+  u = indices(1, 60)[-1]
+  for _ in range(2): assert codegen.full_rewrite_to_sink(u, u) is u
+  assert steps[0] > 20 and steps == [steps[0], 0] * 2 and not rewriting._kept.answers, steps
 
 def test_nothing_is_kept_afterwards():
   def ask() -> None:
