@@ -5,7 +5,7 @@
 # make clean   removes .venv, caches and what the web chat fetched
 # PYTHON=… names the Python that .venv is made from; ARGS=… goes to llm.py --serve or to pytest
 
-unexport CC  # tinygrad's CPU device takes its compiler from CC, and only clang will do
+unexport CC PYTHON  # tinygrad takes the CPU device's compiler from CC, and only clang will do; it reads PYTHON as a number
 PY := .venv/bin/python
 PROMPT := What is a list?
 
@@ -22,7 +22,7 @@ test: setup
 	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 setup:
-	@sh extra/setup.sh
+	@PYTHON="$(PYTHON)" sh extra/setup.sh
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache tinygrad/apps/serve/web/vendor

@@ -5,7 +5,7 @@ A check takes a clone's root, or a file's text, and returns a list of complaints
 on purpose.
 """
 from __future__ import annotations
-import ast, fnmatch, functools, importlib.util, io, re, shlex, shutil, subprocess, sys, tokenize
+import ast, fnmatch, functools, importlib.util, io, os, re, shlex, shutil, subprocess, sys, tokenize
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -337,6 +337,15 @@ def test_the_workflow_runs_what_there_is():
 def test_a_command_that_is_not_there(line: str, complaint: str):
   steps = yaml.safe_dump({"jobs": {"test": {"steps": [{"uses": "actions/checkout@v6"}, {"run": f"make setup\n{line}\n"}]}}})
   assert [c for command in commands(steps) for c in check_command(ROOT, command)] == [complaint]
+
+@pytest.mark.parametrize("given", ["{} make", "make {}"])
+def test_what_recipes_do_not_see(given: str):
+  """A Python and a C compiler, by whose names tinygrad goes otherwise; set-up is told which Python"""
+  env = {k: v for k, v in os.environ.items() if not k.startswith("MAKE") and k != "PYTHON"}
+  def said(line: str) -> str: return subprocess.run(line, shell=True, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+  seen = said(given.format("CC=cc PYTHON=python3") + " -s --eval 'seen: ; @env' seen").splitlines()
+  assert len(seen) > 3 and not [line for line in seen if line.startswith(("CC=", "PYTHON="))]
+  assert 'PYTHON="python3" sh extra/setup.sh' in said(given.format("PYTHON=python3") + " -n setup")
 
 # ***** CONTRIBUTING.md names what there is *****
 
