@@ -13,6 +13,13 @@ except ImportError as e: pytest.exit(f"{e}; `make test` sets everything up", ret
 if not hasattr(tinygrad, "OVERLAY"):
   pytest.exit(f"expected the fork's tinygrad, found {tinygrad.__file__}: run pytest from the clone's root", returncode=2)
 
+@pytest.fixture
+def planes_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+  """For files of tests with many weights of many shapes: see host_planes.py"""
+  import host_planes
+  from tinygrad.apps.quantized import QuantizedWeight
+  monkeypatch.setattr(QuantizedWeight, "load", classmethod(host_planes.load))
+
 def pytest_addoption(parser: pytest.Parser) -> None: parser.addoption("--all", action="store_true", help="run what takes long, too")
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

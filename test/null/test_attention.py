@@ -26,6 +26,8 @@ from tinygrad.nn.split_plan import FEW_SPLITS, Item, PlanShape, plan_ops
 from tinygrad.nn.step import PAGE, Step
 from tinygrad.uop.ops import Ops
 
+pytestmark = pytest.mark.usefixtures("planes_by_numpy")
+
 def split_attention(q_latent: Tensor, q: Tensor, cache: Tensor, step: Step, scale: float) -> Tensor:
   target = intrinsics.target_of(Device.DEFAULT)
   return split_kv.mla_combine(target, *split_kv.split_kv(target, q_latent, q, cache, step, scale), cache, step)

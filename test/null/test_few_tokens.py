@@ -14,6 +14,8 @@ from tinygrad.nn.few_tokens import (Columns, Floats, Shared, columns, few_expert
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.routing import GROUP, SPARE, group_choices, most_groups
 
+pytestmark = pytest.mark.usefixtures("planes_by_numpy")
+
 HALF = 1e-6   # what rounding weights and activations to halves costs a product, of its power
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,8 @@ from tinygrad.nn.norm_linear import mul_mat, norm_linear
 from tinygrad.nn.primitive import plain_ops
 from tinygrad.nn.step import PAGE
 
+pytestmark = pytest.mark.usefixtures("planes_by_numpy")
+
 class Shape(NamedTuple):
   heads: int
   nope: int

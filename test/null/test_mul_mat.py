@@ -14,6 +14,8 @@ from tinygrad.nn.kernel import UNIT, launch
 from tinygrad.nn.norm_linear import norm_linear
 from tinygrad.uop.ops import Ops
 
+pytestmark = pytest.mark.usefixtures("planes_by_numpy")
+
 FOUR_BITS = [T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q4_K, T.Q5_K, T.Q6_K, T.IQ4_NL, T.IQ4_XS, T.MXFP4]  # the low nibbles of 32 weights are 16 bytes
 
 GPUS = {"cuda": on_cuda, "metal": on_metal}

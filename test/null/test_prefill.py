@@ -35,6 +35,8 @@ from tinygrad.nn.step import PAGE, STRIP, Step
 from tinygrad.nn.routing import Gating, Routing, choose_experts, choose_experts_prefill, most_tiles, sort_by_expert, tile_of_choices
 from tinygrad.uop.ops import Ops
 
+pytestmark = pytest.mark.usefixtures("planes_by_numpy")
+
 CHUNK = PREFILL_SIZES[0]
 
 HALF, LIMIT = 1e-6, 1e-5   # NMSE that rounding weights and activations to halves costs a product; a model's logits, cache of halves included

@@ -25,6 +25,8 @@ from tinygrad.nn.latent_cache import CODES, Pages, RowFormat
 from tinygrad.nn.split_plan import PlanShape
 from tinygrad.nn.step import Step
 
+pytestmark = pytest.mark.usefixtures("planes_by_numpy")
+
 DEVICES = {"CPU": contextlib.nullcontext, "CUDA": on_cuda, "HOPPER": lambda: on_cuda("sm_90"), "METAL": on_metal}
 
 def normal(*shape: int) -> np.ndarray: return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)

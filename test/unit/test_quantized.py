@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
 from helpers import HALVES, random_weight
+from host_planes import planes_of
 from mockcuda import on_cuda
 from oracle import nmse
 from tinygrad import Tensor, dtypes
@@ -56,11 +57,29 @@ def test_rows_of_the_table(kind: T):
   data, want = random_weight(kind, shape, extreme=True)
   assert np.array_equal(on_the_host(kind, shape, data), want)
 
+def assert_as_by_numpy(w: QuantizedWeight, data: np.ndarray) -> None:
+  """What most tests of kernels have in place of planes made on the device"""
+  planes = planes_of(w.kind, w.shape, data)
+  assert {*planes} == {*w.planes}
+  for name, plane in planes.items(): assert w.planes[name].numpy().tobytes() == plane.tobytes() and w.planes[name].shape == plane.shape, name
+
 @pytest.mark.parametrize("kind", INDEXED, ids=lambda k: k.name)
 def test_looked_up_on_a_gpu(kind: T):
   shape = (3, 5, 256)
   data, want = random_weight(kind, shape, extreme=True)
-  with on_cuda(): assert np.array_equal(QuantizedWeight.load(kind, shape, data).dequantize().numpy(), want)
+  with on_cuda():
+    w = QuantizedWeight.load(kind, shape, data)
+    assert np.array_equal(w.dequantize().numpy(), want)
+    assert_as_by_numpy(w, data)
+
+@pytest.mark.parametrize("kind", [T.Q4_0, T.Q8_0, T.Q6_K, T.Q3_K], ids=lambda k: k.name)
+def test_planes_by_numpy(kind: T):
+  shape = (5, 512)
+  data, want = random_weight(kind, shape, extreme=True)
+  with on_cuda():
+    w = QuantizedWeight.load(kind, shape, data)
+    assert np.array_equal(w.dequantize().numpy(), want)
+    assert_as_by_numpy(w, data)
 
 HEADERS = T.Q4_1, T.Q5_1, T.Q4_K, T.Q5_K, T.IQ4_XS, T.IQ1_M
 def test_header_bytes(): assert {kind for kind in FORMATS if header_of(kind)} == {*HEADERS}
@@ -74,6 +93,7 @@ def test_headers_on_a_gpu(kind: T):
     w = QuantizedLinear.load(kind, shape, data)
     assert {*w.planes} == {*plane_names(kind, len(shape))} and "header" in w.planes and w.nbytes == held_bytes(kind, shape)
     assert np.array_equal(w.dequantize().numpy(), want)
+    assert_as_by_numpy(w, data)
     rows = [4, 0, 2, 3, 1]
     assert np.array_equal(QuantizedEmbedding(kind, shape, w.planes)(Tensor(rows, dtype=dtypes.int32)).numpy(), want[rows])
     assert "header" not in QuantizedWeight.load(kind, (1, *shape), data).planes

@@ -331,9 +331,9 @@ def header_of(kind:GGMLType, dims:int=2) -> Header:
 def with_header(kind:GGMLType, shape:tuple[int, ...], planes:Planes) -> Planes:
   """A matrix's planes as a GPU holds them; the header is uint32 (out, blocks · words of a header)"""
   if not (header := header_of(kind, len(shape))): return planes
-  def in_bytes(name:str) -> Tensor:
+  def in_bytes(name:str) -> Raw:
     p, field = planes[name], header[name]
-    numbers = (p.bitcast(dtypes.uint16) if p.dtype == dtypes.half else p).cast(dtypes.uint32).reshape(-1, field.entries)
+    numbers = (p.bitcast(dtypes.uint16) if field.dtype == dtypes.half else p).cast(dtypes.uint32).reshape(-1, field.entries)
     return _fields(numbers, 8, field.dtype.itemsize)
   words = _words(functools.reduce(lambda a, b: a.cat(b, dim=1), map(in_bytes, header)), 4)
   return {name: p for name, p in planes.items() if name not in header} | {"header": words.reshape(shape[0], -1)}
