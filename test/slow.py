@@ -201,7 +201,7 @@ SLOW = {
     r"test_llama_cpp\[(Kimi|Moonlight|V3, )",
   ],
   "unit/test_quantized": [
-    r"test_(uses\[(IQ[123]_|TQ)|bits\[(IQ[123]_(?!XS)|TQ)|looked_up_on_a_gpu\[(?!IQ1_M))",
+    r"test_(uses\[(IQ[123]_|TQ)|bits\[(IQ[123]_(?!XS)|TQ)|planes_of_a_gpu\[(?!IQ1_M)(IQ[123]_|TQ))",
     r"test_uses\[(Q4_1|Q5_0|Q5_1|Q2_K|Q3_K|Q5_K|MXFP4|BF16|IQ4_NL|IQ4_XS|F32)\]",
     r"test_(bits\[(IQ2_XS|MXFP4|IQ4_XS)|uses\[Q4_K)",
   ],

@@ -30,13 +30,17 @@ def test_answers(seed: int, monkeypatch: pytest.MonkeyPatch):
   while_rewriting(ask)
   assert all(a is b for a, b in zip(got, want + want, strict=True))
 
-def test_a_node_is_simplified_once(monkeypatch: pytest.MonkeyPatch):
+def nodes_tried(monkeypatch: pytest.MonkeyPatch) -> list[UOp]:
+  """Those that symbolic's rules are tried on, from here on"""
   tried, rewrite = [], PatternMatcher.rewrite
   def counted(self: PatternMatcher, u: UOp, ctx: Any = None) -> UOp | None:
     if self is symbolic: tried.append(u)
     return rewrite(self, u, ctx)
   monkeypatch.setattr(PatternMatcher, "rewrite", counted)
-  u, steps = indices(1, 60)[-1], []
+  return tried
+
+def test_a_node_is_simplified_once(monkeypatch: pytest.MonkeyPatch):
+  tried, u, steps = nodes_tried(monkeypatch), indices(1, 60)[-1], []
   def ask() -> None:
     for question in (u, u, u + 1):
       tried.clear()
@@ -58,12 +62,7 @@ def test_a_question_within_another(monkeypatch: pytest.MonkeyPatch):
 
 def test_passes_over_a_kernel_share_answers(monkeypatch: pytest.MonkeyPatch):
   """… and no other kernel has them"""
-  tried, rewrite = [], PatternMatcher.rewrite
-  def counted(self: PatternMatcher, u: UOp, ctx: Any = None) -> UOp | None:
-    if self is symbolic: tried.append(u)
-    return rewrite(self, u, ctx)
-  monkeypatch.setattr(PatternMatcher, "rewrite", counted)
-  steps = []
+  tried, u, steps = nodes_tried(monkeypatch), indices(1, 60)[-1], []
   def passes(*questions: UOp) -> UOp:
     for question in questions:
       tried.clear()
@@ -71,7 +70,6 @@ def test_passes_over_a_kernel_share_answers(monkeypatch: pytest.MonkeyPatch):
       steps.append(len(tried))
     return questions[0]
   monkeypatch.setattr(rewriting, "_lower", passes)
-  u = indices(1, 60)[-1]
   for _ in range(2): assert codegen.full_rewrite_to_sink(u, u) is u
   assert steps[0] > 20 and steps == [steps[0], 0] * 2 and not rewriting._kept.answers, steps
 
