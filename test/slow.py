@@ -96,7 +96,7 @@ SLOW = {
     r"test_form\[norm_linear rows that grow-CUDA-(decode|prefill)",
     r"test_(choice_before_the_wait\[(two|in )|as_alone\[mixture two)",
     r"test_form\[(mixture|expert_gate_up) in groups",
-    r"test_form\[mixture shared IQ4_NL-CUDA-decode-2",
+    r"test_form\[mixture shared IQ4_NL-CUDA-pairs-2",
     r"test_form\[(mixture shared-CUDA-pairs-2|mul_mat IQ4_NL-CUDA-decode-1|latent_attention 8 bits-CUDA-decode-2)",
     r"test_(turns_of_a_large_launch\[((0|1|12|30)-101|8-64)|turns_of_parts\[8|floats_of_a_wide_vector\[30)",
     r"test_form\[argmax (5 drawn from nuclei-(METAL|CPU-cpu_decode-7)|40001 drawn from nuclei-CPU-cpu_decode-7)",

@@ -31,7 +31,7 @@ REGISTERS = 65536               # of a block
 SPILLS = {"expert_gate_up_": 16, "linear_residual_q4_1_": 8, "few_expert_down_": 8, "matmul_q4_1_": 8, "grouped_matmul_q4_1_": 8,
           "gate_up_rounded_": 80, "few_matmul_residual_q4_1_": 112,
           "grouped_matmul_q4_1_64_2048_1408_1024": 64, "expert_gate_up_prefill_q4_0_64_1408_2048_1024": 64}
-HOPPER_SPILLS = {"few_expert_gate_up_": 104, "few_expert_down_": 104, "gate_up_rounded_": 112, "few_matmul_": 224, "few_gate_up_": 112,
+HOPPER_SPILLS = {"few_expert_gate_up_": 104, "few_expert_down_": 104, "gate_up_rounded_": 112, "few_matmul_": 224, "few_gate_up_": 120,
                  "gate_up_q4_k_": 16, "gate_up_prefill_": 56, "matmul_q": 64, "expert_gate_up_": 16, "expert_gate_up_prefill_": 56,
                  "mla_split_kv_mma_": 8, "mla_prefill_heads_": 8,
                  "grouped_matmul_q4_1_64_2048_1408_1024": 48, "grouped_matmul_q4_1_64_2048_1408_2048": 72}
