@@ -141,14 +141,16 @@ def cost(binary:bytes) -> Cost:
 @functools.cache
 def nvdisasm() -> str:
   if (found := of_pip("nvidia-cuda-nvdisasm", "nvdisasm") or shutil.which("nvdisasm")) is None:
-    sys.exit("--order: no nvdisasm; pip install nvidia-cuda-nvdisasm")
+    sys.exit("no nvdisasm; pip install nvidia-cuda-nvdisasm")
   return str(found)
+
+def disassembled(cubin:str|Path) -> str: return subprocess.run([nvdisasm(), "-c", cubin], capture_output=True, text=True, check=True).stdout
 
 def order(binary:bytes) -> str:
   with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
     file.write(binary[binary.index(b"\x7fELF"):])
     file.flush()
-    text = subprocess.run([nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True).stdout
+    text = disassembled(file.name)
   marks = (MARKS.get(name) for name in re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", text, re.M))
   return " ".join(f"{mark}{count if count > 1 else ''}" for mark, same in itertools.groupby(filter(None, marks)) for count in [len([*same])])
 

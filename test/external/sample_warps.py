@@ -20,7 +20,7 @@ from typing import Iterator
 from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "test/external")]
-from compile_table import nvdisasm
+from compile_table import disassembled, nvdisasm
 
 WARM_ROUNDS = 2       # of a benchmark, before the one that is sampled
 PREFIX, ALONE = "smsp__pcsamp_warps_issue_stalled_", "_not_issued"   # of reasons' names; those that end so count some samples again
@@ -74,8 +74,7 @@ def read(folder:Path) -> Samples:
 def listings(folder:Path) -> Iterator[tuple[str, dict[int, str]]]:
   """(kernel, its instructions by their offsets) of each binary"""
   for path in sorted((folder / "cubins").glob("*.cubin")):
-    text = subprocess.run([nvdisasm(), "-c", path], capture_output=True, text=True, check=True).stdout
-    for part in re.split(r"(?m)^\.text\.(?=\S+:$)", text)[1:]:
+    for part in re.split(r"(?m)^\.text\.(?=\S+:$)", disassembled(path))[1:]:
       lines = re.findall(r"(?m)^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", part)
       yield part[:part.index(":")], {int(place, 16): instruction for place, instruction in lines}
 
