@@ -257,6 +257,7 @@ CASES = [
   Case(norm_linear.norm_linear, "few: residual", with_residual, few(16)),
   Case(norm_linear.attention_output, "few: heads", output(T.Q4_0), few(33)),
   Case(mla_attention.attention, "few: of a block", attention_of_a_block, few(3, 6, 33)),
+  Case(mla_attention.lora_attention, "few: of a block", attention_by_rank, few(3, 6, 33)),
   Case(mla_attention.attention, "few: 8 bits", lambda tokens: attention_of_a_block(tokens, True), few(6)),
   Case(moe.feed_forward, "few: dense", dense, few(16, 64)),
   Case(moe.mixture, "few: no shared expert", mixed(False), few(16)),

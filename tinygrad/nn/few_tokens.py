@@ -469,6 +469,35 @@ def few_products(target:Target, width:int, x:Columns|Floats, buffers:dict[str, U
 
 # ---- one matrix or several, or one a head ----
 
+def rotated_quad(buffers:dict[str, UOp], rope:Rope, T:int, quad:Quad, values:list[UOp]) -> list[UOp]:
+  """Four neighbouring numbers of a token's heads, those of the rotated part rotated by the token's position"""
+  position = buffers["start"][quad.token.minimum(T - 1)].load().cast(dtypes.weakint)
+  def pair_of(first:int) -> list[UOp]:
+    number = (quad.row + first) % rope.head - rope.nope
+    return rotated(buffers, rope.table.shape[1], number, values[first:first + 2], number >= 0, position)
+  return pair_of(0) + pair_of(2)
+
+def few_queries(target:Target, x:Columns|Floats, weight:Weight, rope:Rope, start:Tensor) -> tuple[Columns, Tensor]:
+  """W·x for each token's x, of heads as rope has them, whose parts come apart: the first `nope` numbers of each head as Columns, and what is rotated,
+  float32 (T, H·R). weight: (H·head, in). In the kernel: few_matmul's, but for where it stores"""
+  (rows, width), T, turned = weight.shape, x.tokens, rope.head - rope.nope
+  heads = rows // rope.head
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
+      values = [value * x.factor for value in quad.sums[0]] if x.factor != 1.0 else quad.sums[0]
+      values, head, number = rotated_quad(buffers, rope, T, quad, values), quad.row // rope.head, quad.row % rope.head
+      place = quad_place(number.minimum(rope.nope - 1) // 4, quad.token, T) + head * (pieces_of(rope.nope) * T * 16)
+      first = (quad.token * heads + head) * turned + (number - rope.nope).maximum(0)
+      return [*(buffers["nope"][(place + i).valid(quad.inside & (number < rope.nope))].store(pair) for i, pair in enumerate(quad_pairs(values))),
+              *(buffers["turned"][(first + i).valid(quad.inside & (number >= rope.nope))].store(value) for i, value in enumerate(values))]
+    return few_products(target, width, x, buffers, [Part(rows, [weight.matrix(buffers, "w")], finish)])
+  tokens = x.inputs()
+  outs = {"nope": columns_like(tokens["x"], heads, T, rope.nope), "turned": empty(tokens["x"], T, heads * turned)}
+  ins = {**tokens, "rope": rope.table, "start": start, **weight.args("w")}
+  resident = two_at_once(target, width, 1, rows // TILE_ROWS) if T <= TILE_TOKENS else 0
+  nope, q_rope = launch("_".join(["few_queries", *["norm"] * ("norm" in tokens), weight.label, str(T)]), outs, ins, body, weight.nbytes, resident)
+  return Columns(nope), q_rope
+
 def few_matmul(target:Target, x:Columns|Floats, weights:Sequence[Weight], residual:Tensor|None=None, rope:Rope|None=None,
                start:Tensor|None=None) -> list[Tensor]:
   """W·x for each token's x and each matrix W, (out, in) -> float32 (T, out) each. rope rotates the heads of the first product, residual (T, out) is
@@ -484,11 +513,7 @@ def few_matmul(target:Target, x:Columns|Floats, weights:Sequence[Weight], residu
     def part(i:int, weight:Weight) -> Part:
       def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
         values = [value * x.factor for value in quad.sums[0]] if x.factor != 1.0 else quad.sums[0]
-        if i == 0 and rope is not None:
-          position = buffers["start"][quad.token.minimum(T - 1)].load().cast(dtypes.weakint)
-          for pair in (slice(0, 2), slice(2, 4)):
-            number = (quad.row + pair.start) % rope.head - rope.nope
-            values[pair] = rotated(buffers, rope.table.shape[1], number, values[pair], number >= 0, position)
+        if i == 0 and rope is not None: values = rotated_quad(buffers, rope, T, quad, values)
         place = quad.token * weight.shape[0] + quad.row
         if i == 0 and residual is not None:
           values = [value + behind["residual"][(place + j).valid(block.writes(quad, j))].load() for j, value in enumerate(values)]

@@ -168,11 +168,29 @@ def lora_attention_decode(step:Step, residual:Tensor, q_a:Tensor, kv:Tensor, que
                 few_target(step, weights.v_b, *weights.v_b.shape[1:]) and splits_take(step, weights.k_b, cache) and step.plan is not None)
 def attention_few(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   """Five launches: those of latent_attention_decode, whose last writes the context as tensor cores take it; v_b a head; output + residual"""
+  sums, stats, cache = latent_splits(step, q, kv, weights.k_b, weights.norm, cache, rope, weights.scale)
+  return output_of_few(step, residual, sums, stats, weights, cache), cache
+
+@lora_attention.form("few", takes=lambda step, residual, q_a, kv, query, weights, cache, rope:
+                     few_target(step, weights.v_b, *weights.v_b.shape[1:]) and few_target(step, query.q_b, q_a.shape[1], weights.k_b.shape[2]) and
+                     splits_take(step, weights.k_b, cache) and step.plan is not None and rope.of_queries.nope == weights.k_b.shape[2])
+def lora_attention_few(step:Step, residual:Tensor, q_a:Tensor, kv:Tensor, query:lora_query.QueryWeights, weights:LatentWeights, cache:Tensor,
+                       rope:Rope) -> tuple[Tensor, Tensor]:
+  """Six launches, or seven: those of attention_few, behind q_b's, which writes what k_b is multiplied with as tensor cores take it"""
+  target, k_b = target_of(weights.v_b.device), weights.k_b
+  assert target is not None
+  x = few_tokens.tokens_of(target, q_a, query.norm, [query.q_b])
+  nope, turned = few_tokens.few_queries(target, x, query.q_b, rope.of_queries, step.start)
+  q_latent, cache = latent_query(target, step, nope, kv, k_b, weights.norm, cache, rope)
+  sums, stats = split_kv.split_kv(target, q_latent, turned.reshape(step.tokens, k_b.shape[0], -1), cache, step, weights.scale)
+  return output_of_few(step, residual, sums, stats, weights, cache), cache
+
+def output_of_few(step:Step, residual:Tensor, sums:Tensor, stats:Tensor, weights:LatentWeights, cache:Tensor) -> Tensor:
+  """What attention returns, of what split_kv made, by tensor cores: three launches"""
   target = target_of(weights.v_b.device)
   assert target is not None
-  sums, stats, cache = latent_splits(step, q, kv, weights.k_b, weights.norm, cache, rope, weights.scale)
   heads = few_tokens.few_heads(target, split_kv.mla_combine_columns(target, sums, stats, cache, step), weights.v_b)
-  return few_tokens.few_matmul(target, heads, [weights.output], residual)[0], cache
+  return few_tokens.few_matmul(target, heads, [weights.output], residual)[0]
 
 def latent_splits(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope, scale:float) -> tuple[Tensor, Tensor, Tensor]:
   """What mla_combine takes, by two launches, and the cache with the tokens' rows written"""
@@ -184,12 +202,17 @@ def latent_splits(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:T
 
 VECTOR_TOKENS = 4   # up to so many tokens, and of more than a tile of tensor cores', latent queries are matrices times vectors
 
-def latent_query(target:Target, step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
-  """What split_kv reads: the latent queries k_b·q_nope, as it takes them, and the cache with the tokens' rows written"""
+def latent_query(target:Target, step:Step, q:Tensor|few_tokens.Columns, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor,
+                 rope:Rope) -> tuple[Tensor, Tensor]:
+  """What split_kv reads: the latent queries k_b·q_nope, as it takes them, and the cache with the tokens' rows written. q: (T, H·(nope+R)), or of each
+  head the first `nope` numbers"""
   (H, L, nope), T, pages = k_b.shape, step.tokens, Pages.of(cache, step, k_b.shape[1])
   tiles = split_kv.uses_tensor_cores(target, pages.format)
   heads = split_kv.padded(H) if tiles else H
-  few = VECTOR_TOKENS < T <= few_tokens.TILE_TOKENS and few_target(step, k_b, nope) is not None
+  if isinstance(q, few_tokens.Columns): few, x, name, q = True, q, "few_latent_query_columns", q.words
+  else:
+    few, x = VECTOR_TOKENS < T <= few_tokens.TILE_TOKENS and few_target(step, k_b, nope) is not None, few_tokens.Floats(q, nope, pitch=rope.head)
+    name = "few_latent_query" if few else "latent_query"
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     head = UOp.special(H, "gidx1")
     def vector(token:UOp) -> Load4: return load4(buffers["q"], (token * H + head) * rope.head)
@@ -207,11 +230,11 @@ def latent_query(target:Target, step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm
       places = [out_index(quad.token, quad.row + i).valid(block.writes(quad, i)) for i in range(4)]
       return [buffers["q_latent"][place].store(value.cast(buffers["q_latent"].dtype)) for place, value in zip(places, quad.sums[0])]
     part = few_tokens.Part(L, [lambda row, unit, gate: matrix(head * L + row, unit, gate)], finish)
-    return few_tokens.few_products(target, nope, few_tokens.Floats(q, nope, pitch=rope.head), buffers, [part], head, rows)
+    return few_tokens.few_products(target, nope, x, buffers, [part], head, rows)
   q_latent = empty(q, T, heads, L, dtype=dtypes.half if tiles else dtypes.float)
   ins = {"x" if few else "q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, "tables": step.tables, **k_b.args("w")}
   mem = None if T == 1 else k_b.nbytes + q.nbytes() + q_latent.nbytes()   # a loop's turns are out of the renderer's reach
-  q_latent, cache = launch(f"{'few_' * few}latent_query_{T}_{k_b.label}", {"q_latent": q_latent, "cache": cache}, ins, body, mem)
+  q_latent, cache = launch(f"{name}_{T}_{k_b.label}", {"q_latent": q_latent, "cache": cache}, ins, body, mem)
   return q_latent, cache
 
 def with_rows(target:Target, step:Step, kv:Tensor, norm:Norm, cache:Tensor, rope:Rope) -> Tensor:
