@@ -3,18 +3,21 @@ import re
 from pathlib import Path
 import numpy as np, pytest
 from extra import bench
-from gguf import GGMLQuantizationType as T
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
 from helpers import WIDE, engine_of, write_mixed
 from mockcuda import on_cuda
 from oracle import logits
 from tinygrad import Device, Tensor, dtypes
-from tinygrad.apps.capture import Replay
+from tinygrad.apps.capture import Replay, collected_calls
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import Transformer, sizes_on
+from tinygrad.apps.quantized import QuantizedLinear
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import compile_linear
 from tinygrad.nn.kernel import blocks_at_once, empty, launch
+from tinygrad.nn.matvec import empty_codes
+from tinygrad.nn.norm_linear import linear_of_codes
 from tinygrad.nn.step import PAGE, Step
 from tinygrad.nn.intrinsics import HOPPER, MMA_CUDA, MMA_TURING, of_arch, target_of
 from tinygrad.uop.ops import Ops, UOp
@@ -106,6 +109,26 @@ def test_blocks_at_once(blocks: tuple[int, ...], threads: int, resident: int, ea
   stores = [UOp.placeholder((9999,), dtypes.int, slot=0)[index].store(0)]
   assert [said.arg for said in blocks_at_once(HOPPER, stores, resident)] == ([] if each is None else [f"// blocks at once: {each}"])
   assert not any(blocks_at_once(of_arch(arch), stores, resident) for arch in ("sm_89", "sm_110", "sm_120"))   # some are small
+
+# 9.5 of 128 threads have 54 registers each, 3.4 of 288 have 66; one that has more than there are is one; fewer blocks, all of which run at once
+@pytest.mark.parametrize("blocks,threads,registers,each", [(3584, 128, 54, 9), (3584, 288, 66, 3), (3584, 1024, 128, 1), (400, 128, 54, 4)])
+def test_blocks_at_once_by_registers(blocks: int, threads: int, registers: int, each: int):
+  stores = [UOp.placeholder((9999,), dtypes.int, slot=0)[UOp.special(blocks, "gidx0") + UOp.special(threads, "lidx0")].store(0)]
+  assert [said.arg for said in blocks_at_once(HOPPER, stores, 0, registers)] == [f"// blocks at once: {each}"]
+  assert blocks_at_once(of_arch("sm_89"), stores, 0, registers) == []
+
+def test_registers_of_blocks_that_take_turns():
+  """A wide attn_output says them where a unit of its weights is much work; a launch whose blocks take no turns says nothing"""
+  def said(kind: T, *shape: int) -> list[str]:
+    nbytes = np.prod(shape) // GGML_QUANT_SIZES[kind][0] * GGML_QUANT_SIZES[kind][1]
+    with bench.no_device("CUDA"), collected_calls() as calls:
+      weight = QuantizedLinear.load(kind, shape, np.broadcast_to(np.uint8(0), (nbytes,)))
+      residual = Tensor.empty(1, shape[0]).contiguous()
+      linear_of_codes(empty_codes(residual, 1, shape[1]), weight, residual).realize()
+    return [node.arg for call in calls for node in call.src[0].src if node.op is Ops.CUSTOM]
+  kinds = T.Q4_0, T.Q4_K, T.Q5_K, T.Q6_K, T.Q8_0, T.Q3_K, T.IQ4_XS
+  assert [said(kind, 7168, 8192) for kind in kinds] == [[], *([f"// blocks at once: {n}"] for n in (9, 8, 8)), [], [], []]
+  assert said(T.Q4_K, 2720, 5120) == []
 
 def error(got: np.ndarray, want: np.ndarray) -> float:
   """Of the worst position"""

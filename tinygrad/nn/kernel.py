@@ -136,6 +136,10 @@ class Rope(Protocol):
   def rotate_heads(self, q:Tensor, step:Step) -> Tensor:
     """(T, H·head) of the step's tokens -> the same shape"""
 
+def words_of_unit(weight:Weight) -> float:
+  """Registers of a lane for a unit as it lies in memory"""
+  return weight.nbytes * UNIT / (4 * prod(weight.shape))
+
 # ---- arithmetic ----
 
 def sum_in_order(values:Iterable[UOp]) -> UOp: return reduce(operator.add, values)
@@ -250,38 +254,40 @@ def fingerprint(part:Any) -> Any:
   if isinstance(part, dict): return tuple((key, fingerprint(value)) for key, value in part.items())
   return part if isinstance(part, (UOp, Enum)) or not hasattr(part, "__dict__") else (type(part), fingerprint(vars(part)))
 
-def blocks_at_once(target:Target|None, stores:list[UOp], resident:int) -> list[UOp]:
+def blocks_at_once(target:Target|None, stores:list[UOp], resident:int, registers:int=0) -> list[UOp]:
   """What a launch with these stores says to its compiler: how many of its blocks a multiprocessor has at once, where those are all, or all that its
   shared memory holds, and it is one block or each thread has 128 registers, twice what its arrays take. resident: threads of a larger launch that a
-  multiprocessor may hold: its blocks are to run in as few waves as that makes, and as few at once as make so many."""
+  multiprocessor may hold: its blocks are to run in as few waves as that makes, and as few at once as make so many. registers: of a thread of a
+  larger launch, whose blocks make room one by one: as many at once as have these."""
   if target is None or target.at_once is None: return []
   nodes = UOp.sink(*stores).toposort()
   sizes = {node.arg: node.vmax + 1 for node in nodes if node.op is Ops.SPECIAL}
   blocks, threads = (prod(size for name, size in sizes.items() if name[0] == kind) for kind in "gl")
-  registers, shared = (sum(node.max_numel() * node.dtype.itemsize for node in nodes if node.op is Ops.BUFFER and node.addrspace is space)
-                       for space in (AddrSpace.REG, AddrSpace.LOCAL))
+  arrays, shared = (sum(node.max_numel() * node.dtype.itemsize for node in nodes if node.op is Ops.BUFFER and node.addrspace is space)
+                    for space in (AddrSpace.REG, AddrSpace.LOCAL))
   each = -(-blocks // MULTIPROCESSORS)
   held = min(each, target.most_shared_bytes // shared) if shared else each
-  if held > 1 and held * threads * max(ROOMY, 2 * registers) > REGISTER_BYTES:
-    if not resident: return []
-    held = -(-each // -(-each * threads // resident))
+  if held > 1 and held * threads * max(ROOMY, 2 * arrays) > REGISTER_BYTES:
+    if registers: held = min(held, max(REGISTER_BYTES // (4 * threads * registers), 1))
+    elif not resident: return []
+    else: held = -(-each // -(-each * threads // resident))
   return [UOp(Ops.CUSTOM, dtypes.void, arg=target.at_once.format(n=held))]
 
 _programs:dict[Any, UOp] = {}   # a model's blocks launch the same few kernels again and again: each is put together once
 
 def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:Callable[[dict[str, UOp]], list[UOp]], mem:int|None=None,
-           resident:int=0) -> list[Tensor]:
+           resident:int=0, registers:int=0) -> list[Tensor]:
   """Runs a kernel: body(flat buffers by name) -> its stores. Launches of the same name and fingerprint of body share one kernel of a target.
-  mem: bytes moved, where the renderer cannot count them. resident: see blocks_at_once. Returns the outs, written."""
+  mem: bytes moved, where the renderer cannot count them. resident, registers: see blocks_at_once. Returns the outs, written."""
   names, tensors = [*outs, *ins], [tensor.flatten() for tensor in (*outs.values(), *ins.values())]
   target = target_of(tensors[0].device)
   def put_together(*buffers:UOp) -> UOp:
-    key = name, mem, resident, target, buffers, tuple(names), fingerprint(body)
+    key = name, mem, resident, registers, target, buffers, tuple(names), fingerprint(body)
     if key not in _programs:
       info = KernelInfo(name=name, opts_to_apply=(), estimates=None if mem is None else Estimates(0, mem, mem))
       stores = body(dict(zip(names, (buffer.flatten() for buffer in buffers))))
       if target is not None: stores = in_one_instruction(target, stores)
-      _programs[key] = UOp.group(*stores).sink(*blocks_at_once(target, stores, resident), arg=info).rtag(1)  # tagged: scheduled already
+      _programs[key] = UOp.group(*stores).sink(*blocks_at_once(target, stores, resident, registers), arg=info).rtag(1)  # tagged: scheduled already
     return _programs[key]
   written = tensors[0].custom_kernel(*tensors[1:], fxn=put_together)
   return [buffer.reshape(out.shape) for buffer, out in zip(written, outs.values())]

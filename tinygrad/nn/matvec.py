@@ -39,9 +39,8 @@ from dataclasses import dataclass
 from typing import Callable, Iterable, NamedTuple, Protocol, Sequence
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.helpers import prod
 from tinygrad.nn.intrinsics import Target, dot4, dot4_unsigned, fetch, group_reduce, group_sum, is_last_block, opaque_zero, pdl_wait, shuffle
-from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Matrix, Unit, Weight, branch, empty, local, safe_index, spread_quads, sum_in_order
+from tinygrad.nn.kernel import SLOTS, UNIT, Load4, Matrix, Unit, Weight, branch, empty, local, safe_index, spread_quads, sum_in_order, words_of_unit
 from tinygrad.uop.ops import Ops
 
 FLOAT4_OF_UNIT = UNIT // 4
@@ -62,6 +61,7 @@ LEAST = 2.0 ** -126              # numbers of which none is larger are zeros: a 
 COLUMNS = (1, 2, 3, 4, 8)          # tokens of a block: eight have their sums in registers, beside the weights
 ROWS, MANY_ROWS = 2, 4             # of a job; of a large launch's, or one that reads int8, where a unit of weights is much work: what a lane has of
                                    # the vector serves all
+BESIDE_WEIGHTS = 36                # registers of a thread, of a launch whose blocks take turns
 FEW_FIELDS = 3                     # of a weight whose unit is little work: codes, a scale, perhaps a minimum
 TURN_LOOP = 50                     # the number of the first part's loop over turns
 EIGHT = 8                          # numbers that have a scale, where a kernel stores int8
@@ -126,7 +126,13 @@ def rows_of_job(target:Target, weight:Weight) -> int:
 
 def lane_steps(weight:Weight) -> int:
   """Units of a row that a lane takes at most: fewer where they are wide"""
-  return max(min(ROW_WORDS // -(-weight.nbytes * UNIT // (4 * prod(weight.shape))), STEPS), 1)
+  return max(min(ROW_WORDS // math.ceil(words_of_unit(weight)), STEPS), 1)
+
+def registers_for(weight:Weight, units:int) -> int:
+  """Of a thread that has so many units of int8's weights, in a launch whose blocks take turns: with more of them fewer blocks run at once, with fewer
+  it waits for each load by itself. 0: as many as the compiler likes, which knows it where a unit is little work, or its bits are cut small"""
+  known = weight.fields <= FEW_FIELDS or weight.looks_up or weight.widths[0] < 4
+  return 0 if known else BESIDE_WEIGHTS + math.ceil(units * words_of_unit(weight))
 
 def linear_part(rows:int, of:Callable[[UOp], RowSegments], y:UOp, integer:bool, out_index:Callable[[UOp, UOp], UOp]|None=None,
                 epilogue:Callable[[list[UOp], UOp, UOp], list[UOp]]|None=None, residual:UOp|None=None,

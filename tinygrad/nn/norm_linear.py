@@ -17,9 +17,9 @@ from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.kernel import (SLOTS, UNIT, Load4, Matrix, Norm, Rope, Weight, behind_wait, block_sum, empty, gated, launch, load4, optional,
                                 position_of, rotated, sum_in_order)
 from tinygrad.nn.matmul import matmul, matmul_scaled, rms_norm_half
-from tinygrad.nn.matvec import (LARGE_STEPS, ROWS, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments,
-                                    coded_job, codes_in, empty_codes, is_simple, lane_steps, large_job, linear_part, load_codes, matvec, named,
-                                    rows_of_job, stores_codes)
+from tinygrad.nn.matvec import (LARGE_STEPS, ROWS, CodedUnit, Codes, CodesOut, DeferredMatrix, MatvecPart, Operand, RowSegments, coded_job,
+                                coded_rows_take_turns, codes_in, empty_codes, is_simple, lane_steps, large_job, linear_part, load_codes, matvec,
+                                named, registers_for, rows_of_job, stores_codes)
 from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, mul_mat_msl, msl_takes
 from tinygrad.nn.primitive import primitive
 from tinygrad.nn.step import Step, few_rows, one_row
@@ -275,7 +275,9 @@ def linear_of_codes(x:Codes, weight:Weight, residual:Tensor) -> Tensor:
                        count=count)
     return matvec(target, Operand([units], None, tokens=T, codes=codes), [replace(part, steps=steps)])
   ins = {**named(x, "x"), "residual": residual, **weight.args("w")}
-  return launch(f"linear_residual_{weight.label}", {"y": empty(residual, *residual.shape)}, ins, body, weight.nbytes)[0]
+  take_turns = T == 1 and coded_rows_take_turns([units], target.lanes, weight.shape[0], steps)
+  registers = registers_for(weight, count * steps) if take_turns else 0
+  return launch(f"linear_residual_{weight.label}", {"y": empty(residual, *residual.shape)}, ins, body, weight.nbytes, registers=registers)[0]
 
 @attention_output.form("prefill", takes=lambda step, context, v_b, weight, residual: prefill_target(step, v_b, v_b.shape[2], weight.shape[1]))
 def attention_output_prefill(step:Step, context:Tensor, v_b:Weight, weight:Weight, residual:Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import prod
 from tinygrad.nn.halves import QUADS, neighbours
 from tinygrad.nn.intrinsics import MMA_CUDA, Target, copied, copy
-from tinygrad.nn.kernel import MULTIPROCESSORS, UNIT, Weight, local
+from tinygrad.nn.kernel import MULTIPROCESSORS, UNIT, Weight, local, words_of_unit
 from tinygrad.nn.matrices import PIECE
 from tinygrad.nn.tiles import BlockTile, LoadUnit, PlaceTokens, Product, Tile, prefetch
 from tinygrad.uop.ops import Ops
@@ -39,7 +39,7 @@ def rows_of_warp(weights:Sequence[Weight]) -> int:
 
 def words_of_tile(weights:Sequence[Weight]) -> float:
   """Registers of a lane for weights of 16 rows, two units of a step and of the next one"""
-  return 4 * max(weight.nbytes * UNIT / (4 * prod(weight.shape)) for weight in weights)
+  return 4 * max(map(words_of_unit, weights))
 
 def most_tokens(weights:Sequence[Weight]) -> int:
   """Of a tile, by the registers that weights leave to sums"""
