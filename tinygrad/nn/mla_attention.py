@@ -209,13 +209,11 @@ def latent_query(target:Target, step:Step, q:Tensor|few_tokens.Columns, kv:Tenso
   (H, L, nope), T, pages = k_b.shape, step.tokens, Pages.of(cache, step, k_b.shape[1])
   tiles = split_kv.uses_tensor_cores(target, pages.format)
   heads = split_kv.padded(H) if tiles else H
-  if isinstance(q, few_tokens.Columns): few, x, name, q = True, q, "few_latent_query_columns", q.words
-  else:
-    few, x = VECTOR_TOKENS < T <= few_tokens.TILE_TOKENS and few_target(step, k_b, nope) is not None, few_tokens.Floats(q, nope, pitch=rope.head)
-    name = "few_latent_query" if few else "latent_query"
+  x = few_tokens.Floats(q, nope, pitch=rope.head) if isinstance(q, Tensor) else q
+  few = x is q or VECTOR_TOKENS < T <= few_tokens.TILE_TOKENS and few_target(step, k_b, nope) is not None
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     head = UOp.special(H, "gidx1")
-    def vector(token:UOp) -> Load4: return load4(buffers["q"], (token * H + head) * rope.head)
+    def vector(token:UOp) -> Load4: return load4(buffers["x"], (token * H + head) * rope.head)
     def out_index(token:UOp, row:UOp) -> UOp:
       return token * (heads * L) + (split_kv.query_place(head, row, L) if tiles else head * L + row)
     def store_rows(block:UOp, thread:UOp, threads:int, wait_zero:UOp) -> list[UOp]:
@@ -231,10 +229,11 @@ def latent_query(target:Target, step:Step, q:Tensor|few_tokens.Columns, kv:Tenso
       return [buffers["q_latent"][place].store(value.cast(buffers["q_latent"].dtype)) for place, value in zip(places, quad.sums[0])]
     part = few_tokens.Part(L, [lambda row, unit, gate: matrix(head * L + row, unit, gate)], finish)
     return few_tokens.few_products(target, nope, x, buffers, [part], head, rows)
-  q_latent = empty(q, T, heads, L, dtype=dtypes.half if tiles else dtypes.float)
-  ins = {"x" if few else "q": q, "kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, "tables": step.tables, **k_b.args("w")}
-  mem = None if T == 1 else k_b.nbytes + q.nbytes() + q_latent.nbytes()   # a loop's turns are out of the renderer's reach
-  q_latent, cache = launch(f"{name}_{T}_{k_b.label}", {"q_latent": q_latent, "cache": cache}, ins, body, mem)
+  q_latent = empty(kv, T, heads, L, dtype=dtypes.half if tiles else dtypes.float)
+  ins = {**x.inputs(), "kv": kv, "norm": norm.weight, "rope": rope.table, "start": step.start, "tables": step.tables, **k_b.args("w")}
+  mem = None if T == 1 else k_b.nbytes + ins["x"].nbytes() + q_latent.nbytes()   # a loop's turns are out of the renderer's reach
+  name = f"{'few_' * few}latent_query{'_columns' * (x is q)}_{T}_{k_b.label}"
+  q_latent, cache = launch(name, {"q_latent": q_latent, "cache": cache}, ins, body, mem)
   return q_latent, cache
 
 def with_rows(target:Target, step:Step, kv:Tensor, norm:Norm, cache:Tensor, rope:Rope) -> Tensor:
