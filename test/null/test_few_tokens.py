@@ -10,7 +10,7 @@ from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, Qua
 from tinygrad.apps.rope import Rope, rope_table
 from tinygrad.nn import few_tokens
 from tinygrad.nn.few_tokens import (Columns, Floats, Shared, columns, few_expert_down, few_expert_gate_up, few_gate_up, few_heads, few_matmul,
-                                    few_router, few_sum, launch_warps, row_tiles_of, share_of, tokens_of, two_at_once, warps_of)
+                                    few_queries, few_router, few_sum, launch_warps, row_tiles_of, share_of, tokens_of, two_at_once, warps_of)
 from tinygrad.nn.intrinsics import Target, target_of
 from tinygrad.nn.routing import GROUP, SPARE, group_choices, most_groups
 
@@ -107,6 +107,12 @@ def test_norm_and_its_rounding_error():
   high, low = (values_of(out, 736)[:, 0] for out in columns(target(), Tensor(x), norm, low=True))
   assert np.abs(high - want).max() < 3e-3 and np.abs(high + low - want).max() < 2e-6
 
+def turned(heads: np.ndarray, rope: Rope, start: np.ndarray) -> np.ndarray:
+  """The rotated part of heads, (T, H, head), in float64"""
+  angles = rope.table.numpy()[start].astype(np.float64)[:, None]      # (T, 1, pairs, 2)
+  even, odd, (cos, sin) = heads[..., rope.nope::2], heads[..., rope.nope + 1::2], (angles[..., i] for i in range(2))
+  return np.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(*heads.shape[:2], -1)
+
 def test_several_matrices():
   """The first rotated, or with a residual; one of another type, with odd rows"""
   (first, first_want), (second, second_want) = load(T.Q4_0, 2 * 48, 256), load(T.Q8_0, 21, 256)
@@ -116,11 +122,21 @@ def test_several_matrices():
   got, beside = few_matmul(target(), of(x), [first, second], Tensor(residual))
   assert worst(got.numpy(), exact + residual) < HALF and worst(beside.numpy(), x @ second_want.T) < HALF
   got, beside = few_matmul(target(), of(x), [first, second], rope=rope, start=Tensor(start))
-  angles = rope.table.numpy()[start].astype(np.float64)[:, None]      # (T, 1, pairs, 2)
   heads = exact.reshape(10, 2, 48)
-  even, odd, (cos, sin) = heads[..., 16::2], heads[..., 17::2], (angles[..., i] for i in range(2))
-  want = np.concatenate([heads[..., :16], np.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(10, 2, 32)], -1)
+  want = np.concatenate([heads[..., :16], turned(heads, rope, start)], -1)
   assert worst(got.numpy(), want.reshape(10, 96)) < HALF and worst(beside.numpy(), x @ second_want.T) < HALF
+
+# by columns that blocks make and by a launch's, whose factor counts; a head's numbers without position that are whole chunks, and not
+@pytest.mark.parametrize("n,nope,factor", [(3, 96, 1.0), (10, 128, 0.5)])
+def test_queries(n: int, nope: int, factor: float):
+  """A head's parts come apart"""
+  weight, want = load(T.Q4_0, 3 * (nope + 32), 256)
+  x, start, rope = tokens(n, 256), np.arange(n, dtype=np.int32) * 5 % 47, Rope(rope_table(32, 1e4, 64), nope + 32, nope)
+  given = Floats(Tensor(x), 256) if factor == 1.0 else Columns(of(x).words, factor)
+  without, rotated = few_queries(target(), given, weight, rope, Tensor(start))
+  heads = (factor * x @ want.T).reshape(n, 3, nope + 32)
+  assert worst(values_of(without, nope).reshape(n, -1), heads[..., :nope].reshape(n, -1)) < 2 * HALF
+  assert worst(rotated.numpy(), turned(heads, rope, start).reshape(n, -1)) < HALF
 
 # a warp a token and several turns, two warps a token, and a part of a warp's numbers that are not there
 @pytest.mark.parametrize("n,width,rows", [(3, 256, 20), (8, 736, 16), (8, 2048, 33), (5, 2048, 16), (1, 384, 16)])

@@ -198,6 +198,9 @@ class Quad(NamedTuple):
   row: UOp                     # the first
   inside: UOp                  # whether there is such a token, and its first row
   sums: list[list[UOp]]
+  def products(self, factor:float) -> list[UOp]:
+    """The first matrix's with tokens that have a factor"""
+    return [value * factor for value in self.sums[0]] if factor != 1.0 else self.sums[0]
 
 class BlockProduct:
   """A block's tile: some rows of matrices, from first_row on, times tokens. Its phases are methods; in the kernel:
@@ -484,8 +487,7 @@ def few_queries(target:Target, x:Columns|Floats, weight:Weight, rope:Rope, start
   heads = rows // rope.head
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
-      values = [value * x.factor for value in quad.sums[0]] if x.factor != 1.0 else quad.sums[0]
-      values, head, number = rotated_quad(buffers, rope, T, quad, values), quad.row // rope.head, quad.row % rope.head
+      values, head, number = rotated_quad(buffers, rope, T, quad, quad.products(x.factor)), quad.row // rope.head, quad.row % rope.head
       place = quad_place(number.minimum(rope.nope - 1) // 4, quad.token, T) + head * (pieces_of(rope.nope) * T * 16)
       first = (quad.token * heads + head) * turned + (number - rope.nope).maximum(0)
       return [*(buffers["nope"][(place + i).valid(quad.inside & (number < rope.nope))].store(pair) for i, pair in enumerate(quad_pairs(values))),
@@ -512,7 +514,7 @@ def few_matmul(target:Target, x:Columns|Floats, weights:Sequence[Weight], residu
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def part(i:int, weight:Weight) -> Part:
       def finish(block:BlockProduct, quad:Quad, behind:dict[str, UOp]) -> list[UOp]:
-        values = [value * x.factor for value in quad.sums[0]] if x.factor != 1.0 else quad.sums[0]
+        values = quad.products(x.factor)
         if i == 0 and rope is not None: values = rotated_quad(buffers, rope, T, quad, values)
         place = quad.token * weight.shape[0] + quad.row
         if i == 0 and residual is not None:

@@ -164,16 +164,19 @@ def lora_attention_decode(step:Step, residual:Tensor, q_a:Tensor, kv:Tensor, que
   sums, stats = split_kv.split_kv(target, q_latent, q_rope.reshape(step.tokens, k_b.shape[0], -1), cache, step, weights.scale)
   return output_of_splits(step, residual, sums, stats, weights, cache), cache
 
-@attention.form("few", takes=lambda step, residual, q, kv, weights, cache, rope:
-                few_target(step, weights.v_b, *weights.v_b.shape[1:]) and splits_take(step, weights.k_b, cache) and step.plan is not None)
+def few_attend(step:Step, weights:LatentWeights, cache:Tensor) -> bool:
+  """Whether tensor cores take what comes behind the queries of a few tokens, which a plan cuts"""
+  return few_target(step, weights.v_b, *weights.v_b.shape[1:]) is not None and splits_take(step, weights.k_b, cache) and step.plan is not None
+
+@attention.form("few", takes=lambda step, residual, q, kv, weights, cache, rope: few_attend(step, weights, cache))
 def attention_few(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
   """Five launches: those of latent_attention_decode, whose last writes the context as tensor cores take it; v_b a head; output + residual"""
   sums, stats, cache = latent_splits(step, q, kv, weights.k_b, weights.norm, cache, rope, weights.scale)
   return output_of_few(step, residual, sums, stats, weights, cache), cache
 
 @lora_attention.form("few", takes=lambda step, residual, q_a, kv, query, weights, cache, rope:
-                     few_target(step, weights.v_b, *weights.v_b.shape[1:]) and few_target(step, query.q_b, q_a.shape[1], weights.k_b.shape[2]) and
-                     splits_take(step, weights.k_b, cache) and step.plan is not None and rope.of_queries.nope == weights.k_b.shape[2])
+                     few_attend(step, weights, cache) and few_target(step, query.q_b, q_a.shape[1], weights.k_b.shape[2]) and
+                     rope.of_queries.nope == weights.k_b.shape[2])
 def lora_attention_few(step:Step, residual:Tensor, q_a:Tensor, kv:Tensor, query:lora_query.QueryWeights, weights:LatentWeights, cache:Tensor,
                        rope:Rope) -> tuple[Tensor, Tensor]:
   """Six launches, or seven: those of attention_few, behind q_b's, which writes what k_b is multiplied with as tensor cores take it"""
@@ -200,7 +203,7 @@ def latent_splits(step:Step, q:Tensor, kv:Tensor, k_b:Weight, norm:Norm, cache:T
   sums, stats = split_kv.split_kv(target, q_latent, q.reshape(step.tokens, k_b.shape[0], -1), cache, step, scale)
   return sums, stats, cache
 
-VECTOR_TOKENS = 4   # up to so many tokens, and of more than a tile of tensor cores', latent queries are matrices times vectors
+VECTOR_TOKENS = 4   # of queries that are floats: up to so many tokens', and more than a tile of tensor cores', are matrices times vectors
 
 def latent_query(target:Target, step:Step, q:Tensor|few_tokens.Columns, kv:Tensor, k_b:Weight, norm:Norm, cache:Tensor,
                  rope:Rope) -> tuple[Tensor, Tensor]:
