@@ -92,7 +92,7 @@ class MockCompiler(Compiler):
     with tempfile.TemporaryDirectory() as folder:
       kernel, out = pathlib.Path(folder) / "kernel.cpp", pathlib.Path(folder) / "kernel.so"
       # else its threads may run one after another
-      waits = any(word in src for word in ("__syncthreads", "__shfl", "mock_mma", "mock_ldmatrix", "mock_group_mma"))
+      waits = any(word in src for word in ("__syncthreads", "__shfl", "__reduce", "__ballot", "mock_mma", "mock_ldmatrix", "mock_group_mma"))
       meets = "mock_look" in src or "mock_hear" in src
       kernel.write_text(f'#include "device.h"\nextern "C" {{ int mock_fibers = {int(waits) + MEETS * meets}; }}\n{src}')
       compiled = kernel.with_suffix(".o")

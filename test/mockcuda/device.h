@@ -25,6 +25,18 @@ template <class T> static inline T __shfl_sync(unsigned, T value, int lane) {
   return value;
 }
 template <class T> static inline T __shfl_xor_sync(unsigned all, T value, int lane_xor) { return __shfl_sync(all, value, mock_lane() ^ lane_xor); }
+static inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  const char* first = mock_exchange(&value, sizeof value, 0);
+  for (int i = 0; i < 32; i++) { unsigned other; __builtin_memcpy(&other, first + i * mock_stride, sizeof other); if (other > value) value = other; }
+  return value;
+}
+static inline unsigned __ballot_sync(unsigned, bool condition) {
+  const char* first = mock_exchange(&condition, sizeof condition, 0);
+  unsigned bits = 0;
+  for (int i = 0; i < 32; i++) bits |= (unsigned)(*(const bool*)(first + i * mock_stride)) << i;
+  return bits;
+}
+#define __popc __builtin_popcount
 // mma.sync.m16n8kK: lane 4r + q holds of a the rows r and r + 8, of b the column r, of c the columns 2q and 2q + 1
 template <int K, class A, class B, class C> static inline C mock_mma(A a, B b, C c) {
   static_assert(sizeof a == K && sizeof b == K / 2, "fragments of halves");

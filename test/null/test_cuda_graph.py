@@ -160,8 +160,10 @@ def test_blocks_at_once(monkeypatch:pytest.MonkeyPatch):
   """What a kernel says of its blocks is among its bounds; other kernels stay as they are"""
   compiler, compiled = object.__new__(compiler_cuda.NVRTCCompiler), []
   monkeypatch.setattr(compiler_cuda._wheel.NVRTCCompiler, "compile", lambda self, src: compiled.append(src) or b"PTX")
-  for source in (KERNEL % 8, says := (KERNEL % 8).replace("{\n", "{\n  // blocks at once: 3\n", 1)): compiler.compile(source)
-  assert compiled == [KERNEL % 8, says.replace("__launch_bounds__(32)", "__launch_bounds__(32, 3)")]
+  says, asks = ((KERNEL % 8).replace("{\n", f"{{\n  // blocks at once: {what}\n", 1) for what in ("3", "1, as if of 640 threads"))
+  for source in (KERNEL % 8, says, asks): compiler.compile(source)
+  bounds = (says, "32, 3"), (asks, "640, 1")
+  assert compiled == [KERNEL % 8, *(source.replace("__launch_bounds__(32)", f"__launch_bounds__({of})") for source, of in bounds)]
 
 @contextlib.contextmanager
 def full_device(monkeypatch:pytest.MonkeyPatch, free:int=3 << 19) -> Iterator[None]:

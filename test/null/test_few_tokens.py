@@ -4,7 +4,7 @@ import numpy as np, pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
 from helpers import HALVES, random_weight
 from mockcuda import on_cuda
-from tinygrad import Device, Tensor
+from tinygrad import Device, Tensor, UOp
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, QuantizedWeight
 from tinygrad.apps.rope import Rope, rope_table
@@ -12,7 +12,8 @@ from tinygrad.nn import few_tokens
 from tinygrad.nn.few_tokens import (Columns, Floats, Shared, columns, few_expert_down, few_expert_gate_up, few_gate_up, few_heads, few_matmul,
                                     few_queries, few_router, few_sum, launch_warps, row_tiles_of, share_of, tokens_of, two_at_once, warps_of)
 from tinygrad.nn.intrinsics import Target, target_of
-from tinygrad.nn.routing import GROUP, SPARE, group_choices, most_groups
+from tinygrad.nn.kernel import empty, launch, optional
+from tinygrad.nn.routing import GROUP, SPARE, Gating, Routing, choose_experts, chosen_groups, group_choices, groups_like, most_groups
 
 pytestmark = pytest.mark.usefixtures("planes_by_numpy")
 
@@ -189,11 +190,32 @@ def test_groups(n: int, K: int, E: int):
   chosen = choices(n, K, E)
   groups = group_choices(target(), Tensor(chosen), E).numpy()
   assert groups.shape == (most_groups(n, K, E) + SPARE, 1 + GROUP)
+  are_groups_of(groups, chosen, E)
+
+def are_groups_of(groups: np.ndarray, chosen: np.ndarray, E: int) -> None:
   flat, want = chosen.reshape(-1), []
   for e in range(E):
     own = np.flatnonzero(flat == e).tolist()
     want += [[e, *part, *[-1] * (GROUP - len(part))] for part in (own[i:i + GROUP] for i in range(0, len(own), GROUP))]
   assert groups[:len(want)].tolist() == want and (groups[len(want):-SPARE, 0] == -1).all()
+
+# of experts in two words, in one and a bit, in five; of fewer than a warp's lanes
+@pytest.mark.parametrize("gating,n,K,E,parts,bias", [(Gating.SIGMOID, 5, 4, 64, 2, True), (Gating.SOFTMAX, 8, 8, 33, 1, False),
+                                                     (Gating.SOFTMAX_WEIGHT, 3, 6, 160, 2, True), (Gating.SOFTMAX, 2, 1, 7, 1, True)])
+def test_a_block_chooses_for_all_tokens(gating: Gating, n: int, K: int, E: int, parts: int, bias: bool):
+  """The experts of plain ops, many of which are as good as others, with zeros of both signs; their weights, and their groups"""
+  logits = np.round(floats(parts, n, E) * 4) / 8
+  logits = np.where(logits > 0, 0, logits)
+  logits[:, 0] -= 1
+  with on_cuda("sm_90"):
+    routing = Routing(K, gating, gating != Gating.SOFTMAX, 1.5, Tensor(np.round(floats(E) * 4) / 8).realize() if bias else None)
+    chosen, want = (out.numpy() for out in choose_experts(Tensor(logits.sum(0)), routing))
+    x = Tensor(logits).realize()
+    outs, ins = {"weights": empty(x, n, K), "groups": groups_like(x, n, K, E)}, {"logits": x, **optional(bias=routing.bias)}
+    row, thread, shape = target(), UOp.special(256, "lidx0"), x.shape
+    weights, groups = launch("choose", outs, ins, lambda buffers: chosen_groups(row, routing, shape, buffers, thread, 0))
+    are_groups_of(groups.numpy(), chosen, E)
+    assert np.abs(weights.numpy() - want).max() < 1e-6
 
 @pytest.mark.parametrize("n,K,E,D,kind", [(16, 2, 5, 160, T.Q4_0), (33, 3, 4, 160, T.Q4_1), (2, 4, 7, 160, T.Q8_0), (16, 2, 5, 256, T.Q4_0),
                                           (9, 2, 5, 384, T.Q8_0), (9, 2, 5, 256, T.F16)], ids=str)

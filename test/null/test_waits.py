@@ -161,6 +161,14 @@ def test_blocks_at_once_of_experts():
   assert said_of_blocks(sources("glm", 8), "few_expert_gate_up") == [["3"]] and said_of_blocks(sources("glm", 8), "few_expert_down") == [["4"]]
   assert said_of_blocks(sources("kimi"), "expert_down_8") == [["3"]]
 
+def test_a_router_of_few_tokens():
+  """Its blocks leave room for others', and make halves of their weights in front of the wait; the tokens' are all asked for together behind it"""
+  source, = (launch.source for launch in sources("glm", 8) if "router" in launch.name)
+  assert "// blocks at once: 1, as if of 640 threads" in source
+  behind = source[source.rindex(WAIT):]
+  products = behind[:behind.index("__syncthreads")]
+  assert products.count("mma.sync") == 24 and "(half)(" not in products
+
 def test_a_weight_does_go_first():
   """What the overlap is for"""
   launch = next(launch for launch in sources("small-glm") if launch.name.startswith("lora_query"))
@@ -251,9 +259,9 @@ def sources_of_a_few(tokens: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
   """{kernel: (its buffers' names, its source)} of a mixture's step, of heads with RoPE and of their latent queries, on Hopper"""
   names: dict[str, list[str]] = {}
   def recording(right: Callable) -> Callable:
-    def wrapped(name: str, outs: dict, ins: dict, *rest: Any) -> list[Tensor]:
+    def wrapped(name: str, outs: dict, ins: dict, *rest: Any, **more: Any) -> list[Tensor]:
       names[name] = [*outs, *ins]
-      return right(name, outs, ins, *rest)
+      return right(name, outs, ins, *rest, **more)
     return wrapped
   for module in (few_tokens, mla_attention, routing): monkeypatch.setattr(module, "launch", recording(module.launch))
   def empty(cls: type[QuantizedWeight], *shape: int) -> QuantizedWeight:

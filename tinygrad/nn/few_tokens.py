@@ -36,6 +36,7 @@ MOST_WARPS = 8                   # of a block; twice as many where a launch take
 PITCH = TILE_ROWS + 4            # of a token's sums in shared memory: a warp's lanes hit different banks
 SHARED_BYTES = 40960             # of the sums in shared memory
 HELD_CHUNKS = 5                  # of each of twice as many warps
+BESIDE = 96                      # registers of MOST_WARPS that stand beside a block of attn_output's, which has 80 of 14 warps
 MADE_WIDTH = 2048                # at most, of vectors that each block makes columns of
 MADE = 8 * SLOTS                 # the first slot of the columns that blocks make
 
@@ -132,6 +133,10 @@ def error_words(unit:Unit) -> list[UOp]:
   errors = [rounding_error(weight) for weight in unit.weights()]
   return [pair for i in range(0, UNIT, 4) for pair in quad_pairs(errors[i:i + 4])]
 
+def precise_words(weights:Weights) -> list[UOp]:
+  """What precise products multiply: weight_words and error_words of all units"""
+  return [word for of_chunk in weights for tiles in of_chunk for rows in tiles for unit in rows for word in (*weight_words(unit), *error_words(unit))]
+
 def half_words(target:Target, unit:Unit) -> list[UOp]:
   """The unit dequantized, in the order of weight_words, by two instructions on two halves each"""
   if unit.floats is not None: return weight_words(unit)
@@ -151,7 +156,7 @@ def half_words(target:Target, unit:Unit) -> list[UOp]:
 
 LoadPairs = Callable[[UOp, UOp, UOp|None], list[UOp]]   # (token, piece, whether there is such a piece) -> the lane's four words of it
 Weights = list[list[list[list[Unit]]]]                  # a lane's units by chunk, matrix, tile of rows, and which of its two rows
-PlaceOf = Callable[[int, int, int, int], UOp]           # (matrix, tile of rows, tile of tokens, element) -> where the lane's sum is, in registers
+SumOf = Callable[[int, int, int, int], UOp]             # (matrix, tile of rows, tile of tokens, element) -> the lane's sum
 
 @dataclass(frozen=True)
 class Share:
@@ -241,18 +246,20 @@ class BlockProduct:
     return {(i, tile): load_pairs(tile * TILE_TOKENS + self.lane_group, unit // 4 * 4 + i, inside)
             for i, tile in product(range(QUADS // 2), range(self.token_tiles))}
 
-  def products(self, weights:Weights, loop:UOp|None, load_pairs:LoadPairs, low_pairs:LoadPairs|None=None) -> PlaceOf:
+  def products(self, weights:Weights, loop:UOp|None, load_pairs:LoadPairs, low_pairs:LoadPairs|None=None) -> SumOf:
     """loop: what all this is inside of. low_pairs: the tokens' rounding errors; the weights' are multiplied then too."""
-    n_sums = len(weights[0]) * self.row_tiles * self.token_tiles * 4
+    kinds = 3 if low_pairs is not None and self.token_tiles == 1 else 1   # of products, with sums of their own: none waits for another's
+    n_of_kind = len(weights[0]) * self.row_tiles * self.token_tiles * 4
+    n_sums = kinds * n_of_kind
     sums = UOp.placeholder((n_sums + 1,), dtypes.float, slot=self.slot + 1, addrspace=AddrSpace.REG)
-    def place(matrix:int, row_tile:int, token_tile:int, i:int) -> UOp:
-      return sums[((matrix * self.row_tiles + row_tile) * self.token_tiles + token_tile) * 4 + i]
+    def place(matrix:int, row_tile:int, token_tile:int, i:int, kind:int=0) -> UOp:
+      return sums[kind % kinds * n_of_kind + ((matrix * self.row_tiles + row_tile) * self.token_tiles + token_tile) * 4 + i]
     if loop is not None: sums = sums.after(loop)
     sums = sums.after(UOp.group(*[sums[i].store(0.0) for i in range(n_sums)]))
-    def accumulate(rows:list[list[UOp]], first:int, pairs:list[UOp], *at:int) -> UOp:
+    def accumulate(rows:list[list[UOp]], first:int, pairs:list[UOp], *at:int, kind:int=0) -> UOp:
       """The sums behind a product of words `first` and `first + 1` of the lane's two rows"""
       a_words = [row[first + pair] for pair in range(2) for row in rows]
-      event = self.mma.accumulate(a_words, pairs, [place(*at, i) for i in range(4)])
+      event = self.mma.accumulate(a_words, pairs, [place(*at, i, kind) for i in range(4)])
       return sums.after(sums[n_sums].store(event))
     for chunk, of_chunk in enumerate(weights):
       def words_of(unit:Unit) -> list[UOp]: return half_words(self.target, unit) if low_pairs is None else weight_words(unit)
@@ -264,11 +271,11 @@ class BlockProduct:
           own, first, at = slice(part * 2, part * 2 + 2), (i * 2 + part) * 2, (matrix, row_tile, token_tile)
           sums = accumulate(words[matrix][row_tile], first, pairs[own], *at)
           if low_pairs is not None:
-            sums = accumulate(words[matrix][row_tile], first, lows[i, token_tile][own], *at)
-            sums = accumulate(errors[matrix][row_tile], first, pairs[own], *at)
-    return place
+            sums = accumulate(words[matrix][row_tile], first, lows[i, token_tile][own], *at, kind=1)
+            sums = accumulate(errors[matrix][row_tile], first, pairs[own], *at, kind=2)
+    return lambda *at: sum_in_order(place(*at, kind).load() for kind in reversed(range(kinds)))
 
-  def quads(self, n_matrices:int, place_of:PlaceOf) -> list[Quad]:
+  def quads(self, n_matrices:int, sum_of:SumOf) -> list[Quad]:
     n_tiles, quads_of_token = n_matrices * self.row_tiles, self.row_tiles * TILE_ROWS // 4
     at_once = min(max(self.shared_bytes // (4 * PITCH * TILE_TOKENS * n_tiles * self.share.warps), 1), self.token_tiles)   # tiles of tokens
     shared, found = local(self.share.warps * n_tiles * at_once * TILE_TOKENS * PITCH, dtypes.float, self.slot), []
@@ -281,7 +288,7 @@ class BlockProduct:
       n_tokens, stores, sums, loads = min(self.tokens - first * TILE_TOKENS, at_once * TILE_TOKENS), [], [], []
       for tile, token_tile, i in product(range(n_tiles), range(min(at_once, self.token_tiles - first)), range(4)):
         row, token = self.mma.c(self.lane, i)
-        value = place_of(tile // self.row_tiles, tile % self.row_tiles, first + token_tile, i).load()
+        value = sum_of(tile // self.row_tiles, tile % self.row_tiles, first + token_tile, i)
         stores.append(shared[place(self.warp, tile, token_tile * TILE_TOKENS + token, row)].store(value))
       summed = shared.after(UOp(Ops.BARRIER, src=tuple(stores)))
       if self.share.warps > 1:   # one number a thread: all warps share the work, and none holds what all of them have
@@ -421,6 +428,7 @@ def few_products(target:Target, width:int, x:Columns|Floats, buffers:dict[str, U
   one. last: of the last part's blocks. In the kernel:
 
   weights = the lane's units of the block's rows                 # loads are issued; none waits for the tokens
+  of precise products: their halves and rounding errors          # few blocks, which begin early
   wait until the kernels before are done
   of Floats: their columns, in shared memory; barrier            # MadeColumns
   the products, and the sums over the warps                      # BlockProduct
@@ -456,11 +464,10 @@ def few_products(target:Target, width:int, x:Columns|Floats, buffers:dict[str, U
       behind = behind_wait(target, buffers, *loads_of(weights), *(weight for of_quad in norm for weight in of_quad))
       loaders = [made.loader(behind["x"], norm)]
     else:
-      behind = behind_wait(target, buffers, *loads_of(weights))
+      behind = behind_wait(target, buffers, *loads_of(weights), *(precise_words(weights) if part.precise else []))
       loaders = [loader(behind[name], block, x, token_of, head) for name in ("x", "low")[:1 + part.precise]]
-    places = block.products(weights, loop, *loaders)
-    finished = []
-    for quad in block.quads(len(part.matrices), places):
+    sum_of, finished = block.products(weights, loop, *loaders), []
+    for quad in block.quads(len(part.matrices), sum_of):
       token = first_token + quad.token
       inside = quad.inside if T % TOKENS_AT_ONCE == 0 or groups == 1 else quad.inside & (token < T)
       finished += part.finish(block, quad._replace(token=token + among * T, inside=inside), behind)
@@ -565,7 +572,7 @@ def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|
     if router is not None: parts.append(router_part(router, buffers))
     def choose(thread:UOp, threads:int, slot:int) -> list[UOp]:
       assert last is not None and router is not None
-      return chosen_groups(target, last[0], (precise_blocks(width), T, router.shape[0]), buffers, thread, threads, slot)
+      return chosen_groups(target, last[0], (precise_blocks(width), T, router.shape[0]), buffers, thread, slot)
     chooses = None if last is None else LastBlock(buffers["plan"][prod(last[1].shape) - 1], choose)
     return few_products(target, width, x, buffers, parts, last=chooses)
   outs, ins = {"y": columns_like(x.words, 1, T, F)}, {"x": x.words, **gate.args("gate"), **up.args("up")}
@@ -579,13 +586,14 @@ def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|
   name = "_".join(["few_gate_up", gate.label, *([] if router is None else ["router", router.label]),
                    *([] if last is None else ["choose", str(last[0].count), last[0].label]), str(T)])
   nbytes = sum(weight.nbytes for weight in (gate, up, router) if weight is not None)
-  hidden, *made = launch(name, outs, ins, body, nbytes, two_at_once(target, width, 2, F // TILE_ROWS) if T <= TILE_TOKENS else 0)
+  resident, beside = (0, 0) if T > TILE_TOKENS else (two_at_once(target, width, 2, F // TILE_ROWS), 0 if router is None else BESIDE)
+  hidden, *made = launch(name, outs, ins, body, nbytes, resident, beside=beside)
   return Columns(hidden, 1 / HALF_SCALE), made if last is None else made[1:]
 
 def last_block_chooses(target:Target, x:Columns, gate:Weight, router:Weight, routing:Routing) -> bool:
   """Whether few_gate_up's last block does"""
   threads = warps_of(gate.shape[1]) * target.lanes
-  return target.is_last is not None and x.tokens <= TILE_TOKENS and groups_in_a_launch(target, x.tokens, routing.count, router.shape[0], threads)
+  return groups_in_a_launch(target, routing, x.tokens, router.shape[0], threads)
 
 def router_part(router:Weight, buffers:dict[str, UOp]) -> Part:
   """logits = router·(x + low)"""
@@ -660,9 +668,9 @@ def expert_products(target:Target, buffers:dict[str, UOp], weights:Sequence[Weig
   loop, zero = branch(1, number < of_shared)
   block = BlockProduct(target, share_of(shared.weight.shape[1], share.warps), TILE_TOKENS, first_row + zero, rows, tiles, SLOTS, shared_bytes)
   first, stores = number.minimum(of_shared - 1) * TILE_TOKENS, []
-  places = block.products(block.load([shared.weight.matrix(buffers, "shared")]), loop,
+  sum_of = block.products(block.load([shared.weight.matrix(buffers, "shared")]), loop,
                           loader(behind["x_shared"], block, shared.x, lambda token: (first + token).minimum(T - 1)))
-  for quad in block.quads(1, places):
+  for quad in block.quads(1, sum_of):
     token = first + quad.token
     stores += finish(block, quad._replace(token=T * K + token, inside=quad.inside & (token < T)), behind)
   return [*ends, UOp.group(*stores).end(loop)]

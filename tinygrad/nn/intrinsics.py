@@ -71,6 +71,9 @@ class Target:
   """What a kernel may ask of a GPU. A str is a C expression over the operands {0}, {1}, … None: the GPU has no such instruction."""
   shuffle_xor: str             # {0} of the lane whose number differs by the bit {o}, a constant
   shuffle_from: str|None = None    # {0} of lane {1}
+  warp_max: str|None = None    # the largest {0} of all lanes; uint32
+  vote: str|None = None        # a bit a lane: whether its {0} is true; uint32
+  bit_count: str|None = None   # of the word {0}; int32
   dot4: str|None = None        # {2} + Σ of the four int8 products of {0} and {1}; int32
   dot4_unsigned: str|None = None   # … of four uint8 of {0} and the int8 of {1}
   wait: str|None = None        # statement: go on when the kernels before this one are done
@@ -121,7 +124,8 @@ def _approximate(instruction:str) -> str:
   return f'[](float x) {{{{ float y; asm("{instruction}.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }}}}({{0}})'
 
 TARGETS = {
-  "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", "__shfl_sync(0xffffffffu, {0}, {1})", "__dp4a((int)({0}), {1}, {2})", mma=MMA_CUDA,
+  "CUDA": Target("__shfl_xor_sync(0xffffffffu, {{0}}, {o})", "__shfl_sync(0xffffffffu, {0}, {1})", dot4="__dp4a((int)({0}), {1}, {2})", mma=MMA_CUDA,
+                 warp_max="__reduce_max_sync(0xffffffffu, (unsigned)({0}))", vote="__ballot_sync(0xffffffffu, {0})", bit_count="__popc({0})",
                  dot4_unsigned='[](uint a, int b, int c) {{ int d; asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); '
                                "return d; }}({0}, {1}, {2})",
                  byte_perm="__byte_perm({0}, {1}, {2})",
@@ -172,10 +176,10 @@ BLACKWELL = replace(TARGETS["CUDA"], most_shared_bytes=232448, at_once="// block
                     trigger='asm volatile("griddepcontrol.launch_dependents;" ::: "memory")')
 HOPPER = replace(BLACKWELL, warp_groups=True)   # whose instructions no other has
 
-# the least compute capability -> the row, the newest first: m16n8k16 and copies beside other work came with Ampere, m16n8k8 with Turing, dp4a with
-# the second Pascal
-BEFORE_AMPERE = replace(TARGETS["CUDA"], copy=None, copy_or_zeros=None, issued=None, grouped=None, copied=None, copied_but=None, matrices=None,
-                        transposed=None, fetch=None, most_shared_bytes=0)
+# the least compute capability -> the row, the newest first: m16n8k16, copies beside other work and a warp's largest came with Ampere, m16n8k8
+# with Turing, dp4a with the second Pascal
+BEFORE_AMPERE = replace(TARGETS["CUDA"], warp_max=None, copy=None, copy_or_zeros=None, issued=None, grouped=None, copied=None, copied_but=None,
+                        matrices=None, transposed=None, fetch=None, most_shared_bytes=0)
 OF_CAPABILITY = {
   120: replace(BLACKWELL, most_shared_bytes=101376, at_once=None),   # some of these are small, and all of the next
   110: replace(BLACKWELL, at_once=None),
@@ -213,6 +217,21 @@ def shuffle_from(target:Target, value:UOp, lane:UOp) -> UOp:
   """The value of the lane of that number"""
   assert target.shuffle_from is not None
   return UOp(Ops.CUSTOM, value.dtype, src=(value, lane.cast(dtypes.int)), arg=target.shuffle_from)
+
+def warp_max(target:Target, value:UOp) -> UOp:
+  """The largest uint32 of all lanes"""
+  assert target.warp_max is not None
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(value,), arg=target.warp_max)
+
+def vote(target:Target, condition:UOp) -> UOp:
+  """A bit a lane, the first one's lowest: whether the condition is true there"""
+  assert target.vote is not None
+  return UOp(Ops.CUSTOM, dtypes.uint32, src=(condition,), arg=target.vote)
+
+def bit_count(target:Target, bits:UOp) -> UOp:
+  """How many bits of a word are set, int32"""
+  assert target.bit_count is not None
+  return UOp(Ops.CUSTOM, dtypes.int, src=(bits,), arg=target.bit_count)
 
 def uniform(target:Target, value:UOp) -> UOp:
   """A value that all lanes have, so that the target's compiler knows it"""

@@ -44,6 +44,7 @@ WAITED, LEFT = 99, 98   # the numbers of registers, see behind_wait and break_if
 LOG2_E = 1.4426950408889634
 MULTIPROCESSORS = 132   # of a large GPU
 REGISTER_BYTES, ROOMY = 4 * 65536, 4 * 128   # of a multiprocessor's registers; of a thread's that has many
+PARTITIONS = 128        # threads, a warp of each part of a multiprocessor, which have registers of their own
 REGISTERS_80 = 768      # threads of a multiprocessor that have 80 registers each
 
 # ---- weights ----
@@ -254,11 +255,12 @@ def fingerprint(part:Any) -> Any:
   if isinstance(part, dict): return tuple((key, fingerprint(value)) for key, value in part.items())
   return part if isinstance(part, (UOp, Enum)) or not hasattr(part, "__dict__") else (type(part), fingerprint(vars(part)))
 
-def blocks_at_once(target:Target|None, stores:list[UOp], resident:int, registers:int=0) -> list[UOp]:
+def blocks_at_once(target:Target|None, stores:list[UOp], resident:int, registers:int=0, beside:int=0) -> list[UOp]:
   """What a launch with these stores says to its compiler: how many of its blocks a multiprocessor has at once, where those are all, or all that its
   shared memory holds, and it is one block or each thread has 128 registers, twice what its arrays take. resident: threads of a larger launch that a
   multiprocessor may hold: its blocks are to run in as few waves as that makes, and as few at once as make so many. registers: of a thread of a
-  larger launch, whose blocks make room one by one: as many at once as have these."""
+  larger launch, whose blocks make room one by one: as many at once as have these. beside: of a thread of a launch with a block a
+  multiprocessor, which leaves other launches' blocks the rest."""
   if target is None or target.at_once is None: return []
   nodes = UOp.sink(*stores).toposort()
   sizes = {node.arg: node.vmax + 1 for node in nodes if node.op is Ops.SPECIAL}
@@ -271,23 +273,25 @@ def blocks_at_once(target:Target|None, stores:list[UOp], resident:int, registers
     if registers: held = min(held, max(REGISTER_BYTES // (4 * threads * registers), 1))
     elif not resident: return []
     else: held = -(-each // -(-each * threads // resident))
-  return [UOp(Ops.CUSTOM, dtypes.void, arg=target.at_once.format(n=held))]
+  room = f", as if of {max(REGISTER_BYTES // (4 * beside) // PARTITIONS * PARTITIONS, threads)} threads" if beside and each == 1 else ""
+  return [UOp(Ops.CUSTOM, dtypes.void, arg=target.at_once.format(n=held) + room)]
 
 _programs:dict[Any, UOp] = {}   # a model's blocks launch the same few kernels again and again: each is put together once
 
 def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:Callable[[dict[str, UOp]], list[UOp]], mem:int|None=None,
-           resident:int=0, registers:int=0) -> list[Tensor]:
+           resident:int=0, registers:int=0, beside:int=0) -> list[Tensor]:
   """Runs a kernel: body(flat buffers by name) -> its stores. Launches of the same name and fingerprint of body share one kernel of a target.
-  mem: bytes moved, where the renderer cannot count them. resident, registers: see blocks_at_once. Returns the outs, written."""
+  mem: bytes moved, where the renderer cannot count them. resident, registers, beside: see blocks_at_once. Returns the outs, written."""
   names, tensors = [*outs, *ins], [tensor.flatten() for tensor in (*outs.values(), *ins.values())]
   target = target_of(tensors[0].device)
   def put_together(*buffers:UOp) -> UOp:
-    key = name, mem, resident, registers, target, buffers, tuple(names), fingerprint(body)
+    key = name, mem, resident, registers, beside, target, buffers, tuple(names), fingerprint(body)
     if key not in _programs:
       info = KernelInfo(name=name, opts_to_apply=(), estimates=None if mem is None else Estimates(0, mem, mem))
       stores = body(dict(zip(names, (buffer.flatten() for buffer in buffers))))
       if target is not None: stores = in_one_instruction(target, stores)
-      _programs[key] = UOp.group(*stores).sink(*blocks_at_once(target, stores, resident, registers), arg=info).rtag(1)  # tagged: scheduled already
+      said = blocks_at_once(target, stores, resident, registers, beside)
+      _programs[key] = UOp.group(*stores).sink(*said, arg=info).rtag(1)  # tagged: scheduled already
     return _programs[key]
   written = tensors[0].custom_kernel(*tensors[1:], fxn=put_together)
   return [buffer.reshape(out.shape) for buffer, out in zip(written, outs.values())]

@@ -34,8 +34,8 @@ from tinygrad.nn.metal_mul_mat_id import QL_MOE_MSL, QL_SHEXP_MSL, expert_down_m
 from tinygrad.nn.norm_linear import (decode_target, few_target, linear_of_codes, mul_mat, norm_linear, operand_of, prefill_target, single_segment,
                                          vector_target)
 from tinygrad.nn.primitive import primitive
-from tinygrad.nn.routing import (MadeChoice, Routing, Share, TopKInKernel, choice_stores, choose_experts, choose_experts_prefill, expert_index,
-                                     group_choices, sort_by_expert, team_choices)
+from tinygrad.nn.routing import (MadeChoice, Routing, TopKInKernel, choose_experts, choose_experts_prefill, expert_index,
+                                     group_choices, sort_by_expert, warp_choices, warp_chooses)
 from tinygrad.nn.step import Step
 
 RESIDENT = 1536    # threads of a multiprocessor whose blocks choose experts: each has the registers for its loads, to be asked for together
@@ -127,8 +127,7 @@ def gate_up_launch(step:Step, x:Tensor, norm:Norm, weights:Sequence[Weight], rou
     if step.few_tokens: parts.reverse()   # tinygrad walks the whole first branch for each access of the second, and the router's has more of them
     def choose(thread:UOp, threads:int, slot:int) -> list[UOp]:
       assert routing is not None and router is not None
-      made = team_choices(target, routing, (1, T, router.shape[0]), buffers, thread, threads, slot)
-      return [store for choice in made for store in choice_stores(choice, buffers["sel"], buffers["weights"])]
+      return warp_choices(target, routing, (1, T, router.shape[0]), buffers, thread, threads)
     last = None if routing is None else LastBlock(buffers["plan"][prod(step.plan.shape) - 1], choose)
     return matvec(target, operand_of(buffers, x, norm), parts, last=last)
   outs = {**named(out, "y"), **({} if beside is None else named(beside, what))}
@@ -435,7 +434,7 @@ def mixture_decode(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routin
   chooses = chooses_early(target, experts.down, K, shared) and routing.same_everywhere
   words, scales, *sel = expert_gate_up_launch(x, norm, experts[:2], logits, routing, empty_codes(x, T, K * F), factors, chooses)
   def early(buffers:dict[str, UOp], token:UOp) -> TopKInKernel:
-    return TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token, share=Share(early=True))
+    return TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token, early=True)
   choosing = {"logits": logits, **optional(bias=routing.bias)} if chooses else {"sel": sel[0]}
   return expert_down_launch(Codes(words, scales), experts.down, K, choosing, residual, beside, early if chooses else None)
 
@@ -465,7 +464,7 @@ def mixture_pairs(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing
   T, target = x.shape[0], target_of(router.device)
   assert target is not None and shared is not None
   E, K = router.shape[0], routing.count
-  last = routing if step.plan is not None and target.is_last is not None and E * T <= CHOICES else None
+  last = routing if step.plan is not None and warp_chooses(target, routing) and E * T <= CHOICES else None
   made = gate_up_launch(step, x, norm, shared[:2], router, empty_codes(x, T, shared.down.shape[1]), empty_rounded(x, *x.shape), last)
   sel, weights = made[-2:] if last is not None else choose_experts_prefill(target, made[-1], routing, overlaps=True)
   chooses = chooses_early(target, experts.down, K, shared)

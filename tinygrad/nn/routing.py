@@ -4,9 +4,9 @@ import enum
 from dataclasses import dataclass
 from typing import Callable, NamedTuple, Sequence
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.dtype import AddrSpace, DType
+from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import prod
-from tinygrad.nn.intrinsics import Target, early_load, group_reduce, group_sum, shuffle, uniform
+from tinygrad.nn.intrinsics import Target, bit_count, early_load, group_reduce, group_sum, shuffle, shuffle_from, uniform, vote, warp_max, word
 from tinygrad.nn.kernel import SLOTS, behind_wait, empty, exp, launch, local, optional, safe_index, total
 from tinygrad.uop.ops import Ops
 
@@ -85,15 +85,10 @@ class MadeChoice:
     return barrier
   def expert(self, k:UOp) -> UOp: return self.ids[k].load().maximum(0).minimum(self.experts - 1)
 
-TOP_K_SLOTS = 9   # of shared memory
-
-class Share(NamedTuple):
-  """What of a launch a TopKInKernel has. early: logits that were written two launches back (see pdl_wait), or by other blocks of this one; one of so
-  many teams of a block's threads, each with a token of its own; TOP_K_SLOTS of shared memory from `slot` on"""
-  early: bool = False
-  teams: int = 1
-  team: UOp|int = 0
-  slot: int = SLOTS
+def softmax_terms(target:Target, logits:list[UOp]) -> tuple[UOp, UOp]:
+  """(maximum, 1 / Σ exp(logit - maximum)) of the logits that a warp's lanes have"""
+  top = group_reduce(target, total(logits, UOp.maximum), target.lanes, UOp.maximum)
+  return top, 1 / group_sum(target, total([exp(logit - top) for logit in logits], UOp.add), target.lanes)
 
 class TopKInKernel:
   """choose_experts of one token within a block of threads: barrier() chooses, then expert(k) and weight(k) are known to every thread.
@@ -110,15 +105,10 @@ class TopKInKernel:
   Of many experts, a thread each, those of a warp are ranked first; its first `count` go on, to shared memory, and are ranked among all warps'.
   """
   def __init__(self, target:Target, routing:Routing, experts:int, logits:UOp, bias:UOp|None, token:UOp, parts:Sequence[int]=(0,),
-               share:Share=Share()):
-    """parts: the rows of logits, from the token's on, that are added up"""
+               early:bool=False):
+    """parts: the rows of logits, from the token's on, that are added up. early: logits that were written two launches back (see pdl_wait)"""
     self.target, self.routing, self.experts, self.logits, self.bias, self.token, self.parts = target, routing, experts, logits, bias, token, parts
-    self.share, self.slot, self.early = share, share.slot, share.early
-
-  def local(self, size:int, dtype:DType, slot:int) -> UOp: return local(self.share.teams * size, dtype, slot)
-  def at(self, size:int, index:UOp|int) -> UOp|int:
-    """The index of the team's, in such shared memory"""
-    return index if self.share.teams == 1 else self.share.team * size + index
+    self.early = early
 
   def softmax(self, scores:list[UOp], everyone:UOp, thread:UOp) -> list[UOp]:
     """A thread's scores. Each warp takes the maximum and the sum over everyone for itself."""
@@ -126,10 +116,8 @@ class TopKInKernel:
     for first in range(0, self.experts, lanes):
       expert = thread % lanes + first
       inside = expert < self.experts
-      place = self.at(self.experts, expert)
-      all_logits.append(everyone[place].load() if self.experts % lanes == 0 else inside.where(everyone[place.valid(inside)].load(), NEVER))
-    top = group_reduce(self.target, total(all_logits, UOp.maximum), lanes, UOp.maximum)
-    inverse = 1 / group_sum(self.target, total([exp(logit - top) for logit in all_logits], UOp.add), lanes)
+      all_logits.append(everyone[expert].load() if self.experts % lanes == 0 else inside.where(everyone[expert.valid(inside)].load(), NEVER))
+    top, inverse = softmax_terms(self.target, all_logits)
     return [exp(score - top) * inverse for score in scores]
 
   def lanes(self, threads:int) -> int:
@@ -153,8 +141,8 @@ class TopKInKernel:
     gating, n_experts, lanes, own = self.routing.gating, self.experts, self.lanes(threads), self.own(thread, threads)
     def gather(values:list[UOp], slot:int) -> UOp:
       """What the threads have of all experts, in shared memory"""
-      shared = self.local(n_experts, dtypes.float, slot)
-      stored = [shared[self.at(n_experts, expert).valid(inside if lanes == 1 else inside & (thread % lanes).eq(0))].store(value)
+      shared = local(n_experts, dtypes.float, slot)
+      stored = [shared[expert.valid(inside if lanes == 1 else inside & (thread % lanes).eq(0))].store(value)
                 for value, (expert, inside) in zip(values, own)]
       return shared.after(UOp(Ops.BARRIER, src=(*before, *stored)))
     # a gate here would stand in all that wait_zero depends on: tinygrad would make a second wait
@@ -164,37 +152,37 @@ class TopKInKernel:
     logits = [total([logit(part, *of_thread) for part in self.parts], UOp.add) for of_thread in own]
     scores = choices = logits
     if gating == Gating.SOFTMAX:   # it keeps the order: without a bias, and without groups' sums, the logits choose
-      everyone = gather(logits, self.slot + 3)
+      everyone = gather(logits, SLOTS + 3)
       scores = self.softmax(logits, everyone, thread)
       if self.routing.grouped: choices = scores
     elif gating == Gating.SIGMOID: scores = choices = [1 / (1 + exp(-logit)) for logit in logits]
     if self.bias is not None: choices = [score + bias for score, bias in zip(scores, self.constants(thread, threads))]
-    if gating != Gating.SOFTMAX or self.bias is not None or self.routing.grouped: everyone = gather(choices, self.slot)
+    if gating != Gating.SOFTMAX or self.bias is not None or self.routing.grouped: everyone = gather(choices, SLOTS)
     if self.routing.grouped:
       choices = self.of_best_groups(choices, everyone, own, (thread % lanes).eq(0))
-      everyone = gather(choices, self.slot + 5)
+      everyone = gather(choices, SLOTS + 5)
     if self.in_warps(threads):
       (score,), (choice,), ((expert, _),) = scores, choices, own
       return self.rank_in_warps(score, choice, everyone, expert)
     share = n_experts // lanes
-    others = [(index, everyone[self.at(n_experts, index)].load()) for index in (thread % lanes * share + i for i in range(share))]
+    others = [(index, everyone[index].load()) for index in (thread % lanes * share + i for i in range(share))]
     return self.rank(scores, choices, others, own, lanes)
 
   def of_best_groups(self, choices:list[UOp], everyone:UOp, own:list[tuple[UOp, UOp]], first_lane:UOp) -> list[UOp]:
     """A thread's choices, NEVER where the expert's group does not stay. first_lane: whether the thread is an expert's first"""
     groups, size = self.routing.groups, self.experts // self.routing.groups
-    scores, stored = self.local(groups, dtypes.float, self.slot + 4), []
+    scores, stored = local(groups, dtypes.float, SLOTS + 4), []
     group_of = [safe_index(expert, inside) // size for expert, inside in own]
     for group, (expert, inside) in zip(group_of, own):
       best = second = UOp.const(NEVER, dtypes.float)
       for i in range(size):
-        other = everyone[self.at(self.experts, group * size + i)].load()
+        other = everyone[group * size + i].load()
         best, second = best.maximum(other), second.maximum(best.minimum(other))
-      stored.append(scores[self.at(groups, group).valid(inside & first_lane & (expert % size).eq(0))].store(best + second))
+      stored.append(scores[group.valid(inside & first_lane & (expert % size).eq(0))].store(best + second))
     scores = scores.after(UOp(Ops.BARRIER, src=tuple(stored)))
-    others, kept = [scores[self.at(groups, i)].load() for i in range(groups)], []
+    others, kept = [scores[i].load() for i in range(groups)], []
     for choice, group in zip(choices, group_of):
-      score = scores[self.at(groups, group)].load()
+      score = scores[group].load()
       before = [((other > score) | (other >= score) & (group > i)).cast(dtypes.int) for i, other in enumerate(others)]
       kept.append((total(before, UOp.add) < self.routing.used_groups).where(choice, NEVER))
     return kept
@@ -211,15 +199,15 @@ class TopKInKernel:
     def before(own:UOp, number:UOp, others:list[UOp]) -> UOp:
       """How many others come before it; they are in order of their experts where they are the same"""
       return total([((other > own) | (other >= own) & (number > i)).cast(dtypes.int) for i, other in enumerate(others)], UOp.add)
-    rank = before(choice, expert % lanes, [everyone[self.at(self.experts, warp * lanes + i)].load() for i in range(lanes)])
+    rank = before(choice, expert % lanes, [everyone[warp * lanes + i].load() for i in range(lanes)])
     goes_on = rank < count
-    place = self.at(warps * count, warp * count + goes_on.where(rank, 0).cast(dtypes.weakint)).valid(goes_on)
-    kept = [self.local(warps * count, dtype, self.slot + 6 + i) for i, dtype in enumerate((dtypes.float, dtypes.float, dtypes.int))]
+    place = (warp * count + goes_on.where(rank, 0).cast(dtypes.weakint)).valid(goes_on)
+    kept = [local(warps * count, dtype, SLOTS + 6 + i) for i, dtype in enumerate((dtypes.float, dtypes.float, dtypes.int))]
     barrier = UOp(Ops.BARRIER, src=tuple(buffer[place].store(value) for buffer, value in zip(kept, (choice, score, expert.cast(dtypes.int)))))
     kept = [buffer.after(barrier) for buffer in kept]
     inside = expert < warps * count
-    own, own_score, own_expert = (buffer[self.at(warps * count, safe_index(expert, inside))].load() for buffer in kept)
-    final = inside.where(before(own, expert, [kept[0][self.at(warps * count, i)].load() for i in range(warps * count)]), count)
+    own, own_score, own_expert = (buffer[safe_index(expert, inside)].load() for buffer in kept)
+    final = inside.where(before(own, expert, [kept[0][i].load() for i in range(warps * count)]), count)
     return self.write([(final, own_expert, own_score)])
 
   def rank(self, scores:list[UOp], choices:list[UOp], others:list[tuple[UOp, UOp]], own:list[tuple[UOp, UOp]], lanes:int) -> UOp:
@@ -235,52 +223,94 @@ class TopKInKernel:
   def write(self, ranked:list[tuple[UOp, UOp, UOp]]) -> UOp:
     """Writes the first `count` experts to shared memory. ranked: of a thread's, the rank, the expert and its score"""
     count, written = self.routing.count, []
-    ids, values = self.local(count, dtypes.int, self.slot + 1), self.local(count, dtypes.float, self.slot + 2)
+    ids, values = local(count, dtypes.int, SLOTS + 1), local(count, dtypes.float, SLOTS + 2)
     for rank, expert, score in ranked:
       wins = rank < count
       slot = wins.where(rank, 0).cast(dtypes.weakint)
-      written.append(ids[self.at(count, slot).valid(wins)].store(expert))
-      written.append(values[self.at(count, slot).valid(wins)].store(score))
+      written.append(ids[slot.valid(wins)].store(expert))
+      written.append(values[slot.valid(wins)].store(score))
     barrier = UOp(Ops.BARRIER, src=tuple(written))
     self.ids, self.values = ids.after(barrier), values.after(barrier)
     return barrier
 
   def expert(self, k:UOp) -> UOp:
     """Where logits are no numbers, none was chosen"""
-    return self.ids[self.at(self.routing.count, k)].load().maximum(0).minimum(self.experts - 1)
+    return self.ids[k].load().maximum(0).minimum(self.experts - 1)
 
   def weight(self, k:UOp) -> UOp:
     count = self.routing.count
-    return weight_of([self.values[self.at(count, i)].load() for i in range(count)], self.values[self.at(count, k)].load(), self.routing)
+    return weight_of([self.values[i].load() for i in range(count)], self.values[k].load(), self.routing)
 
-class TeamChoice(NamedTuple):
-  """A token's choice, which a team of a block's threads has made. member: of the team; inside: whether there is such a token; None: always"""
-  top_k: TopKInKernel
-  member: UOp
-  inside: UOp|None
-
-def team_choices(target:Target, routing:Routing, logits:tuple[int, int, int], buffers:dict[str, UOp], thread:UOp, threads:int,
-                 slot:int) -> list[TeamChoice]:
-  """Of all tokens by one block, whole warps a token, turn by turn. logits: the shape of what others have just stored, (parts that are added up, T,
-  E). slot: of shared memory, the first of TOP_K_SLOTS a turn"""
-  (n_parts, tokens, experts), teams, made = logits, 1, []
-  while teams < tokens and threads // target.lanes % (2 * teams) == 0: teams *= 2
-  team, member, parts = thread // (threads // teams), thread % (threads // teams), [i * tokens for i in range(n_parts)]
-  for first in range(0, tokens, teams):
-    token, inside = (first + team, None) if first + teams <= tokens else ((first + team).minimum(tokens - 1), first + team < tokens)
-    top_k = TopKInKernel(target, routing, experts, buffers["logits"], buffers.get("bias"), token, parts, Share(True, teams, team, slot))
-    top_k.barrier(member, threads // teams, UOp.const(0), [])
-    made.append(TeamChoice(top_k, member, inside))
-    slot += TOP_K_SLOTS
-  return made
-
-def choice_stores(choice:TeamChoice, experts:UOp|None, weights:UOp) -> list[UOp]:
-  """The stores of a token's choice, in (T, count) each: of the experts, where they are wanted, and of their weights"""
-  top_k, member, inside = choice
+def choice_stores(top_k:TopKInKernel, thread:UOp, experts:UOp, weights:UOp) -> list[UOp]:
+  """The stores of a token's choice, in (T, count) each: of the experts and of their weights"""
   count = top_k.routing.count
-  k, first = member.minimum(count - 1), member < count
-  place = (top_k.token * count + k).valid(first if inside is None else first & inside)
-  return [*([] if experts is None else [experts[place].store(top_k.expert(k))]), weights[place].store(top_k.weight(k))]
+  k, first = thread.minimum(count - 1), thread < count
+  place = (top_k.token * count + k).valid(first)
+  return [experts[place].store(top_k.expert(k)), weights[place].store(top_k.weight(k))]
+
+def in_order(x:UOp) -> UOp:
+  """float32 as a word: the greater number has the greater word"""
+  bits = x.eq(0).where(UOp.const(0.0, dtypes.float), x).bitcast(dtypes.uint32)
+  return (bits >> 31).eq(0).where(bits | 0x80000000, bits ^ 0xffffffff)
+
+class WarpChoice:
+  """choose_experts of a token by a warp, of what other blocks of its launch have stored: see LastBlock. Lane l has the experts l, l + lanes, … In the
+  kernel:
+
+  score = gating(logit); key = score + bias, as a word
+  count times: highest = the highest key of all lanes; expert = the lowest that has it, whose key is 0 from then on
+  lane k < count: the k-th of them, and its weight
+  """
+  def __init__(self, target:Target, routing:Routing, logits:tuple[int, int, int], buffers:dict[str, UOp], token:UOp, lane:UOp):
+    """logits: the shape of that buffer, (parts that are added up, T, E)"""
+    (parts, tokens, E), self.target, self.count, self.lane, self.token = logits, target, routing.count, lane, token
+    own = [(expert, expert < E) for expert in (lane + first for first in range(0, E, target.lanes))]
+    def logit(part:int, expert:UOp, inside:UOp) -> UOp:
+      return early_load(buffers["logits"][(token + part * tokens) * E + safe_index(expert, inside)], inside)
+    scores = choices = [total([logit(part, *of_lane) for part in range(parts)], UOp.add) for of_lane in own]
+    if routing.gating == Gating.SIGMOID: scores = choices = [1 / (1 + exp(-logit)) for logit in scores]
+    if routing.gating == Gating.SOFTMAX:   # it keeps the order
+      top, inverse = softmax_terms(target, [inside.where(logit, NEVER) for logit, (_, inside) in zip(choices, own)])
+      scores = [exp(logit - top) * inverse for logit in choices]
+    if routing.bias is not None: choices = [score + buffers["bias"][safe_index(*of_lane)].load() for score, of_lane in zip(scores, own)]
+    keys = [inside.where(in_order(choice), UOp.const(0, dtypes.uint32)) for choice, (_, inside) in zip(choices, own)]
+    numbers, none = [expert.cast(dtypes.uint32) for expert, _ in own], UOp.const(0, dtypes.uint32)
+    taken, experts, chosen_scores = [UOp.const(False, dtypes.bool)] * len(own), [], []
+    for _ in range(self.count):
+      highest = warp_max(target, total(keys, UOp.maximum))
+      last = warp_max(target, total([key.eq(highest).where(E - number, none) for key, number in zip(keys, numbers)], UOp.maximum))
+      expert = E - last.maximum(1)
+      hits = [number.eq(expert) for number in numbers]
+      keys = [hit.where(none, key) for hit, key in zip(hits, keys)]
+      taken = [before | hit for before, hit in zip(taken, hits)]
+      score = total([hit.where(score, 0.0) for hit, score in zip(hits, scores)], UOp.add)
+      chosen_scores.append(shuffle_from(target, score, expert % target.lanes))
+      experts.append(expert)
+    def of_lane(values:list[UOp]) -> UOp:
+      found = values[-1]
+      for k, value in enumerate(values[:-1]): found = lane.eq(k).where(value, found)
+      return found
+    self.expert, self.weight = of_lane(experts).cast(dtypes.int), weight_of(chosen_scores, of_lane(chosen_scores), routing)
+    self.taken = taken   # whether the lane's experts are among them
+  @property
+  def place(self) -> UOp:
+    """Of the lane's in (T, count)"""
+    return self.token * self.count + self.lane.minimum(self.count - 1)
+
+def warp_choices(target:Target, routing:Routing, logits:tuple[int, int, int], buffers:dict[str, UOp], thread:UOp, threads:int) -> list[UOp]:
+  """The stores of all tokens' choices by one block, a warp a token, turn by turn, in buffers sel and weights, (T, count) each. logits: as for
+  WarpChoice"""
+  (_, T, _), lanes, stores = logits, target.lanes, []
+  for first in range(0, T, threads // lanes):
+    token = thread // lanes + first
+    choice = WarpChoice(target, routing, logits, buffers, token.minimum(T - 1), thread % lanes)
+    place = choice.place.valid((token < T) & (choice.lane < choice.count))
+    stores += [buffers["sel"][place].store(choice.expert), buffers["weights"][place].store(choice.weight)]
+  return stores
+
+def warp_chooses(target:Target, routing:Routing) -> bool:
+  """Whether a launch's last block may choose"""
+  return target.is_last is not None and target.warp_max is not None and not routing.grouped
 
 def expert_index(sel:UOp, experts:int) -> UOp:
   """An expert's number as an index of a stack of so many: in bounds whatever memory holds"""
@@ -307,7 +337,7 @@ def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing, overla
     token, thread = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0")
     top_k = TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token, parts)
     top_k.barrier(thread, threads, UOp.const(0), [])
-    return choice_stores(TeamChoice(top_k, thread, None), buffers["experts"], buffers["weights"])
+    return choice_stores(top_k, thread, buffers["experts"], buffers["weights"])
   outs = {"experts": empty(logits, T, K, dtype=dtypes.int32), "weights": empty(logits, T, K)}
   ins = {"logits": logits, **optional(bias=routing.bias)}
   experts, weights = launch(f"choose_experts_{len(parts)}_{T}_{E}_{K}_{routing.label}", outs, ins, body)
@@ -430,6 +460,30 @@ def group_choices(target:Target, chosen:Tensor, experts:int) -> Tensor:
   outs = {"groups": groups_like(chosen, T, K, experts)}
   return launch(f"group_choices_{T}_{K}_{experts}", outs, {"chosen": chosen}, body)[0]
 
+class Places(NamedTuple):
+  """What a thread knows of the choice and the expert of its number: int32"""
+  group: UOp       # the first of the choice's expert
+  rank: UOp        # choices of that expert before
+  first: UOp       # group of the expert
+  count: UOp       # of the expert's choices
+  in_all: UOp      # groups
+  def stores(self, groups:UOp, sizes:tuple[int, int, int], thread:UOp) -> list[UOp]:
+    (T, K, experts), number, none, stores = sizes, thread.cast(dtypes.int), UOp.const(-1, dtypes.int), []
+    n_groups, is_choice, is_expert = most_groups(T, K, experts), thread < T * K, thread < experts
+    def put(group:UOp, column:UOp|int, value:UOp, there:UOp) -> None:
+      """Not in the gate: tinygrad would take `there` for true in all that the place depends on, the barriers' stores too"""
+      place = there.where(group, n_groups)
+      taken = place < n_groups
+      index = taken.where(place, 0).cast(dtypes.weakint) * (GROUP + 1) + column
+      stores.append(groups[index.valid(taken)].store(value))
+    own_groups = (self.count + (GROUP - 1)) // GROUP
+    put(self.group + self.rank // GROUP, (self.rank % GROUP).cast(dtypes.weakint) + 1, number, is_choice)
+    for i in range(-(-T // GROUP)): put(self.first + i, 0, number, is_expert & (own_groups > i))
+    in_last = self.count - (own_groups - 1) * GROUP
+    for i in range(1, GROUP): put(self.first + own_groups - 1, i + 1, none, is_expert & (own_groups > 0) & (in_last <= i))
+    put(number, 0, none, (number >= self.in_all) & (number < n_groups))
+    return stores
+
 def group_stores(groups:UOp, own:UOp, sizes:tuple[int, int, int], thread:UOp, slot:int) -> list[UOp]:
   """The stores of the groups by a block of group_threads or more. own: of the first T · K threads an expert, the choice of that number. sizes: T, K
   and the experts. slot: of shared memory, the first of three. In the kernel:
@@ -438,10 +492,10 @@ def group_stores(groups:UOp, own:UOp, sizes:tuple[int, int, int], thread:UOp, sl
   rank = the number of earlier choices of the same expert               # a thread a choice
   count = the number of choices                                         # a thread an expert
   first = the groups of the experts before                              # in shared memory; barriers
-  groups[first + rank / GROUP, 1 + rank % GROUP] = choice; groups[first …, 0] = expert; what is left is -1
+  groups[first + rank / GROUP, 1 + rank % GROUP] = choice; groups[first …, 0] = expert; what is left is -1: see Places
   """
   T, K, experts = sizes
-  n_choices, n_groups, width = T * K, most_groups(T, K, experts), GROUP + 1
+  n_choices = T * K
   zero, one = UOp.const(0, dtypes.int), UOp.const(1, dtypes.int)
   is_choice, is_expert, number = thread < n_choices, thread < experts, thread.cast(dtypes.int)
   own = own.maximum(0).minimum(experts - 1)
@@ -453,31 +507,52 @@ def group_stores(groups:UOp, own:UOp, sizes:tuple[int, int, int], thread:UOp, sl
   groups_of = local(experts, dtypes.int, slot + 1)
   groups_of = groups_of.after(UOp(Ops.BARRIER, src=(groups_of[thread.valid(is_expert)].store(own_groups),)))
   first, in_all = sums_over(groups_of, experts, 1, lambda i, other: [(number > i).where(other, 0), other])
-  firsts, stores = local(experts, dtypes.int, slot + 2), []
+  firsts = local(experts, dtypes.int, slot + 2)
   firsts = firsts.after(UOp(Ops.BARRIER, src=(firsts[thread.valid(is_expert)].store(first),)))
-  def put(group:UOp, column:UOp|int, value:UOp, there:UOp) -> None:
-    """Not in the gate: tinygrad would take `there` for true in all that the place depends on, the barriers' stores too"""
-    place = there.where(group, n_groups)
-    taken = place < n_groups
-    index = taken.where(place, 0).cast(dtypes.weakint) * width + column
-    stores.append(groups[index.valid(taken)].store(value))
-  put(firsts[own.cast(dtypes.weakint)].load() + rank // GROUP, (rank % GROUP).cast(dtypes.weakint) + 1, number, is_choice)
-  for i in range(-(-T // GROUP)): put(first + i, 0, number, is_expert & (own_groups > i))
-  in_last = count - (own_groups - 1) * GROUP
-  for i in range(1, GROUP): put(first + own_groups - 1, i + 1, zero - 1, is_expert & (own_groups > 0) & (in_last <= i))
-  put(number, 0, zero - 1, (number >= in_all) & (number < n_groups))
-  return stores
+  return Places(firsts[own.cast(dtypes.weakint)].load(), rank, first, count, in_all).stores(groups, sizes, thread)
 
-def groups_in_a_launch(target:Target, tokens:int, count:int, experts:int, threads:int) -> bool:
-  """Whether one block of so many threads, of a larger launch, makes all tokens' choices, in one turn, and their groups by the way: no loops"""
-  teams = 1 << (tokens - 1).bit_length()
-  return threads % (teams * target.lanes) == 0 and group_threads(target, tokens, count, experts) <= threads and max(tokens * count, experts) <= TURN
+def groups_in_a_launch(target:Target, routing:Routing, tokens:int, experts:int, threads:int) -> bool:
+  """Whether one block of so many threads, of a larger launch, makes all tokens' choices, a warp each, and their groups by the way"""
+  return warp_chooses(target, routing) and tokens <= min(GROUP, threads // target.lanes) and \
+    group_threads(target, tokens, routing.count, experts) <= threads
 
-def chosen_groups(target:Target, routing:Routing, logits:tuple[int, int, int], buffers:dict[str, UOp], thread:UOp, threads:int,
-                  slot:int) -> list[UOp]:
-  """The stores of all tokens' weights and of their groups, by a block that groups_in_a_launch takes. logits, slot: as for team_choices"""
-  (_, tokens, experts), count = logits, routing.count
-  choice, = team_choices(target, routing, logits, buffers, thread, threads, slot)
-  own = choice.top_k.ids[thread.valid(thread < tokens * count)].load()   # a team's begin where those of its token do
-  return [*choice_stores(choice, None, buffers["weights"]),
-          *group_stores(buffers["groups"], own, (tokens, count, experts), thread, slot + TOP_K_SLOTS)]
+def chosen_groups(target:Target, routing:Routing, logits:tuple[int, int, int], buffers:dict[str, UOp], thread:UOp, slot:int) -> list[UOp]:
+  """The stores of all tokens' weights and of their groups, by a block that groups_in_a_launch takes. logits: as for WarpChoice. slot: of shared
+  memory, the first of two. In the kernel:
+
+  of a warp's token: its choice; taken = a bit an expert, in words of a warp's lanes, in shared memory; barrier     # WarpChoice
+  tokens = a bit a token that takes an expert; any = the experts that some token takes
+  an expert's group = how many of `any` are before it; a choice's place there = how many tokens are before its own
+  """
+  (_, T, E), K, lanes = logits, routing.count, target.lanes
+  warp, lane, words = thread // lanes, thread % lanes, -(-E // lanes)
+  inside, token = warp < T, warp.minimum(T - 1)
+  choice = WarpChoice(target, routing, logits, buffers, token, lane)
+  first, own = inside & lane.eq(0), inside & (lane < K)
+  taken, ids = local(T * words, dtypes.uint32, slot), local(T * K, dtypes.int, slot + 1)
+  barrier = UOp(Ops.BARRIER, src=(*(taken[(token * words + i).valid(first)].store(vote(target, there)) for i, there in enumerate(choice.taken)),
+                                  ids[choice.place.valid(own)].store(choice.expert)))
+  taken, ids = taken.after(barrier), ids.after(barrier)
+  of_tokens = [[taken[t * words + i].load() for i in range(words)] for t in range(T)]
+  some = [total([of_token[i] for of_token in of_tokens], UOp.__or__) for i in range(words)]
+  def below(number:UOp) -> UOp:
+    """The bits of a word before this one"""
+    return (word(1) << number) - 1
+  def group_of(expert:UOp) -> UOp:
+    """The number of the experts with choices before"""
+    number, bits = expert // lanes, below(expert % lanes)
+    before = [(number > i).where(word(0xffffffff), (number < i).where(word(0), bits)) for i in range(words)]
+    return total([bit_count(target, own & mask) for own, mask in zip(some, before)], UOp.add)
+  def tokens_of(expert:UOp) -> UOp:
+    """A bit for each token that takes it"""
+    bits = []
+    for t, of_token in enumerate(of_tokens):
+      its = of_token[-1]
+      for i in range(words - 1): its = (expert // lanes).eq(i).where(of_token[i], its)
+      bits.append((its >> (expert % lanes) & 1) << t)
+    return total(bits, UOp.__or__)
+  its_expert = ids[thread.minimum(T * K - 1)].load().maximum(0).minimum(E - 1).cast(dtypes.uint32)
+  expert, its_token = thread.minimum(E - 1).cast(dtypes.uint32), (thread // K).minimum(T - 1).cast(dtypes.uint32)
+  rank, count = bit_count(target, tokens_of(its_expert) & below(its_token)), bit_count(target, tokens_of(expert))
+  places = Places(group_of(its_expert), rank, group_of(expert), count, total([bit_count(target, bits) for bits in some], UOp.add))
+  return [buffers["weights"][choice.place.valid(own)].store(choice.weight), *places.stores(buffers["groups"], (T, K, E), thread)]

@@ -37,8 +37,9 @@ def dynamic_shared(source:str) -> tuple[str, int]:
 def with_blocks_at_once(source:str) -> str:
   """A kernel with what it says of its blocks (`at_once` in nn/intrinsics.py) among its bounds. Without a word the compiler saves registers, for many
   at once: a load is put where it is used then, and waited for before the next is asked for."""
-  said = re.search(r"// blocks at once: (\d+)", source)
-  return source if said is None else re.sub(r"__launch_bounds__\((\d+)\)", rf"__launch_bounds__(\1, {said[1]})", source, count=1)
+  said = re.search(r"// blocks at once: (\d+)(?:, as if of (\d+) threads)?", source)
+  if said is None: return source
+  return re.sub(r"__launch_bounds__\((\d+)\)", lambda own: f"__launch_bounds__({said[2] or own[1]}, {said[1]})", source, count=1)
 
 class NVRTCCompiler(_wheel.NVRTCCompiler):
   """The wheel's compiler, of all that Hopper can; where the launch is to give shared memory, how much stands before the PTX"""
