@@ -241,13 +241,6 @@ class TopKInKernel:
     count = self.routing.count
     return weight_of([self.values[i].load() for i in range(count)], self.values[k].load(), self.routing)
 
-def choice_stores(top_k:TopKInKernel, thread:UOp, experts:UOp, weights:UOp) -> list[UOp]:
-  """The stores of a token's choice, in (T, count) each: of the experts and of their weights"""
-  count = top_k.routing.count
-  k, first = thread.minimum(count - 1), thread < count
-  place = (top_k.token * count + k).valid(first)
-  return [experts[place].store(top_k.expert(k)), weights[place].store(top_k.weight(k))]
-
 def in_order(x:UOp) -> UOp:
   """float32 as a word: the greater number has the greater word"""
   bits = x.eq(0).where(UOp.const(0.0, dtypes.float), x).bitcast(dtypes.uint32)
@@ -257,7 +250,7 @@ class WarpChoice:
   """choose_experts of a token by a warp, of what other blocks of its launch have stored: see LastBlock. Lane l has the experts l, l + lanes, … In the
   kernel:
 
-  score = gating(logit); key = score + bias, as a word
+  score = gating(logit); key = score + bias, as a word           # in_order
   count times: highest = the highest key of all lanes; expert = the lowest that has it, whose key is 0 from then on
   lane k < count: the k-th of them, and its weight
   """
@@ -267,31 +260,30 @@ class WarpChoice:
     own = [(expert, expert < E) for expert in (lane + first for first in range(0, E, target.lanes))]
     def logit(part:int, expert:UOp, inside:UOp) -> UOp:
       return early_load(buffers["logits"][(token + part * tokens) * E + safe_index(expert, inside)], inside)
-    scores = choices = [total([logit(part, *of_lane) for part in range(parts)], UOp.add) for of_lane in own]
+    scores = choices = [total([logit(part, *expert) for part in range(parts)], UOp.add) for expert in own]
     if routing.gating == Gating.SIGMOID: scores = choices = [1 / (1 + exp(-logit)) for logit in scores]
     if routing.gating == Gating.SOFTMAX:   # it keeps the order
       top, inverse = softmax_terms(target, [inside.where(logit, NEVER) for logit, (_, inside) in zip(choices, own)])
       scores = [exp(logit - top) * inverse for logit in choices]
-    if routing.bias is not None: choices = [score + buffers["bias"][safe_index(*of_lane)].load() for score, of_lane in zip(scores, own)]
-    keys = [inside.where(in_order(choice), UOp.const(0, dtypes.uint32)) for choice, (_, inside) in zip(choices, own)]
-    numbers, none = [expert.cast(dtypes.uint32) for expert, _ in own], UOp.const(0, dtypes.uint32)
-    taken, experts, chosen_scores = [UOp.const(False, dtypes.bool)] * len(own), [], []
+    if routing.bias is not None: choices = [score + buffers["bias"][safe_index(*expert)].load() for score, expert in zip(scores, own)]
+    keys = [inside.where(in_order(choice), word(0)) for choice, (_, inside) in zip(choices, own)]
+    numbers, experts, chosen_scores = [expert.cast(dtypes.uint32) for expert, _ in own], [], []
+    self.taken = [UOp.const(False, dtypes.bool)] * len(own)   # whether the lane's experts are among the chosen
     for _ in range(self.count):
       highest = warp_max(target, total(keys, UOp.maximum))
-      last = warp_max(target, total([key.eq(highest).where(E - number, none) for key, number in zip(keys, numbers)], UOp.maximum))
-      expert = E - last.maximum(1)
+      from_last = warp_max(target, total([key.eq(highest).where(E - number, 0) for key, number in zip(keys, numbers)], UOp.maximum))
+      expert = E - from_last.maximum(1)
       hits = [number.eq(expert) for number in numbers]
-      keys = [hit.where(none, key) for hit, key in zip(hits, keys)]
-      taken = [before | hit for before, hit in zip(taken, hits)]
+      keys, self.taken = [hit.where(word(0), key) for hit, key in zip(hits, keys)], [before | hit for before, hit in zip(self.taken, hits)]
       score = total([hit.where(score, 0.0) for hit, score in zip(hits, scores)], UOp.add)
       chosen_scores.append(shuffle_from(target, score, expert % target.lanes))
       experts.append(expert)
     def of_lane(values:list[UOp]) -> UOp:
+      """Lane k's is the k-th"""
       found = values[-1]
       for k, value in enumerate(values[:-1]): found = lane.eq(k).where(value, found)
       return found
     self.expert, self.weight = of_lane(experts).cast(dtypes.int), weight_of(chosen_scores, of_lane(chosen_scores), routing)
-    self.taken = taken   # whether the lane's experts are among them
   @property
   def place(self) -> UOp:
     """Of the lane's in (T, count)"""
@@ -337,7 +329,9 @@ def choose_experts_prefill(target:Target, logits:Tensor, routing:Routing, overla
     token, thread = UOp.special(T, "gidx0"), UOp.special(threads, "lidx0")
     top_k = TopKInKernel(target, routing, E, buffers["logits"], buffers.get("bias"), token, parts)
     top_k.barrier(thread, threads, UOp.const(0), [])
-    return choice_stores(top_k, thread, buffers["experts"], buffers["weights"])
+    k = thread.minimum(K - 1)
+    place = (token * K + k).valid(thread < K)
+    return [buffers["experts"][place].store(top_k.expert(k)), buffers["weights"][place].store(top_k.weight(k))]
   outs = {"experts": empty(logits, T, K, dtype=dtypes.int32), "weights": empty(logits, T, K)}
   ins = {"logits": logits, **optional(bias=routing.bias)}
   experts, weights = launch(f"choose_experts_{len(parts)}_{T}_{E}_{K}_{routing.label}", outs, ins, body)
