@@ -162,7 +162,7 @@ def test_blocks_at_once_of_experts():
   assert said_of_blocks(sources("kimi"), "expert_down_8") == [["3"]]
 
 def test_a_router_of_few_tokens():
-  """Its blocks leave room for others', and make halves of their weights in front of the wait; the tokens' are all asked for together behind it"""
+  """Its blocks leave room for others', and make halves of their weights in front of the wait"""
   source, = (launch.source for launch in sources("glm", 8) if "router" in launch.name)
   assert "// blocks at once: 1, as if of 640 threads" in source
   behind = source[source.rindex(WAIT):]

@@ -7,23 +7,17 @@ reach the target, and goes on between two:
   sums[block, i] = Σ mass of the numbers of this block at or above low + 2^shift · i
 """
 from __future__ import annotations
-from typing import Any
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.nn import cpu
 from tinygrad.nn.intrinsics import Target, shuffle, target_of
-from tinygrad.nn.kernel import behind_wait, empty, launch, local, optional, sum_in_order
+from tinygrad.nn.kernel import behind_wait, empty, launch, local, optional, ordered, sum_in_order
 from tinygrad.nn.primitive import primitive
 from tinygrad.uop.ops import Ops
 
 BITS = 4
 STEPS = 1 << BITS
 SHIFTS = range(32 - BITS, -BITS, -BITS)
-
-def ordered(x:Any) -> Any:
-  """float32 -> uint32 in the same order, of a tensor or a UOp"""
-  bits = x.bitcast(dtypes.uint32)
-  return (bits >> 31).eq(1).where(bits ^ 0xffffffff, bits | 0x80000000)
 
 @primitive(outputs=lambda x, mass, target: empty(x, x.shape[0], dtype=dtypes.uint32))
 def cutoff(x:Tensor, mass:Tensor|None, target:Tensor) -> Tensor:

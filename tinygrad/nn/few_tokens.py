@@ -21,8 +21,8 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import prod
 from tinygrad.nn.halves import FOUR, FOURS, QUADS, SCALE_UP, half_pair, halves, rounding_error, same_halves
 from tinygrad.nn.intrinsics import Target, and_or, byte_perm, copied, copy, fma_halves, group_sum, opaque_zero, word
-from tinygrad.nn.kernel import (MULTIPROCESSORS, REGISTERS_80, SLOTS, UNIT, BlockSum, Matrix, Norm, Rope, Unit, Weight, behind_wait, block_sum,
-                                branch, empty, gated, launch, local, optional, rotated, safe_index, silu, sum_in_order, total)
+from tinygrad.nn.kernel import (MULTIPROCESSORS, REGISTERS_80, REGISTERS_96, SLOTS, UNIT, BlockSum, Matrix, Norm, Rope, Unit, Weight, behind_wait,
+                                block_sum, branch, empty, gated, launch, local, optional, rotated, safe_index, silu, sum_in_order, total)
 from tinygrad.nn.matmul import HALF_SCALE
 from tinygrad.nn.matvec import ExtraStores, LastBlock, code_pieces, global_loads
 from tinygrad.nn.routing import GROUP, Routing, chosen_groups, expert_index, groups_in_a_launch, groups_like, most_groups
@@ -36,7 +36,6 @@ MOST_WARPS = 8                   # of a block; twice as many where a launch take
 PITCH = TILE_ROWS + 4            # of a token's sums in shared memory: a warp's lanes hit different banks
 SHARED_BYTES = 40960             # of the sums in shared memory
 HELD_CHUNKS = 5                  # of each of twice as many warps
-BESIDE = 96                      # registers of MOST_WARPS that stand beside a block of attn_output's, which has 80 of 14 warps
 MADE_WIDTH = 2048                # at most, of vectors that each block makes columns of
 MADE = 8 * SLOTS                 # the first slot of the columns that blocks make
 
@@ -586,7 +585,10 @@ def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|
   name = "_".join(["few_gate_up", gate.label, *([] if router is None else ["router", router.label]),
                    *([] if last is None else ["choose", str(last[0].count), last[0].label]), str(T)])
   nbytes = sum(weight.nbytes for weight in (gate, up, router) if weight is not None)
-  resident, beside = (0, 0) if T > TILE_TOKENS else (two_at_once(target, width, 2, F // TILE_ROWS), 0 if router is None else BESIDE)
+  resident, beside = 0, 0
+  if T <= TILE_TOKENS:
+    resident = two_at_once(target, width, 2, F // TILE_ROWS)
+    if router is not None: beside = REGISTERS_96   # of eight warps, which so stand beside a block of attn_output's, that has 80 of 14
   hidden, *made = launch(name, outs, ins, body, nbytes, resident, beside=beside)
   return Columns(hidden, 1 / HALF_SCALE), made if last is None else made[1:]
 

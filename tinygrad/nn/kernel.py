@@ -44,8 +44,7 @@ WAITED, LEFT = 99, 98   # the numbers of registers, see behind_wait and break_if
 LOG2_E = 1.4426950408889634
 MULTIPROCESSORS = 132   # of a large GPU
 REGISTER_BYTES, ROOMY = 4 * 65536, 4 * 128   # of a multiprocessor's registers; of a thread's that has many
-PARTITIONS = 128        # threads, a warp of each part of a multiprocessor, which have registers of their own
-REGISTERS_80 = 768      # threads of a multiprocessor that have 80 registers each
+REGISTERS_80, REGISTERS_96 = 768, 640   # threads of a multiprocessor that have 80 registers each, 96
 
 # ---- weights ----
 
@@ -149,6 +148,10 @@ def as_it_is(value:UOp) -> UOp:
   """A value whose factors tinygrad does not put in order together with those of a product: kernels that make the product another way round alike"""
   return UOp(Ops.CUSTOM, value.dtype, src=(value,), arg="({0})")
 def silu(x:UOp) -> UOp: return x / (1 + exp(-x))
+def ordered(x:Any) -> Any:
+  """float32 -> uint32 in the same order, of a tensor or a UOp"""
+  bits = x.bitcast(dtypes.uint32)
+  return (bits >> 31).eq(1).where(bits ^ 0xffffffff, bits | 0x80000000)
 def total(values:list[UOp], op:Callable[[UOp, UOp], UOp]) -> UOp:
   """op as a balanced binary tree, in a fixed order"""
   while len(values) > 1: values = [op(*values[i:i+2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
@@ -259,8 +262,8 @@ def blocks_at_once(target:Target|None, stores:list[UOp], resident:int, registers
   """What a launch with these stores says to its compiler: how many of its blocks a multiprocessor has at once, where those are all, or all that its
   shared memory holds, and it is one block or each thread has 128 registers, twice what its arrays take. resident: threads of a larger launch that a
   multiprocessor may hold: its blocks are to run in as few waves as that makes, and as few at once as make so many. registers: of a thread of a
-  larger launch, whose blocks make room one by one: as many at once as have these. beside: of a thread of a launch with a block a
-  multiprocessor, which leaves other launches' blocks the rest."""
+  larger launch, whose blocks make room one by one: as many at once as have these. beside: threads that a multiprocessor could hold,
+  by the registers of a launch with one block there, which leaves other launches' the rest."""
   if target is None or target.at_once is None: return []
   nodes = UOp.sink(*stores).toposort()
   sizes = {node.arg: node.vmax + 1 for node in nodes if node.op is Ops.SPECIAL}
@@ -273,7 +276,7 @@ def blocks_at_once(target:Target|None, stores:list[UOp], resident:int, registers
     if registers: held = min(held, max(REGISTER_BYTES // (4 * threads * registers), 1))
     elif not resident: return []
     else: held = -(-each // -(-each * threads // resident))
-  room = f", as if of {max(REGISTER_BYTES // (4 * beside) // PARTITIONS * PARTITIONS, threads)} threads" if beside and each == 1 else ""
+  room = f", as if of {max(beside, threads)} threads" if beside and each == 1 else ""
   return [UOp(Ops.CUSTOM, dtypes.void, arg=target.at_once.format(n=held) + room)]
 
 _programs:dict[Any, UOp] = {}   # a model's blocks launch the same few kernels again and again: each is put together once

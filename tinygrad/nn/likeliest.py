@@ -10,9 +10,9 @@ import math
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn import cpu
-from tinygrad.nn.cutoff import ordered, shuffle_words
+from tinygrad.nn.cutoff import shuffle_words
 from tinygrad.nn.intrinsics import Target, target_of
-from tinygrad.nn.kernel import block_sum, empty, exp, launch, local, sum_in_order
+from tinygrad.nn.kernel import block_sum, empty, exp, launch, local, ordered, sum_in_order
 from tinygrad.nn.primitive import primitive
 from tinygrad.uop.ops import Ops
 

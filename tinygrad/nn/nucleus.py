@@ -18,9 +18,9 @@ import functools, math
 from typing import Callable, NamedTuple
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.nn.cutoff import cutoff, ordered, shuffle_words
+from tinygrad.nn.cutoff import cutoff, shuffle_words
 from tinygrad.nn.intrinsics import Target, group_reduce
-from tinygrad.nn.kernel import behind_wait, branch, break_if, empty, exp, launch, local, total
+from tinygrad.nn.kernel import behind_wait, branch, break_if, empty, exp, launch, local, ordered, total
 from tinygrad.nn.noise import Noise, half_row, noise_of_row
 from tinygrad.uop.ops import Ops
 

@@ -7,7 +7,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import prod
 from tinygrad.nn.intrinsics import Target, bit_count, early_load, group_reduce, group_sum, shuffle, shuffle_from, uniform, vote, warp_max, word
-from tinygrad.nn.kernel import SLOTS, behind_wait, empty, exp, launch, local, optional, safe_index, total
+from tinygrad.nn.kernel import SLOTS, behind_wait, empty, exp, launch, local, optional, ordered, safe_index, total
 from tinygrad.uop.ops import Ops
 
 class Gating(enum.IntEnum):
@@ -241,22 +241,17 @@ class TopKInKernel:
     count = self.routing.count
     return weight_of([self.values[i].load() for i in range(count)], self.values[k].load(), self.routing)
 
-def in_order(x:UOp) -> UOp:
-  """float32 as a word: the greater number has the greater word"""
-  bits = x.eq(0).where(UOp.const(0.0, dtypes.float), x).bitcast(dtypes.uint32)
-  return (bits >> 31).eq(0).where(bits | 0x80000000, bits ^ 0xffffffff)
-
 class WarpChoice:
   """choose_experts of a token by a warp, of what other blocks of its launch have stored: see LastBlock. Lane l has the experts l, l + lanes, … In the
   kernel:
 
-  score = gating(logit); key = score + bias, as a word           # in_order
+  score = gating(logit); key = score + bias, as a word           # ordered
   count times: highest = the highest key of all lanes; expert = the lowest that has it, whose key is 0 from then on
   lane k < count: the k-th of them, and its weight
   """
   def __init__(self, target:Target, routing:Routing, logits:tuple[int, int, int], buffers:dict[str, UOp], token:UOp, lane:UOp):
     """logits: the shape of that buffer, (parts that are added up, T, E)"""
-    (parts, tokens, E), self.target, self.count, self.lane, self.token = logits, target, routing.count, lane, token
+    (parts, tokens, E), self.count, self.lane, self.token = logits, routing.count, lane, token
     own = [(expert, expert < E) for expert in (lane + first for first in range(0, E, target.lanes))]
     def logit(part:int, expert:UOp, inside:UOp) -> UOp:
       return early_load(buffers["logits"][(token + part * tokens) * E + safe_index(expert, inside)], inside)
@@ -266,7 +261,8 @@ class WarpChoice:
       top, inverse = softmax_terms(target, [inside.where(logit, NEVER) for logit, (_, inside) in zip(choices, own)])
       scores = [exp(logit - top) * inverse for logit in choices]
     if routing.bias is not None: choices = [score + buffers["bias"][safe_index(*expert)].load() for score, expert in zip(scores, own)]
-    keys = [inside.where(in_order(choice), word(0)) for choice, (_, inside) in zip(choices, own)]
+    choices = [choice.eq(0).where(0.0, choice) for choice in choices]   # zeros of both signs are as good
+    keys = [inside.where(ordered(choice), word(0)) for choice, (_, inside) in zip(choices, own)]
     numbers, experts, chosen_scores = [expert.cast(dtypes.uint32) for expert, _ in own], [], []
     self.taken = [UOp.const(False, dtypes.bool)] * len(own)   # whether the lane's experts are among the chosen
     for _ in range(self.count):
@@ -450,9 +446,13 @@ def group_choices(target:Target, chosen:Tensor, experts:int) -> Tensor:
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     behind, thread = behind_wait(target, buffers), UOp.special(threads, "lidx0")
     own = behind["chosen"][thread.valid(thread < T * K)].load()
-    return group_stores(buffers["groups"], own, (T, K, experts), thread, 0)
+    return group_stores(buffers["groups"], own, (T, K, experts), thread)
   outs = {"groups": groups_like(chosen, T, K, experts)}
   return launch(f"group_choices_{T}_{K}_{experts}", outs, {"chosen": chosen}, body)[0]
+
+def groups_for(count:UOp) -> UOp:
+  """Of so many choices of an expert"""
+  return (count + (GROUP - 1)) // GROUP
 
 class Places(NamedTuple):
   """What a thread knows of the choice and the expert of its number: int32"""
@@ -470,7 +470,7 @@ class Places(NamedTuple):
       taken = place < n_groups
       index = taken.where(place, 0).cast(dtypes.weakint) * (GROUP + 1) + column
       stores.append(groups[index.valid(taken)].store(value))
-    own_groups = (self.count + (GROUP - 1)) // GROUP
+    own_groups = groups_for(self.count)
     put(self.group + self.rank // GROUP, (self.rank % GROUP).cast(dtypes.weakint) + 1, number, is_choice)
     for i in range(-(-T // GROUP)): put(self.first + i, 0, number, is_expert & (own_groups > i))
     in_last = self.count - (own_groups - 1) * GROUP
@@ -478,9 +478,9 @@ class Places(NamedTuple):
     put(number, 0, none, (number >= self.in_all) & (number < n_groups))
     return stores
 
-def group_stores(groups:UOp, own:UOp, sizes:tuple[int, int, int], thread:UOp, slot:int) -> list[UOp]:
+def group_stores(groups:UOp, own:UOp, sizes:tuple[int, int, int], thread:UOp) -> list[UOp]:
   """The stores of the groups by a block of group_threads or more. own: of the first T · K threads an expert, the choice of that number. sizes: T, K
-  and the experts. slot: of shared memory, the first of three. In the kernel:
+  and the experts. In the kernel:
 
   everyone = own, in shared memory; barrier
   rank = the number of earlier choices of the same expert               # a thread a choice
@@ -493,15 +493,14 @@ def group_stores(groups:UOp, own:UOp, sizes:tuple[int, int, int], thread:UOp, sl
   zero, one = UOp.const(0, dtypes.int), UOp.const(1, dtypes.int)
   is_choice, is_expert, number = thread < n_choices, thread < experts, thread.cast(dtypes.int)
   own = own.maximum(0).minimum(experts - 1)
-  everyone = local(n_choices, dtypes.int, slot)
+  everyone = local(n_choices, dtypes.int, 0)
   everyone = everyone.after(UOp(Ops.BARRIER, src=(everyone[thread.valid(is_choice)].store(own),)))
   def of_choice(i:UOp, other:UOp) -> list[UOp]: return [(other.eq(own) & (number > i)).where(one, zero), other.eq(number).where(one, zero)]
   rank, count = sums_over(everyone, n_choices, 0, of_choice)
-  own_groups = (count + (GROUP - 1)) // GROUP
-  groups_of = local(experts, dtypes.int, slot + 1)
-  groups_of = groups_of.after(UOp(Ops.BARRIER, src=(groups_of[thread.valid(is_expert)].store(own_groups),)))
+  groups_of = local(experts, dtypes.int, 1)
+  groups_of = groups_of.after(UOp(Ops.BARRIER, src=(groups_of[thread.valid(is_expert)].store(groups_for(count)),)))
   first, in_all = sums_over(groups_of, experts, 1, lambda i, other: [(number > i).where(other, 0), other])
-  firsts = local(experts, dtypes.int, slot + 2)
+  firsts = local(experts, dtypes.int, 2)
   firsts = firsts.after(UOp(Ops.BARRIER, src=(firsts[thread.valid(is_expert)].store(first),)))
   return Places(firsts[own.cast(dtypes.weakint)].load(), rank, first, count, in_all).stores(groups, sizes, thread)
 

@@ -9,8 +9,9 @@ from numbers import Integral, Real
 from typing import Any, Mapping, Sequence
 import numpy as np
 from tinygrad import Tensor, dtypes
-from tinygrad.nn.cutoff import cutoff, ordered
+from tinygrad.nn.cutoff import cutoff
 from tinygrad.nn.draw import argmax
+from tinygrad.nn.kernel import ordered
 from tinygrad.nn.noise import Noise, noised
 from tinygrad.nn.nucleus import Nucleus, below_largest, within
 
