@@ -118,11 +118,12 @@ def test_blocks_at_once_by_registers(blocks: int, threads: int, registers: int, 
   assert blocks_at_once(of_arch("sm_89"), stores, 0, registers) == []
 
 def test_room_beside_a_block():
-  """Of a launch with a block a multiprocessor, which is to leave room for others'. One with more blocks says nothing"""
+  """Of a launch with a block a multiprocessor, which is to leave room for others'. One with more blocks says what it would without"""
   def said(blocks: int) -> list[str]:
     stores = [UOp.placeholder((9999,), dtypes.int, slot=0)[UOp.special(blocks, "gidx0") + UOp.special(256, "lidx0")].store(0)]
     return [word.arg for word in blocks_at_once(HOPPER, stores, 0, beside=640)]
   assert said(104) == ["// blocks at once: 1, as if of 640 threads"] and said(900) == []
+  assert said(200) == ["// blocks at once: 2"]
 
 def test_registers_of_blocks_that_take_turns():
   """A wide attn_output says them where a unit of its weights is much work; a launch whose blocks take no turns says nothing"""
