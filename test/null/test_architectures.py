@@ -118,12 +118,15 @@ def test_blocks_at_once_by_registers(blocks: int, threads: int, registers: int, 
   assert blocks_at_once(of_arch("sm_89"), stores, 0, registers) == []
 
 def test_room_beside_a_block():
-  """Of a launch with a block a multiprocessor, which is to leave room for others'. One with more blocks says what it would without"""
-  def said(blocks: int) -> list[str]:
-    stores = [UOp.placeholder((9999,), dtypes.int, slot=0)[UOp.special(blocks, "gidx0") + UOp.special(256, "lidx0")].store(0)]
-    return [word.arg for word in blocks_at_once(HOPPER, stores, 0, beside=640)]
-  assert said(104) == ["// blocks at once: 1, as if of 640 threads"] and said(900) == []
-  assert said(200) == ["// blocks at once: 2"]
+  """Of a launch whose blocks are all at once, which is to leave room for others': 96 registers a thread, or 88. Where that would be too few, or more
+  than there are, and where not all are at once, it says what it would without"""
+  def said(blocks: int, room: int, threads: int=256, resident: int=0) -> list[str]:
+    stores = [UOp.placeholder((9999,), dtypes.int, slot=0)[UOp.special(blocks, "gidx0") + UOp.special(threads, "lidx0")].store(0)]
+    return [word.arg for word in blocks_at_once(HOPPER, stores, resident, room=room)]
+  one, two = "// blocks at once: 1", "// blocks at once: 2"
+  assert said(104, 512 * 80) == [f"{one}, of 96 registers"] and said(224, 512 * 40) == [f"{two}, of 88 registers"]
+  assert said(200, 512 * 80) == [two] and said(104, 512 * 40, threads=128) == [one] and said(104, 0) == [one]
+  assert said(900, 512 * 40) == [] and said(900, 512 * 40, resident=512) == [two]
 
 def test_registers_of_blocks_that_take_turns():
   """A wide attn_output says them where a unit of its weights is much work; a launch whose blocks take no turns says nothing"""

@@ -1,6 +1,6 @@
 """The CUDA graph's edges, what the compiler is given, and the device's lack of memory, with no driver."""
 from __future__ import annotations
-import contextlib, ctypes, random
+import contextlib, ctypes, random, subprocess
 from types import SimpleNamespace
 from typing import Callable, Iterator
 import numpy as np, pytest
@@ -160,10 +160,18 @@ def test_blocks_at_once(monkeypatch:pytest.MonkeyPatch):
   """What a kernel says of its blocks is among its bounds; other kernels stay as they are"""
   compiler, compiled = object.__new__(compiler_cuda.NVRTCCompiler), []
   monkeypatch.setattr(compiler_cuda._wheel.NVRTCCompiler, "compile", lambda self, src: compiled.append(src) or b"PTX")
-  says, asks = ((KERNEL % 8).replace("{\n", f"{{\n  // blocks at once: {what}\n", 1) for what in ("3", "1, as if of 640 threads"))
+  says, asks = ((KERNEL % 8).replace("{\n", f"{{\n  // blocks at once: {what}\n", 1) for what in ("3", "2, of 96 registers"))
   for source in (KERNEL % 8, says, asks): compiler.compile(source)
-  bounds = (says, "32, 3"), (asks, "640, 1")
-  assert compiled == [KERNEL % 8, *(source.replace("__launch_bounds__(32)", f"__launch_bounds__({of})") for source, of in bounds)]
+  assert compiled[:2] == [KERNEL % 8, says.replace("__launch_bounds__(32)", "__launch_bounds__(32, 3)")]
+  assert preprocessed(compiled[2], 12, 4) == preprocessed(asks.replace("__launch_bounds__(32)", "__maxnreg__(96)"), 12, 4)
+  assert preprocessed(compiled[2], 11, 8) == preprocessed(compiled[2], 12, 3) == \
+    preprocessed(asks.replace("__launch_bounds__(32)", "__launch_bounds__(32, 2)"), 12, 3)
+
+def preprocessed(source:str, major:int, minor:int) -> list[str]:
+  """The words of a source for a compiler of that version, without the headers'"""
+  lines = "\n".join(line for line in source.splitlines() if not line.startswith("#include"))
+  command = ["gcc", "-E", "-P", "-x", "c", f"-D__CUDACC_VER_MAJOR__={major}", f"-D__CUDACC_VER_MINOR__={minor}", "-"]
+  return subprocess.run(command, input=lines, capture_output=True, text=True, check=True).stdout.split()
 
 @contextlib.contextmanager
 def full_device(monkeypatch:pytest.MonkeyPatch, free:int=3 << 19) -> Iterator[None]:

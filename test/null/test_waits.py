@@ -3,8 +3,8 @@ waited. The order of loads in the rendered source is what decides; a race would 
 written two launches back may be read before the wait, where it is known to be done: see pdl_wait."""
 import functools, re
 from typing import Any, Callable, NamedTuple
-import pytest
-from gguf import GGMLQuantizationType as T
+import numpy as np, pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
 from extra.bench import no_device, stand_in, with_blocks
 from scheduled import on, programs
 from tinygrad import Tensor, dtypes
@@ -61,8 +61,8 @@ class Launched(NamedTuple):
     return {int(i) for part in self.ways() for i in re.findall(r"\bdata(\d+)_", part.split(WAIT)[0])}
 
 @functools.cache
-def sources(model: str, rows: int = 1, features: Features = Features()) -> list[Launched]:
-  """The launches of a decode step of so many rows on Hopper, by a block of each kind"""
+def sources(model: str, rows: int = 1, features: Features = Features(), blocks: tuple[int, ...] = (0, 1)) -> list[Launched]:
+  """The launches of a decode step of so many rows on Hopper, of these blocks, one of each kind"""
   buffers = {}
   def recording(launch):
     def wrapped(name, outs, ins, *rest, **more):
@@ -73,7 +73,7 @@ def sources(model: str, rows: int = 1, features: Features = Features()) -> list[
     patch.setattr(capture, "_scheduled", {})   # what another test has recorded would launch nothing here
     for module in (cutoff, draw, embedding, few_tokens, lora_query, mla_attention, moe, norm_linear, nucleus, routing, split_kv, split_plan):
       patch.setattr(module, "launch", recording(module.launch))
-    batch = Runner(Transformer.from_gguf(with_blocks(stand_in(model), [0, 1]), 256)).batch_of(rows)
+    batch = Runner(Transformer.from_gguf(with_blocks(stand_in(model), list(blocks)), 256)).batch_of(rows)
     batch.features = features
     calls = batch.record(compiled=False).calls
     compiled = [(c.src[0], c.src[1:]) for c in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
@@ -161,10 +161,33 @@ def test_blocks_at_once_of_experts():
   assert said_of_blocks(sources("glm", 8), "few_expert_gate_up") == [["3"]] and said_of_blocks(sources("glm", 8), "few_expert_down") == [["4"]]
   assert said_of_blocks(sources("kimi"), "expert_down_8") == [["3"]]
 
+def test_room_beside_other_launches():
+  """Which launches of one and two tokens leave room for another's block, and how many registers a thread of theirs has: what was faster on a card"""
+  def room(model: str, tokens: int, *blocks: int) -> dict[str, str]:
+    launches = sources(model, tokens, blocks=blocks or (0, 1))
+    said = ((launch.name, re.search(r"// blocks at once: \d+, of (\d+) registers\n", launch.source)) for launch in launches)
+    return {re.sub(r"_q5_k.*|_2_q4_0_5120.*", "", name): found[1] for name, found in said if found}
+  assert room("glm", 1) == {"gate_up_factors": "88"} and room("kimi", 1) == {}
+  assert room("glm", 2) == {"gate_up_rounded": "96", "linear_residual_q4_0_2048_5120": "160", "lora_query": "192"}
+  assert room("youtu", 1, 4) == {"linear_residual_q4_0_2048_6144": "184"}
+  assert room("youtu", 2, 4) == {"linear_residual_q4_0_2048_2048": "160"}   # attn_output, which takes fewer
+
+# of GLM; K-quants; one token; vectors as long as Youtu's
+@pytest.mark.parametrize("kind,heads,nope,width,tokens,spares", [(T.Q4_0, 20, 192, 768, 2, True), (T.Q4_K, 20, 192, 768, 2, False),
+                                                                 (T.Q4_0, 20, 192, 768, 1, False), (T.Q4_0, 16, 128, 1536, 2, False)])
+def test_room_beside_latent_queries(kind: T, heads: int, nope: int, width: int, tokens: int, spares: bool):
+  def weight(cls: type[QuantizedWeight], kind: T, *shape: int) -> QuantizedWeight:
+    block, nbytes = GGML_QUANT_SIZES[kind]
+    return cls.load(kind, shape, np.broadcast_to(np.uint8(0), (np.prod(shape) // block * nbytes,)))
+  with no_device("CUDA"):
+    q_b, k_b = weight(QuantizedLinear, kind, heads * (nope + 64), width), weight(QuantizedExpertWeights, T.Q8_0, heads, 512, nope)
+    launch = lora_query.QueryLaunch.of(target_of(q_b.device), q_b, k_b, tokens)
+    assert launch is not None and launch.room(q_b, k_b) == (128 * 128 if spares else 0)
+
 def test_a_router_of_few_tokens():
   """Its blocks leave room for others', and make halves of their weights in front of the wait"""
   source, = (launch.source for launch in sources("glm", 8) if "router" in launch.name)
-  assert "// blocks at once: 1, as if of 640 threads" in source
+  assert "// blocks at once: 1, of 96 registers\n" in source
   behind = source[source.rindex(WAIT):]
   products = behind[:behind.index("__syncthreads")]
   assert products.count("mma.sync") == 24 and "(half)(" not in products

@@ -21,7 +21,7 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import prod
 from tinygrad.nn.halves import FOUR, FOURS, QUADS, SCALE_UP, half_pair, halves, rounding_error, same_halves
 from tinygrad.nn.intrinsics import Target, and_or, byte_perm, copied, copy, fma_halves, group_sum, opaque_zero, word
-from tinygrad.nn.kernel import (MULTIPROCESSORS, REGISTERS_80, REGISTERS_96, SLOTS, UNIT, BlockSum, Matrix, Norm, Rope, Unit, Weight, behind_wait,
+from tinygrad.nn.kernel import (MULTIPROCESSORS, REGISTERS_80, SLOTS, UNIT, BlockSum, Matrix, Norm, Rope, Unit, Weight, behind_wait,
                                 block_sum, branch, empty, gated, launch, local, optional, rotated, safe_index, silu, sum_in_order, total)
 from tinygrad.nn.matmul import HALF_SCALE
 from tinygrad.nn.matvec import ExtraStores, LastBlock, code_pieces, global_loads
@@ -585,11 +585,11 @@ def few_gate_up(target:Target, x:Columns, gate:Weight, up:Weight, router:Weight|
   name = "_".join(["few_gate_up", gate.label, *([] if router is None else ["router", router.label]),
                    *([] if last is None else ["choose", str(last[0].count), last[0].label]), str(T)])
   nbytes = sum(weight.nbytes for weight in (gate, up, router) if weight is not None)
-  resident, beside = 0, 0
+  resident, room = 0, 0
   if T <= TILE_TOKENS:
     resident = two_at_once(target, width, 2, F // TILE_ROWS)
-    if router is not None: beside = REGISTERS_96   # of eight warps, which so stand beside a block of attn_output's, that has 80 of 14
-  hidden, *made = launch(name, outs, ins, body, nbytes, resident, beside=beside)
+    if router is not None: room = 512 * 80   # a block of attn_output's: 14 warps, four of them on some parts of a multiprocessor
+  hidden, *made = launch(name, outs, ins, body, nbytes, resident, room=room)
   return Columns(hidden, 1 / HALF_SCALE), made if last is None else made[1:]
 
 def last_block_chooses(target:Target, x:Columns, gate:Weight, router:Weight, routing:Routing) -> bool:

@@ -44,7 +44,8 @@ WAITED, LEFT = 99, 98   # the numbers of registers, see behind_wait and break_if
 LOG2_E = 1.4426950408889634
 MULTIPROCESSORS = 132   # of a large GPU
 REGISTER_BYTES, ROOMY = 4 * 65536, 4 * 128   # of a multiprocessor's registers; of a thread's that has many
-REGISTERS_80, REGISTERS_96 = 768, 640   # threads of a multiprocessor that have 80 registers each, 96
+REGISTERS_80 = 768              # threads of a multiprocessor that have 80 registers each
+LEAST_REGISTERS, MOST_REGISTERS = 80, 255   # of a thread that is to leave room; that it can have
 
 # ---- weights ----
 
@@ -258,12 +259,12 @@ def fingerprint(part:Any) -> Any:
   if isinstance(part, dict): return tuple((key, fingerprint(value)) for key, value in part.items())
   return part if isinstance(part, (UOp, Enum)) or not hasattr(part, "__dict__") else (type(part), fingerprint(vars(part)))
 
-def blocks_at_once(target:Target|None, stores:list[UOp], resident:int, registers:int=0, beside:int=0) -> list[UOp]:
+def blocks_at_once(target:Target|None, stores:list[UOp], resident:int, registers:int=0, room:int=0) -> list[UOp]:
   """What a launch with these stores says to its compiler: how many of its blocks a multiprocessor has at once, where those are all, or all that its
   shared memory holds, and it is one block or each thread has 128 registers, twice what its arrays take. resident: threads of a larger launch that a
   multiprocessor may hold: its blocks are to run in as few waves as that makes, and as few at once as make so many. registers: of a thread of a
-  larger launch, whose blocks make room one by one: as many at once as have these. beside: threads that a multiprocessor could hold,
-  by the registers of a launch with one block there, which leaves other launches' the rest."""
+  larger launch, whose blocks make room one by one: as many at once as have these. room: the registers of another launch's block, which these are
+  to leave, where they are all at once and it does not leave them too few."""
   if target is None or target.at_once is None: return []
   nodes = UOp.sink(*stores).toposort()
   sizes = {node.arg: node.vmax + 1 for node in nodes if node.op is Ops.SPECIAL}
@@ -276,24 +277,25 @@ def blocks_at_once(target:Target|None, stores:list[UOp], resident:int, registers
     if registers: held = min(held, max(REGISTER_BYTES // (4 * threads * registers), 1))
     elif not resident: return []
     else: held = -(-each // -(-each * threads // resident))
-  room = f", as if of {max(beside, threads)} threads" if beside and each == 1 else ""
-  return [UOp(Ops.CUSTOM, dtypes.void, arg=target.at_once.format(n=held) + room)]
+  own = (REGISTER_BYTES // 4 - room) // (held * threads) // 8 * 8
+  said = f", of {own} registers" if room and held == each and LEAST_REGISTERS <= own <= MOST_REGISTERS else ""
+  return [UOp(Ops.CUSTOM, dtypes.void, arg=target.at_once.format(n=held) + said)]
 
 _programs:dict[Any, UOp] = {}   # a model's blocks launch the same few kernels again and again: each is put together once
 
 def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:Callable[[dict[str, UOp]], list[UOp]], mem:int|None=None,
-           resident:int=0, registers:int=0, beside:int=0) -> list[Tensor]:
+           resident:int=0, registers:int=0, room:int=0) -> list[Tensor]:
   """Runs a kernel: body(flat buffers by name) -> its stores. Launches of the same name and fingerprint of body share one kernel of a target.
-  mem: bytes moved, where the renderer cannot count them. resident, registers, beside: see blocks_at_once. Returns the outs, written."""
+  mem: bytes moved, where the renderer cannot count them. resident, registers, room: see blocks_at_once. Returns the outs, written."""
   names, tensors = [*outs, *ins], [tensor.flatten() for tensor in (*outs.values(), *ins.values())]
   target = target_of(tensors[0].device)
   def put_together(*buffers:UOp) -> UOp:
-    key = name, mem, resident, registers, beside, target, buffers, tuple(names), fingerprint(body)
+    key = name, mem, resident, registers, room, target, buffers, tuple(names), fingerprint(body)
     if key not in _programs:
       info = KernelInfo(name=name, opts_to_apply=(), estimates=None if mem is None else Estimates(0, mem, mem))
       stores = body(dict(zip(names, (buffer.flatten() for buffer in buffers))))
       if target is not None: stores = in_one_instruction(target, stores)
-      said = blocks_at_once(target, stores, resident, registers, beside)
+      said = blocks_at_once(target, stores, resident, registers, room)
       _programs[key] = UOp.group(*stores).sink(*said, arg=info).rtag(1)  # tagged: scheduled already
     return _programs[key]
   written = tensors[0].custom_kernel(*tensors[1:], fxn=put_together)

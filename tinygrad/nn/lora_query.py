@@ -23,7 +23,7 @@ from tinygrad.nn import split_kv
 from tinygrad.nn.intrinsics import Target, pdl_wait, target_of
 from tinygrad.nn.kernel import MULTIPROCESSORS, SLOTS, UNIT, Matrix, Norm, Rope, Weight, branch, empty, launch, load4, local, position_of, rotated
 from tinygrad.nn.latent_cache import CacheRow, Pages, cache_row
-from tinygrad.nn.matvec import MatvecPart, Operand, Part, ThreadLayout, Threads, global_loads, linear_part
+from tinygrad.nn.matvec import MatvecPart, Operand, Part, ThreadLayout, Threads, global_loads, is_simple, linear_part
 from tinygrad.nn.step import Step
 from tinygrad.uop.ops import Ops
 
@@ -32,6 +32,8 @@ MOST_BLOCKS = MULTIPROCESSORS  # of the launch: all run at once
 MOST_SHARES = 8                # blocks of a head
 MOST_TOKENS = 2                # of more, a K-quant's weights have no room in a thread's registers, and long vectors cost more than two launches
 HELD_WORDS = 184               # of weights, that a thread asks for before it waits
+SPARING_WORDS = 112            # … of one that has registers to spare
+PAIR_ROOM = 128 * 128          # registers of a block of the launch before, of two tokens
 QUERY, ROTATED, ROW = range(3) # the kinds of blocks
 
 class QueryWeights(NamedTuple):
@@ -76,11 +78,17 @@ class QueryLaunch:
     def of_shares(shares:int) -> QueryLaunch: return QueryLaunch(target, heads, latent, nope, turned, width, tokens, shares)
     def suits(launch:QueryLaunch) -> bool:
       if latent % launch.shares or launch.blocks > MOST_BLOCKS: return False
-      held = nope * q_b.nbytes // rows + launch.share * k_b.nbytes // (heads * latent)
       has_work = launch.shares == 1 or launch.share * (nope // UNIT) >= THREADS
-      return has_work and held <= THREADS * HELD_WORDS * 4
+      return has_work and launch.held_words(q_b, k_b) <= HELD_WORDS
     return next((launch for launch in map(of_shares, range(MOST_SHARES, 0, -1)) if suits(launch)), None)
 
+  def held_words(self, q_b:Weight, k_b:Weight) -> float:
+    """Of weights, that a thread asks for before it waits"""
+    return (self.nope * q_b.nbytes // q_b.shape[0] + self.share * k_b.nbytes // (self.heads * self.latent)) / (THREADS * 4)
+  def room(self, q_b:Weight, k_b:Weight) -> int:
+    """Registers that the launch leaves for others' blocks. It has none to spare for many words, or those of a K-quant"""
+    spares = is_simple(q_b) and is_simple(k_b) and self.held_words(q_b, k_b) <= SPARING_WORDS
+    return PAIR_ROOM if self.tokens == 2 and spares else 0
   @property
   def share(self) -> int:
     """Rows of k_b, of a block"""
@@ -177,7 +185,7 @@ def lora_query(step:Step, q_a:Tensor, kv:Tensor, query:QueryWeights, k_b:Weight,
   ins = {"q_a": q_a, "kv": kv, "q_norm": q_norm.weight, "norm": norm.weight, "rope": rope.table, "start": step.start, "tables": step.tables,
          **q_b.args("q_b"), **k_b.args("k_b")}
   mem = q_b.nbytes + k_b.nbytes   # a branch is out of the renderer's reach
-  q_latent, q_rope, cache = launch(f"lora_query_{T}_{q_b.label}_{k_b.label}", outs, ins, body, mem)
+  q_latent, q_rope, cache = launch(f"lora_query_{T}_{q_b.label}_{k_b.label}", outs, ins, body, mem, room=shape.room(q_b, k_b))
   return q_latent, q_rope, cache
 
 def barrier_behind(*events:list[UOp]) -> UOp: return UOp(Ops.BARRIER, src=tuple(event for some in events for event in some))

@@ -39,6 +39,9 @@ from tinygrad.nn.routing import (MadeChoice, Routing, TopKInKernel, choose_exper
 from tinygrad.nn.step import Step
 
 RESIDENT = 1536    # threads of a multiprocessor whose blocks choose experts: each has the registers for its loads, to be asked for together
+# registers that the router's launch leaves, by what it makes beside and the tokens: of a block of the experts' gate and up that follows
+ROUTER_ROOM = {("factors", 1): 512 * 40, ("rounded", 2): 256 * 64}
+DOWN_ROOM = 256 * 72   # … that one token's down leaves: of a block of q_a's and kv_a's launch
 PAIR_REGISTERS = 64  # of a thread that multiplies a token by an expert, where four blocks are at once
 BESIDE_LOADS = 20  # registers of such a thread for all else
 CHOICES = 256      # of all tokens' experts, that one block makes by the way
@@ -139,7 +142,8 @@ def gate_up_launch(step:Step, x:Tensor, norm:Norm, weights:Sequence[Weight], rou
     ins |= {"plan": step.plan, **optional(bias=routing.bias)}
   name = "_".join(["gate_up", *([] if beside is None else [what]), gate.label, *([] if router is None else ["router", router.label]),
                    *([] if routing is None else ["choose", str(routing.count), routing.label])])
-  made = launch(name, outs, ins, body, sum(weight.nbytes for weight in present(gate, up, router)))
+  nbytes = sum(weight.nbytes for weight in present(gate, up, router))
+  made = launch(name, outs, ins, body, nbytes, room=0 if router is None else ROUTER_ROOM.get((what, T), 0))
   return made if routing is None else [*made[:-3], *made[-2:]]
 
 # ---- a dense feed-forward ----
@@ -160,7 +164,7 @@ def hidden_stores_codes(step:Step, weights:FeedForward) -> bool:
 def feed_forward_decode(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:Tensor) -> Tensor:
   """The plain form's launches, with hidden numbers as int8"""
   hidden = gate_up_launch(step, x, norm, weights[:2], None, empty_codes(x, x.shape[0], weights.gate.shape[0]))
-  return linear_of_codes(Codes(*hidden), weights.down, residual)
+  return linear_of_codes(Codes(*hidden), weights.down, residual, DOWN_ROOM if step.tokens == 1 else 0)
 
 @feed_forward.form("prefill", takes=lambda step, x, norm, weights, residual: prefill_target(step, weights.gate, *weights.gate.shape))
 def feed_forward_prefill(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:Tensor) -> Tensor:

@@ -263,8 +263,9 @@ def heads_as_codes(name:str, v_b:Weight, ins:dict[str, Tensor], operand:Callable
   outs = named(empty_codes(next(iter(ins.values())), T, heads * rows), "y")
   return Codes(*launch(name, outs, {**ins, **v_b.args("w")}, body, mem))
 
-def linear_of_codes(x:Codes, weight:Weight, residual:Tensor) -> Tensor:
-  """residual + W·x. A lane takes few units where each is more than codes and a scale, or is multiplied for more than two tokens"""
+def linear_of_codes(x:Codes, weight:Weight, residual:Tensor, room:int=0) -> Tensor:
+  """residual + W·x. A lane takes few units where each is more than codes and a scale, or is multiplied for more than two tokens.
+  room: see blocks_at_once"""
   target, units, T = target_of(weight.device), weight.shape[1] // UNIT, residual.shape[0]
   assert target is not None
   steps = lane_steps(weight) if T <= 2 and is_simple(weight) else LARGE_STEPS
@@ -277,7 +278,8 @@ def linear_of_codes(x:Codes, weight:Weight, residual:Tensor) -> Tensor:
   ins = {**named(x, "x"), "residual": residual, **weight.args("w")}
   take_turns = T == 1 and coded_rows_take_turns([units], target.lanes, weight.shape[0], steps)
   registers = registers_for(weight, count * steps) if take_turns else 0
-  return launch(f"linear_residual_{weight.label}", {"y": empty(residual, *residual.shape)}, ins, body, weight.nbytes, registers=registers)[0]
+  outs = {"y": empty(residual, *residual.shape)}
+  return launch(f"linear_residual_{weight.label}", outs, ins, body, weight.nbytes, registers=registers, room=room)[0]
 
 @attention_output.form("prefill", takes=lambda step, context, v_b, weight, residual: prefill_target(step, v_b, v_b.shape[2], weight.shape[1]))
 def attention_output_prefill(step:Step, context:Tensor, v_b:Weight, weight:Weight, residual:Tensor) -> Tensor:

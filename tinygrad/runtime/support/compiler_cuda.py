@@ -34,12 +34,23 @@ def dynamic_shared(source:str) -> tuple[str, int]:
   opening, most = lines.index("{", lines.index("__global__")) + 1, max(int(align) for align, *_ in declared.findall(source))
   return f"{lines[:opening]}\n  extern __shared__ __align__({most}) char shared_memory[];{lines[opening:]}", size
 
+BOUNDS = """
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1204
+__maxnreg__({registers})
+#else
+{bounds}
+#endif
+"""   # of a kernel whose threads are to have so many registers; before CUDA 12.4 a compiler is told of blocks alone
+
 def with_blocks_at_once(source:str) -> str:
-  """A kernel with what it says of its blocks (`at_once` in nn/intrinsics.py) among its bounds. Without a word the compiler saves registers, for many
-  at once: a load is put where it is used then, and waited for before the next is asked for."""
-  said = re.search(r"// blocks at once: (\d+)(?:, as if of (\d+) threads)?", source)
+  """A kernel with what it says of its blocks (`at_once` in nn/intrinsics.py), and of a thread's registers, as its bounds. Without a word the compiler
+  saves registers, for many at once: a load is put where it is used then, and waited for before the next is asked for."""
+  said = re.search(r"// blocks at once: (\d+)(?:, of (\d+) registers)?", source)
   if said is None: return source
-  return re.sub(r"__launch_bounds__\((\d+)\)", lambda own: f"__launch_bounds__({said[2] or own[1]}, {said[1]})", source, count=1)
+  def bounds(own:re.Match) -> str:
+    threads_and_blocks = f"__launch_bounds__({own[1]}, {said[1]})"
+    return BOUNDS.format(registers=said[2], bounds=threads_and_blocks) if said[2] else threads_and_blocks
+  return re.sub(r"__launch_bounds__\((\d+)\)", bounds, source, count=1)
 
 class NVRTCCompiler(_wheel.NVRTCCompiler):
   """The wheel's compiler, of all that Hopper can; where the launch is to give shared memory, how much stands before the PTX"""
