@@ -1,7 +1,7 @@
 """Decode steps of several sequences on a real card, judged by numbers: the mocks of the tests show neither races nor what NVRTC makes of a kernel.
 
   DEV=CUDA python test/external/card_batches.py --kernels [--models glm] [--only TEXT]      every kernel of such a step at full-size widths
-  DEV=CUDA python test/external/card_batches.py --logits [--models glm,tiny]                whole steps, by batch sizes
+  DEV=CUDA python test/external/card_batches.py --logits [--models glm,tiny] [--batch-invariant]      whole steps, by batch sizes
   DEV=CUDA python test/external/card_batches.py --engine [--schedules 20]                   random schedules through the engine
   DEV=CUDA python test/external/card_batches.py --block ROWS [--models glm]                 two full-size blocks, twice: for compute-sanitizer
   python test/external/card_batches.py --mock …                                             the same on the mock of CUDA, to try this script
@@ -186,7 +186,7 @@ class DecodeStep:
   def __init__(self, model: Transformer, size: int):
     self.size, self.replay = size, Replay()
     self.token, self.start, self.tables = (to_device(np.zeros(shape, np.int32)) for shape in (size, size, (size, model.pages)))
-    self.logits = model.logits(Step.decode(self.start, self.tables), self.token, self.replay.run)
+    self.logits = model.logits(model.decode_step(self.start, self.tables), self.token, self.replay.run)
   def __call__(self, s: Sequences, own: np.ndarray) -> np.ndarray:
     """Logits of the sequences `own`; rows behind them are not there"""
     for tensor, values in ((self.token, s.tokens), (self.start, s.lasts), (self.tables, s.tables)):
@@ -229,11 +229,12 @@ def check_cache(name: str, model: Transformer, s: Sequences) -> None:
     if strays or not np.isfinite(found[s.written]).all() or not np.isfinite(found[:PAGE]).all():
       expect(False, f"{name}: block {i}'s cache: rows {strays[:8]} changed that are not the step's, or what it wrote is not finite")
 
-def check_logits(name: str, sizes: list[int], folder: Path) -> None:
+def check_logits(name: str, sizes: list[int], folder: Path, batch_invariant: bool) -> None:
   model = loaded(name, folder)
+  model.batch_invariant = batch_invariant
   s = Sequences.random(model)
   steps = {size: DecodeStep(model, size) for size in sorted({1, *(least_batch(n) for n in sizes)})}
-  if plain := {part for size in steps for part in model.plain_parts(Step.decode(steps[size].start, steps[size].tables))}:
+  if plain := {part for size in steps for part in model.plain_parts(model.decode_step(steps[size].start, steps[size].tables))}:
     expect(False, f"{name}: plain ops: {plain}")
   say(f"{name}: {len(steps)} steps recorded")
   compile_parts([part for step in steps.values() for part in step.replay.recorded])
@@ -464,6 +465,7 @@ def main() -> None:
   p.add_argument("--models", help=f"of {', '.join(FILES)}; of --block, of extra/mkgguf.py's")
   p.add_argument("--only", default="", help="cases of --kernels with this in their name")
   p.add_argument("--schedules", type=int, default=20, help="of --engine (default 20)")
+  p.add_argument("--batch-invariant", action="store_true", help="--logits by steps whose rows have the numbers that they have alone")
   p.add_argument("--mock", action="store_true", help="on the mock of CUDA")
   args = p.parse_args()
   def names(default: str) -> list[str]: return (args.models or default).split(",")
@@ -472,7 +474,8 @@ def main() -> None:
     if args.kernels:
       for name in names("glm"): check_kernels(name, args.sizes or list(ROWS[1:]), args.only, Path(folder))
     if args.logits:
-      for name in names("small-glm,small-v3,small-ds,small-youtu,tiny,glm"): check_logits(name, args.sizes or list(SIZES), Path(folder))
+      for name in names("small-glm,small-v3,small-ds,small-youtu,tiny,glm"):
+        check_logits(name, args.sizes or list(SIZES), Path(folder), args.batch_invariant)
     if args.engine: check_engine(names("least-ds,least-glm"), args.schedules, Path(folder))
     if args.block: run_block(args.block, (args.models or "glm").split(",")[0], Path(folder))
   say(f"{len(wrong)} wrong" if wrong else "all right")

@@ -2,11 +2,12 @@
 same. Prompts of words and of noise, greedy and at temperature 1 with all filters and penalties, alone and in batches of up to eight.
 
   python test/external/drafts_exact.py [--prompts 1000] [--ngram N | --mtp N] [--batches 1,2,4,8] [--mock CUDA|METAL]
+                                       [--batch-invariant]
 
 Some prompts leave the model few tokens to choose from, so that drafts are found, and right. On a GPU a step of several rows rounds otherwise than
-one of a row: each difference is printed, with where it begins and how much better the oracle finds the token alone. It is a near tie where that is
-no more than the rounding of halves, or experts are so near. Ends in a JSON line; the exit code is 1 above one in a thousand, or where one is no
-near tie.
+one of a row, but for --batch-invariant: each difference is printed, with where it begins and how much better the oracle finds the token alone. It
+is a near tie where that is no more than the rounding of halves, or experts are so near. Ends in a JSON line; the exit code is 1 above one in a
+thousand, or where one is no near tie.
 """
 from __future__ import annotations
 import argparse, json, pathlib, random, sys, tempfile, time
@@ -60,6 +61,7 @@ def main() -> int:
   p.add_argument("--batches", type=lambda text: [int_at_least(1)(n) for n in text.split(",")], default=(1, 1, 2, 4, 8), metavar="N,N…",
                  help="prompts at once, one of these each time; those without drafts are alone (default 1,1,2,4,8)")
   p.add_argument("--mock", choices=("CUDA", "METAL"))
+  p.add_argument("--batch-invariant", action="store_true", help="as llm.py's")
   args = p.parse_args()
   with ExitStack() as stack:
     if args.mock is None: return compare(args, BUILT_IN)
@@ -71,6 +73,7 @@ def main() -> int:
 def compare(args:argparse.Namespace, path:pathlib.Path) -> int:
   rng, f = random.Random(1), read_gguf(path)
   model = Transformer.from_gguf(f, CONTEXT, pool=lambda _: PAGES)
+  model.batch_invariant = args.batch_invariant
   if args.mock: model.prefill_sizes = model.prefill_sizes[:1]   # what pads larger chunks goes to nobody's page: a race, to the mock
   runner = Runner(model, args.ngram) if args.ngram else Runner(model, args.mtp, MTP(model, load_block(f, model.config)))
   pair, done, differ, near = Pair(runner, PAGES), 0, 0, 0
@@ -92,8 +95,8 @@ def compare(args:argparse.Namespace, path:pathlib.Path) -> int:
       said = time.monotonic()
       print(f"{done} prompts, {differ} differ, {said - start:.0f} s", flush=True)
   gauges = pair.drafted.gauges
-  print(json.dumps({"device": model.device, "drafts": "ngram" if args.ngram else "mtp", "prompts": done, "differ": differ, "near_ties": near,
-                    "draft_tokens": gauges.draft_tokens, "accepted": gauges.accepted}))
+  print(json.dumps({"device": model.device, "drafts": "ngram" if args.ngram else "mtp", "batch_invariant": args.batch_invariant, "prompts": done,
+                    "differ": differ, "near_ties": near, "draft_tokens": gauges.draft_tokens, "accepted": gauges.accepted}))
   return int(differ > done / 1000 or near < differ)
 
 if __name__ == "__main__": sys.exit(main())

@@ -192,7 +192,7 @@ def test_the_target_the_cache_and_warming(talker, capsys, monkeypatch):
   talker.scheduler, talker.runner = SimpleNamespace(max_rows=8), SimpleNamespace(sizes=(32, 64))
   talker.warm = lambda sampling: warmed.append((sampling, len(talker.prompts)))
   llm.main(["-p", "a", "--hide-think"])
-  assert loaded.pop()[4:] == (.05, 16, 0, None, 1, 0, "layers") and not warmed and capsys.readouterr().err == ""
+  assert loaded.pop()[4:] == (.05, 16, 0, None, 1, 0, "layers", False) and not warmed and capsys.readouterr().err == ""
   llm.main(["-p", "a", "--hide-think", "--max-stall-ms", "12.5", "--cache-bits", "8", "--draft-ngram", "4", "--warm", "--temp", "0.5", "-s", "3"])
   out, err = capsys.readouterr()
   assert loaded.pop()[4:8] == (.0125, 8, 4, None) and warmed == [(Sampling(.5, seed=3), 1)] and "heard" in out

@@ -240,10 +240,12 @@ def test_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
   assert settings("--serve") == Settings(BUILT_IN) and settings("--serve").local and not found.local
 
 def test_what_the_engine_is_told():
-  flags = ["--serve", "-c", "0", "--cache-tokens", "99", "--max-stall-ms", "20", "--warm", "-t", "3", "--temp", "2", "--devices", "2", "-ncmoe", "1"]
+  flags = ["--serve", "-c", "0", "--cache-tokens", "99", "--max-stall-ms", "20", "--warm", "-t", "3", "--temp", "2", "--devices", "2", "-ncmoe", "1",
+           "--batch-invariant"]
   order = llm.settings_of(llm.parser().parse_args(flags))[1]
   assert (order.path, order.max_context, order.cache_tokens, order.max_stall) == (str(BUILT_IN), sys.maxsize, 99, .02)
   assert order.warm and order.threads == 3 and order.sampling == {"temperature": 2.0} and (order.devices, order.cpu_experts) == (2, 1)
+  assert order.batch_invariant and not llm.settings_of(llm.parser().parse_args(["--serve"]))[1].batch_invariant
 
 @pytest.mark.parametrize("text,found", [
   ("8", ("127.0.0.1", 8)), (":8", ("127.0.0.1", 8)), ("host", ("host", 8080)), ("1.2.3.4:5", ("1.2.3.4", 5)), ("[::1]", ("::1", 8080)),

@@ -168,7 +168,9 @@ def test_load():
   assert two.devices == CPUS[:2] and two.weight_bytes_a_step() < .8 * one.weight_bytes_a_step() and two.row_bytes == one.row_bytes
 
 @pytest.mark.parametrize("wanted,complaint", [(dict(cpu_experts=1), "--shard tensors: expected no --cpu_experts, which --shard layers takes"),
-                                              (dict(mtp="m"), "--shard tensors: expected no --draft_mtp, which --shard layers takes")])
+                                              (dict(mtp="m"), "--shard tensors: expected no --draft_mtp, which --shard layers takes"),
+                                              (dict(batch_invariant=True),
+                                               "--shard tensors: expected no --batch_invariant, which --shard layers takes")])
 def test_what_layers_alone_take(wanted: dict[str, Any], complaint: str):
   with pytest.raises(models.UserError) as e: models.load(models.BUILT_IN, 64, devices=2, shard="tensors", **wanted)
   assert str(e.value) == complaint

@@ -179,6 +179,8 @@ def parser(bench:bool=False) -> Parser:
   add("draft_mtp", nargs="?", type=int, choices=range(1, MAX_DRAFTS + 1), const=1, metavar="N", help="guess N tokens (1 where it is not said) by the "
       "block for the next but one that the model's file has (MTP), and verify them in one step: the same answers, sooner where guesses are right")
   add("draft", metavar="FILE", help="… by the block that FILE has for this model")
+  add("batch_invariant", action="store_true", help="decode each token with the numbers that it would have alone, whatever is decoded beside it and "
+      "however many drafts are verified: on NVIDIA's cards steps of three tokens and more take longer so; elsewhere it is so anyway")
   add("warm", action="store_true", help="record and compile at the start what any number of answers and any length of a prompt will need, instead of "
       "when it is first needed, while all wait; with --serve what logprobs and grammars need, too")
   benchmark_flags(p, bench)
@@ -289,7 +291,7 @@ def settings_of(args:argparse.Namespace) -> tuple[Settings, wire.Load]:
                       sampling=sampling, **{name: value for name, value in own.items() if value is not None})
   context = sys.maxsize if args.max_context == 0 else args.max_context
   return settings, wire.Load(str(settings.model), context, args.cache_tokens, args.max_stall_ms, args.warm, sampling, args.threads,
-                             args.cache_bits, *drafts_of(args, str(settings.model)), args.devices, args.cpu_experts, args.shard)
+                             args.cache_bits, *drafts_of(args, str(settings.model)), args.devices, args.cpu_experts, args.shard, args.batch_invariant)
 
 def serve(args:argparse.Namespace) -> int:
   """The server, until it ends. Returns the exit code. Raises UserError, ValueError."""
@@ -339,7 +341,7 @@ def main(argv:list[str]|None=None) -> int|None:
   start = time.perf_counter()
   doing(f"opening {args.model}")
   model = load(args.model, context, sys.stderr.isatty(), args.cache_tokens or getattr(work.sweep, "cache_tokens", None), args.max_stall_ms,
-               args.cache_bits, *drafts_of(args, args.model), args.devices, args.cpu_experts, args.shard)
+               args.cache_bits, *drafts_of(args, args.model), args.devices, args.cpu_experts, args.shard, args.batch_invariant)
   if args.max_context and args.max_context > model.engine.max_context:
     note(f"--max_context {args.max_context} is more than the model's own context: using {model.engine.max_context}")
   model.engine.wait()

@@ -289,8 +289,9 @@ class Transformer:
   """The model and its cache: a vector of kv_lora_rank + rope_dim numbers a block and token, in pages that sequences share.
   device: where a step begins, with a token's row of the embedding, and ends, with the head; it has the first block. devices: all.
   pool: how many pages it is to have, the one that is nobody's among them; it is asked when the weights are loaded. None: what one sequence needs.
-  row: how a vector lies in the cache. in_turn: whether one device works at a time. brings: whether long chunks have experts copied (MoE)"""
-  in_turn, brings = True, False
+  row: how a vector lies in the cache. in_turn: whether one device works at a time. brings: whether long chunks have experts copied (MoE).
+  batch_invariant: whether a token of a decode step has the numbers that it has alone, to the bit"""
+  in_turn, brings, batch_invariant = True, False, False
   def __init__(self, config:Config, token_embd:QuantizedEmbedding, blocks:list[Block], output_norm:RMSNorm, output:QuantizedLinear, max_context:int,
                pool:Callable[[Transformer], int]|None=None, cache_bits:int=16):
     self.config, self.token_embd, self.blk, self.output_norm, self.output = config, token_embd, blocks, output_norm, output
@@ -329,6 +330,8 @@ class Transformer:
     cache = [zeros.run(_zeros, (self.pool * PAGE, self.row.entries), self.kept, self.ropes[device].table) for device in devices]
     zeros()
     return cache
+
+  def decode_step(self, start:Tensor, tables:Tensor) -> Step: return Step.decode(start, tables, self.batch_invariant)
 
   # Each takes the ids of a step's tokens, int32 (T,). `run` is what a function and its arguments are given to, part by part: applied here, or
   # recorded (apps/capture.py).

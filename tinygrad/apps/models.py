@@ -343,14 +343,15 @@ def pool_pages(model:Transformer, cache_tokens:int|None, more:int=0, brought:Cou
 
 def load(path:str|Path, max_context:int|None=None, progress:bool=False, cache_tokens:int|None=None,
          max_stall:float=MAX_STALL, cache_bits:int=16, drafts:int=0, mtp:str|Path|None=None, devices:int=1, cpu_experts:int=0,
-         shard:str="layers") -> Model:
+         shard:str="layers", batch_invariant:bool=False) -> Model:
   """A model from a GGUF file (any part of one) or a name of --list-models, on the default device (DEV). max_context: tokens the cache holds, at most
   the model's own context; 4096 by default. progress: whether stderr shows how far it is. cache_tokens: of all sequences together; see pool_pages.
   max_stall: seconds from token to token of an answer, at most, while another's prompt is read. cache_bits: of a number of the cache, 16 (on a CPU 32)
   or 8. drafts: tokens of each answer that a step may verify, 0 to MAX_DRAFTS, guessed from the answer and its prompt. mtp: the file of an MTP block
   that guesses them in place of that, one by default; it may be the model's own. devices: on how many of the machine's the blocks are shared out
   (apps/shard.py). cpu_experts: of how many blocks the experts lie on the CPU. shard: layers, or tensors: each block is cut over all devices
-  (apps/tensor_parallel.py). Raises GGUFError, UserError, also for what does not fit; ValueError for
+  (apps/tensor_parallel.py). batch_invariant: whether a token of a step has the numbers that it would have alone, to the bit, whatever is decoded
+  beside it; see Transformer. Raises GGUFError, UserError, also for what does not fit; ValueError for
   a max_context or cache_tokens that is no whole number of 2 or more, for a max_stall that is not above 0, for other cache_bits, drafts, devices,
   cpu_experts and shard; MemoryError."""
   for name, value in (("max_context", max_context), ("cache_tokens", cache_tokens)):
@@ -366,8 +367,9 @@ def load(path:str|Path, max_context:int|None=None, progress:bool=False, cache_to
       raise ValueError(f"{name}: expected a whole number of {least} or more, found {value!r}")
   if shard not in SHARDS: raise ValueError(f"shard: expected {' or '.join(SHARDS)}, found {shard!r}")
   by_tensors = shard == "tensors" and devices > 1
-  if by_tensors and (cpu_experts or mtp is not None):
-    raise UserError(f"--shard tensors: expected no {'--cpu_experts' if cpu_experts else '--draft_mtp'}, which --shard layers takes")
+  flags = {"--cpu_experts": cpu_experts, "--draft_mtp": mtp is not None, "--batch_invariant": batch_invariant}
+  if by_tensors and any(flags.values()):
+    raise UserError(f"--shard tensors: expected no {next(flag for flag, there in flags.items() if there)}, which --shard layers takes")
   f = read_gguf(find_model(str(path)))
   config = Config.from_gguf(f)  # first: another architecture is refused before anything else is read
   if progress: doing(f"{f.path.name}: reading the vocabulary")
@@ -395,5 +397,6 @@ def load(path:str|Path, max_context:int|None=None, progress:bool=False, cache_to
   block = None if mtp is None else load_block(drafting, config, *shown)
   transformer = Transformer.from_gguf(f, context, *shown, device=place, cache_bits=cache_bits,
                                       pool=lambda model: pool_pages(model, cache_tokens, int(block is not None), sizes.brought(place)))
+  transformer.batch_invariant = batch_invariant
   runner = Runner(transformer, drafts) if block is None else Runner(transformer, drafts or 1, MTP(transformer, block))
   return Model(runner, *words, max_stall)

@@ -77,7 +77,7 @@ def plan_shape(step:Step, k_b:Weight, cache:Tensor) -> split_plan.PlanShape|None
   """What attention_plan is asked for. None: the step needs no plan"""
   if not step.few_tokens or not splits_take(step, k_b, cache): return None
   heads, latent, _ = k_b.shape
-  return split_kv.plan_shape(target_of(k_b.device), heads, Pages.of(cache, step, latent))
+  return split_kv.plan_shape(target_of(k_b.device), heads, Pages.of(cache, step, latent), step.invariant)
 
 @attention_plan.form("decode", takes=lambda step, shape: step.few_tokens and target_of(step.start.device) is not None)
 def attention_plan_decode(step:Step, shape:split_plan.PlanShape) -> Tensor:
@@ -130,7 +130,7 @@ def combine_in_v_b(step:Step, weights:LatentWeights, cache:Tensor) -> bool:
   target = target_of(weights.v_b.device)
   assert target is not None
   teams = thread_layout([latent // UNIT], target.lanes, heads * rows // 2, large=making // target.lanes).teams
-  return split_kv.blocks_combine(target, heads, Pages.of(cache, step, latent), -(-rows // (2 * teams)))
+  return split_kv.blocks_combine(target, heads, Pages.of(cache, step, latent), -(-rows // (2 * teams)), step.invariant)
 
 @attention.form("decode", takes=lambda step, residual, q, kv, weights, cache, rope: combine_in_v_b(step, weights, cache))
 def attention_decode(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:LatentWeights, cache:Tensor, rope:Rope) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ def output_of_splits(step:Step, residual:Tensor, sums:Tensor, stats:Tensor, weig
     return Operand([latent // UNIT], None, tokens=step.tokens, made=made)
   name, mem = f"combine_mul_mat_{v_b.label}_{step.tokens}_{splits}", v_b.nbytes + sums.nbytes() + stats.nbytes()   # a loop's turns are out of reach
   codes = heads_as_codes(name, v_b, {"sums": sums, "stats": stats, **split_kv.step_buffers(step)}, context, step.tokens, mem)
-  return linear_of_codes(codes, weights.output, residual, PAIR_ROOM if step.tokens == 2 else 0)
+  return linear_of_codes(codes, weights.output, residual, PAIR_ROOM if step.tokens == 2 else 0, step.invariant)
 
 @lora_attention.form("decode", takes=lambda step, residual, q_a, kv, query, weights, cache, rope:
                      combine_in_v_b(step, weights, cache) and

@@ -164,7 +164,7 @@ def hidden_stores_codes(step:Step, weights:FeedForward) -> bool:
 def feed_forward_decode(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:Tensor) -> Tensor:
   """The plain form's launches, with hidden numbers as int8"""
   hidden = gate_up_launch(step, x, norm, weights[:2], None, empty_codes(x, x.shape[0], weights.gate.shape[0]))
-  return linear_of_codes(Codes(*hidden), weights.down, residual, DOWN_ROOM if step.tokens == 1 else 0)
+  return linear_of_codes(Codes(*hidden), weights.down, residual, DOWN_ROOM if step.tokens == 1 else 0, step.invariant)
 
 @feed_forward.form("prefill", takes=lambda step, x, norm, weights, residual: prefill_target(step, weights.gate, *weights.gate.shape))
 def feed_forward_prefill(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:Tensor) -> Tensor:
@@ -452,7 +452,7 @@ def pairs_target(step:Step, x:Tensor, _:Norm, router:Weight, routing:Routing, ex
                  residual:Tensor) -> Target|None:
   """The target, with tensor cores, that takes so few tokens a pair of token and expert at a time. One token where many blocks would choose of many
   experts, or make a long vector's int8."""
-  if step.tokens > PAIRS_TOKENS or shared is None or not all(weight.integer for weight in (*experts, *shared)): return None
+  if step.tokens > PAIRS_TOKENS and not step.invariant or shared is None or not all(weight.integer for weight in (*experts, *shared)): return None
   D, F, G = x.shape[1], experts.down.shape[2], shared.down.shape[1]
   target = decode_target(step, router, D, F, G)
   if target is None or not few_tokens.takes(target): return None

@@ -37,8 +37,9 @@ def prefill_target(step:Step, weight:Weight, *widths:int) -> Target|None:
   return target if target is not None and target.mma is not None and all(width % UNIT == 0 and width > UNIT for width in widths) else None
 
 def few_target(step:Step, weight:Weight, *widths:int) -> Target|None:
-  """The target whose tensor cores take this step: a few tokens, vectors of whole units"""
-  target = target_of(weight.device) if step.few_tokens and few_tokens.LEAST_TOKENS <= step.tokens <= few_tokens.MOST_TOKENS else None
+  """The target whose tensor cores take this step: a few tokens, vectors of whole units. They round otherwise than one token's kernels"""
+  few = step.few_tokens and not step.invariant and few_tokens.LEAST_TOKENS <= step.tokens <= few_tokens.MOST_TOKENS
+  target = target_of(weight.device) if few else None
   return target if target is not None and few_tokens.takes(target) and all(width % UNIT == 0 for width in widths) else None
 
 def tiled(step:Step, x:Tensor, norm:Norm|None, weights:Sequence[Weight], rope:Rope|None) -> bool:
@@ -246,7 +247,8 @@ def heads_store_codes(step:Step, v_b:Weight, weight:Weight, making:int=0) -> boo
 def attention_output_decode(step:Step, context:Tensor, v_b:Weight, weight:Weight, residual:Tensor) -> Tensor:
   def operand(buffers:dict[str, UOp], head:UOp) -> Operand: return operand_of_head(buffers, context, head)
   tokens, heads = context.shape[:2]
-  return linear_of_codes(heads_as_codes(f"mul_mat_{v_b.label}_{tokens * heads}", v_b, {"x": context}, operand, tokens), weight, residual)
+  codes = heads_as_codes(f"mul_mat_{v_b.label}_{tokens * heads}", v_b, {"x": context}, operand, tokens)
+  return linear_of_codes(codes, weight, residual, invariant=step.invariant)
 
 def heads_as_codes(name:str, v_b:Weight, ins:dict[str, Tensor], operand:Callable[[dict[str, UOp], UOp], Operand], T:int=1,
                    mem:int|None=None) -> Codes:
@@ -263,13 +265,13 @@ def heads_as_codes(name:str, v_b:Weight, ins:dict[str, Tensor], operand:Callable
   outs = named(empty_codes(next(iter(ins.values())), T, heads * rows), "y")
   return Codes(*launch(name, outs, {**ins, **v_b.args("w")}, body, mem))
 
-def linear_of_codes(x:Codes, weight:Weight, residual:Tensor, room:int=0) -> Tensor:
-  """residual + W·x. A lane takes few units where each is more than codes and a scale, or is multiplied for more than two tokens.
-  room: see blocks_at_once"""
+def linear_of_codes(x:Codes, weight:Weight, residual:Tensor, room:int=0, invariant:bool=False) -> Tensor:
+  """residual + W·x. A lane takes few units where each is more than codes and a scale, or is multiplied for more than two tokens,
+  whose sums are in another order then. room: see blocks_at_once. invariant: see Step"""
   target, units, T = target_of(weight.device), weight.shape[1] // UNIT, residual.shape[0]
   assert target is not None
-  steps = lane_steps(weight) if T <= 2 and is_simple(weight) else LARGE_STEPS
-  count = coded_job(weight, [units], target.lanes, weight.shape[0], steps, steps)[0] if T == 1 else ROWS
+  steps = lane_steps(weight) if (T <= 2 or invariant) and is_simple(weight) else LARGE_STEPS
+  count = coded_job(weight, [units], target.lanes, weight.shape[0], steps, steps)[0] if T == 1 or invariant else ROWS
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     def codes(token:UOp, segment:int, unit:UOp) -> CodedUnit: return load_codes(buffers, "x", units, token, unit)
     part = linear_part(weight.shape[0], single_segment(weight.matrix(buffers, "w")), buffers["y"], weight.integer, residual=buffers["residual"],

@@ -90,13 +90,13 @@ def plan_splits(target:Target, heads:int, pages:Pages) -> tuple[int, int]:
   splits, step = machine_splits(target, heads, pages.format)
   return min(splits, pages.capacity // step), step
 
-def plan_shape(target:Target, heads:int, pages:Pages) -> PlanShape:
-  """How several sequences are cut"""
-  return PlanShape.of(pages, *machine_splits(target, heads, pages.format))
+def plan_shape(target:Target, heads:int, pages:Pages, alone:bool=False) -> PlanShape:
+  """How several sequences are cut. alone: each as it would be without the others"""
+  return PlanShape.of(pages, *machine_splits(target, heads, pages.format), alone)
 
 def plan_of(target:Target, heads:int, pages:Pages, step:Step) -> PlanShape|None:
   """… where the step has a plan"""
-  return None if step.plan is None else plan_shape(target, heads, pages)
+  return None if step.plan is None else plan_shape(target, heads, pages, step.invariant)
 
 def split_length(last:UOp, splits:int, step:int) -> UOp:
   """Positions of a split, when `last` is the last position written: a step while so many splits are few to combine, two at least behind that"""
@@ -698,6 +698,7 @@ class CombineLaunch:
   step: int     # positions that a block of split_kv reads at once
   plan: PlanShape|None
   columns: bool   # the context is Columns
+  invariant: bool   # see Step
   @property
   def tokens(self) -> int: return self.pages.sequences
   @property
@@ -716,7 +717,7 @@ def combine_launch(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:
   (splits, heads, _), latent = sums.shape, latent_of(sums)
   pages = Pages.of(cache, step, latent)
   plan = plan_of(target, heads, pages, step)
-  shape = CombineLaunch(target, pages, splits, heads, latent, plan_splits(target, heads, pages)[1], plan, columns)
+  shape = CombineLaunch(target, pages, splits, heads, latent, plan_splits(target, heads, pages)[1], plan, columns, step.invariant)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return combine_kernel(shape, buffers)
   mem = None if plan is None else sums.nbytes() + stats.nbytes() + context.nbytes()   # a loop's turns are out of the renderer's reach
   name = f"mla_combine{'_columns' if columns else ''}_{step.tokens}_{splits}_{heads}_{latent}"
@@ -754,8 +755,8 @@ class CombineThread:
 
   def over_splits(self, first:UOp, step:int, number:int, values_of:Callable[[UOp], list[UOp]], op:Callable[[UOp, UOp], UOp]) -> list[UOp]:
     """op over values_of(split), one by one, of the sequence's splits first, first + step, … One sequence's are at most as many as fill the machine,
-    and are all in flight at once; of several, most have few: those behind the first in a loop."""
-    if self.shape.plan is None:
+    and are all in flight at once; of several, most have few: those behind the first in a loop, which a compiler may round otherwise."""
+    if self.shape.plan is None and not self.shape.invariant:
       values = [values_of(first + start) for start in range(0, self.shape.splits, step)]
       return [reduce(op, column) for column in zip(*values)]
     initial = values_of(first)
@@ -810,10 +811,10 @@ class CombineThread:
 
 # ---- combining where the context is read ----
 
-def blocks_combine(target:Target, heads:int, pages:Pages, blocks:int) -> bool:
+def blocks_combine(target:Target, heads:int, pages:Pages, blocks:int, alone:bool=False) -> bool:
   """Whether so many blocks a head, which read its context, combine its splits for themselves: where their threads share a split evenly, and what all
-  of them read together stays small"""
-  splits = plan_splits(target, heads, pages)[0] if pages.sequences == 1 else plan_shape(target, heads, pages).items
+  of them read together stays small. alone: as for one of the sequences"""
+  splits = plan_splits(target, heads, pages)[0] if pages.sequences == 1 or alone else plan_shape(target, heads, pages, alone).items
   pieces = SumsLayout.of(target, pages.format).pieces
   return target.shuffle_from is not None and CONTEXT_THREADS % pieces == 0 and heads * blocks * splits * pieces * 16 <= MOST_COMBINED
 
@@ -835,6 +836,10 @@ class SplitContext:
   plan: PlanShape|None   # of several tokens
   head: UOp
 
+  @property
+  def most(self) -> int:
+    """Splits of a token"""
+    return self.splits if self.plan is None else self.plan.most_items
   @property
   def threads(self) -> int: return CONTEXT_THREADS
   @property
@@ -875,7 +880,7 @@ class SplitContext:
       index, inside = (self.head * self.splits + first_split + split) * 2 + wait_zero * 2, split < written
       row_max, weight_sum = (self.buffers["stats"][(index + i).valid(inside)].load() for i in (ROW_MAX, WEIGHT_SUM))
       return inside.where(row_max, MASKED_SCORE), weight_sum
-    stats = [stats_of(lane + first) for first in range(0, self.splits, lanes)]
+    stats = [stats_of(lane + first) for first in range(0, self.most, lanes)]
     row_max = group_reduce(self.target, reduce(UOp.maximum, [row_max for row_max, _ in stats]), lanes, UOp.maximum)
     weights = [(own - row_max).exp2() for own, _ in stats]
     weight_sum = group_reduce(self.target, reduce(UOp.add, [weight * own for weight, (_, own) in zip(weights, stats)]), lanes, UOp.add)
@@ -887,7 +892,7 @@ class SplitContext:
         place = ((first_split + split) * self.heads + self.head) * layout.pieces + piece + wait_zero
         terms.append([of_split * value for value in layout.load(self.buffers["sums"], place, split < written)])
       return [reduce(UOp.add, column) for column in zip(*terms)]
-    sums, turns = of_splits(0, weights[:1], self.splits), [weights[i:i + CONTEXT_SPLITS] for i in range(1, len(weights), CONTEXT_SPLITS)]
+    sums, turns = of_splits(0, weights[:1], self.most), [weights[i:i + CONTEXT_SPLITS] for i in range(1, len(weights), CONTEXT_SPLITS)]
     if turns:
       registers = UOp.placeholder((len(sums),), dtypes.float, slot=number, addrspace=AddrSpace.REG)
       registers = registers.after(UOp.group(*(registers[i].store(value) for i, value in enumerate(sums))))
@@ -896,7 +901,7 @@ class SplitContext:
       of_turn, own = turns[0], registers.after(loop)
       for turn, later in enumerate(turns[1:], 1):   # the last one's may be fewer
         of_turn = [loop.eq(turn).where(other, weight) for other, weight in zip(later, of_turn)] + of_turn[len(later):]
-      more = of_splits(loop * at_once + lanes, of_turn, self.splits - lanes)
+      more = of_splits(loop * at_once + lanes, of_turn, self.most - lanes)
       registers = registers.after(UOp.group(*(own[i].store(own[i].load() + value) for i, value in enumerate(more))).end(loop))
       sums = [registers[i].load() for i in range(len(sums))]
     return sums, weight_sum

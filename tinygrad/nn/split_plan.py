@@ -3,7 +3,8 @@
 The work is cut into items, each some neighbouring steps of one sequence's positions; a step is what a block reads at once. All items but a sequence's
 last have the same length, the least for which there are at most as many as planned for: no block has much more to do than another, whatever the
 lengths of the sequences. A sequence of more than FEW_SPLITS steps has two in an item at least, as it has alone. So where one is cut depends on the
-others where they are long, or many, and with it the order in which its sums are rounded, nothing else.
+others where they are long, or many, and with it the order in which its sums are rounded, nothing else. An invariant step's sequences are each cut as
+alone, and have as many items as fill the machine, most of which may have no steps.
 
 A plan is int32 (items + S, ROW): of each item [sequence, first position, steps, last position of the sequence], of each sequence [first item, items].
 Items behind the last sequence's have no steps. The last number of all is 0: by it a launch may count its blocks (LastBlock in nn/matvec.py).
@@ -28,13 +29,19 @@ class PlanShape:
   pages: Pages
   items: int
   positions: int   # of a step
+  alone: bool = False   # whether each sequence is cut as it would be without the others
 
   @staticmethod
-  def of(pages:Pages, blocks:int, positions:int) -> PlanShape:
+  def of(pages:Pages, blocks:int, positions:int, alone:bool=False) -> PlanShape:
     """blocks: what fills the machine once. There are items for two a sequence, and none that would have no step."""
+    if alone: return PlanShape(pages, pages.sequences * min(blocks, pages.capacity // positions), positions, True)
     most = pages.sequences * (pages.capacity // positions)
     return PlanShape(pages, min(max(blocks, 2 * pages.sequences), most), positions)
 
+  @property
+  def most_items(self) -> int:
+    """Of a sequence"""
+    return self.items // self.pages.sequences if self.alone else self.items
   @property
   def most_steps(self) -> int:
     """Of a sequence"""
@@ -55,19 +62,34 @@ def plan_ops(shape:PlanShape, step:Step) -> Tensor:
   steps, item = start // shape.positions + 1, Tensor.arange(shape.items, dtype=dtypes.int32)
   lengths = Tensor.arange(1, shape.most_steps + 1, dtype=dtypes.int32).unsqueeze(1)
   length = (((steps + lengths - 1) // lengths).sum(1) > shape.items).sum().cast(dtypes.int32) + 1   # the least that needs no more items
+  if shape.alone: length = (steps + shape.most_items - 1) // shape.most_items
   length = length.maximum(least_length(steps))   # of each sequence
   counts = ((steps + length - 1) // length).contiguous()   # not made again where its sums are padded, by a length of 0
   first_items = counts.cumsum().cast(dtypes.int32) - counts
+  if shape.alone: first_items = Tensor.arange(shape.pages.sequences, dtype=dtypes.int32) * shape.most_items
   sequence = (first_items <= item.unsqueeze(1)).sum(1).cast(dtypes.int32) - 1
   first = (item - first_items[sequence]) * length[sequence]
   rows = sequence.stack(first * shape.positions, (steps[sequence] - first).maximum(0).minimum(length[sequence]), start[sequence], dim=1)
   return rows.cat(first_items.stack(counts, counts * 0, counts * 0, dim=1))
 
 def plan_launch(target:Target, shape:PlanShape, step:Step) -> Tensor:
-  """… by a launch of one block"""
-  def body(buffers:dict[str, UOp]) -> list[UOp]: return plan_kernel(target, shape, buffers)
+  """… by a launch of one block, or a block a sequence"""
+  def body(buffers:dict[str, UOp]) -> list[UOp]: return (alone_kernel if shape.alone else plan_kernel)(target, shape, buffers)
   plan = Tensor.empty(*plan_size(shape), dtype=dtypes.int32, device=step.start.device)
-  return launch(f"split_plan_{shape.items}_{shape.pages.sequences}", {"plan": plan}, {"start": step.start}, body)[0]
+  return launch(f"split_plan{'_alone' * shape.alone}_{shape.items}_{shape.pages.sequences}", {"plan": plan}, {"start": step.start}, body)[0]
+
+def alone_kernel(target:Target, shape:PlanShape, buffers:dict[str, UOp]) -> list[UOp]:
+  """A block's stores: a sequence's items, one a thread"""
+  sequence, thread = UOp.special(shape.pages.sequences, "gidx0"), UOp.special(-(-shape.most_items // target.lanes) * target.lanes, "lidx0")
+  last = shape.pages.position(buffers, sequence)
+  steps = last // shape.positions + 1
+  length = ceildiv(steps, UOp.const(shape.most_items)).maximum(least_length(steps))
+  first = thread * length
+  item_row = sequence, first * shape.positions, (steps - first).maximum(0).minimum(length), last
+  sequence_row = sequence * shape.most_items, ceildiv(steps, length), UOp.const(0), UOp.const(0)
+  rows = (sequence * shape.most_items + thread, thread < shape.most_items, item_row), (shape.items + sequence, thread.eq(0), sequence_row)
+  return [buffers["plan"][(row * ROW + i).valid(inside)].store(value.cast(dtypes.int))
+          for row, inside, values in rows for i, value in enumerate(values)]
 
 def plan_kernel(target:Target, shape:PlanShape, buffers:dict[str, UOp]) -> list[UOp]:
   """The block's stores. A thread has an item; every warp finds the length for itself.

@@ -27,9 +27,11 @@ class Step:
   start: Tensor
   tables: Tensor
   plan: Tensor|None = None      # how attention's work is cut, of several sequences on a GPU (nn/split_plan.py)
+  invariant: bool = False       # of decoding: whether each token is to have the numbers that it would have alone, to the bit
 
   @staticmethod
-  def decode(start:Tensor, tables:Tensor) -> Step: return Step(Phase.DECODE, start.shape[0], start, tables)
+  def decode(start:Tensor, tables:Tensor, invariant:bool=False) -> Step:
+    return Step(Phase.DECODE, start.shape[0], start, tables, invariant=invariant)
   @staticmethod
   def prefill(start:Tensor, tables:Tensor, tokens:int) -> Step:
     assert start.shape[0] in (1, tokens / STRIP)

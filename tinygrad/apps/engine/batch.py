@@ -151,7 +151,7 @@ class Batch:
     """The shape of what a step logs of a row"""
     return ()
   @property
-  def step(self) -> Step: return Step.decode(self.start, self.tables)
+  def step(self) -> Step: return self.model.decode_step(self.start, self.tables)
   @property
   def kind(self) -> object:
     """What steps do, from here on"""
@@ -232,7 +232,7 @@ class Batch:
     replay.run(next_tokens, step, logits, self.drawing, self.token, self.log)
     self.drawn_at = len(replay.recorded) - 1
     # so that a later batch that drafts finds the block's rows
-    if self.mtp is not None: self.mtp.prefill(Step.decode(replay.run(row_before, self.start), self.tables), self.token, hidden, replay.run)
+    if self.mtp is not None: self.mtp.prefill(self.model.decode_step(replay.run(row_before, self.start), self.tables), self.token, hidden, replay.run)
   def launch(self) -> np.ndarray:
     """Enqueues a step, of one with masks all but the draw. Returns its columns"""
     columns = self.expect()
@@ -308,7 +308,7 @@ class DraftBatch(Batch):
     """Drafts of a row that a step verifies"""
     return self.most if self.mode is Mode.VERIFY else 0
   def given(self, replay:Replay) -> tuple[Step, Tensor]:
-    step, tokens = (Step.decode(self.state.at, self.row_tables), self.state.fed) if self.verified else (self.step, self.token)
+    step, tokens = (self.model.decode_step(self.state.at, self.row_tables), self.state.fed) if self.verified else (self.step, self.token)
     return step if self.mtp is None else self.model.planned(step, replay.run), tokens   # once, for the model and the block
   def all_replays(self) -> list[Replay]:
     replays = []
@@ -331,6 +331,6 @@ class DraftBatch(Batch):
       for i in range(self.most):
         if i:
           at = self.start if i == 1 else run(row_ahead, self.start, i - 1)
-          newest = self.mtp.hidden(Step.decode(at, self.tables), drafts[-1], newest, run, again=True)
+          newest = self.mtp.hidden(self.model.decode_step(at, self.tables), drafts[-1], newest, run, again=True)
         drafts.append(run(next_draft, self.mtp.head(self.step, newest, run), drafts, draw, state))
       run(note_drafted, drafts, said, state)

@@ -62,7 +62,8 @@ class Runner:
     if plain := model.plain_parts(self.batch.step):
       kernels = target is not None or self.on_cpu
       why = f"a dimension of this model is not one that the kernels take ({', '.join(plain)})" if kernels else "no kernels for this device"
-      _say_once(f"{model.device}: {why}: decoding by plain ops, slowly")
+      beside = ", and other answers may change one, for all --batch_invariant says" if model.batch_invariant else ""
+      _say_once(f"{model.device}: {why}: decoding by plain ops, slowly{beside}")
 
   # ---- decoding ----
   def batch_of(self, count:int, features:Features=Features()) -> Batch|Pipeline:

@@ -44,6 +44,7 @@ class Load(msgspec.Struct, tag="load"):
   devices: int = 1
   cpu_experts: int = 0
   shard: str = "layers"
+  batch_invariant: bool = False
 
 class Add(msgspec.Struct, tag="add"):
   """A request. id: chosen by the link, never twice. sampling: fields of Sampling that are not its defaults. stop: tokens that end the answer. limit:

@@ -156,7 +156,7 @@ def open_model(order:wire.Load) -> Model:
   if order.threads: NUM_CPU_THREADS.value = order.threads
   max_stall = MAX_STALL if order.max_stall is None else order.max_stall
   return load(order.path, order.max_context, sys.stderr.isatty(), order.cache_tokens, max_stall, order.cache_bits, order.drafts, order.mtp,
-              order.devices, order.cpu_experts, order.shard)
+              order.devices, order.cpu_experts, order.shard, order.batch_invariant)
 
 def warm(engine:Engine, sampling:Sampling) -> None:
   """Records all that answers drawn so need, those with probabilities, and those held to a grammar"""
