@@ -17,7 +17,7 @@ from tinygrad.nn.intrinsics import OF_CAPABILITY, target_of
 from tinygrad.nn.kernel import UNIT
 from tinygrad.nn.latent_cache import Pages, RowFormat
 from tinygrad.nn.lora_query import Teams
-from tinygrad.nn.matvec import STEPS, Codes, empty_codes, lane_steps, thread_layout
+from tinygrad.nn.matvec import STEPS, Codes, Operand, columns_of, empty_codes, lane_steps, thread_layout
 from tinygrad.nn.norm_linear import linear_of_codes
 from tinygrad.nn.split_plan import PlanShape, plan_launch, plan_ops
 from tinygrad.nn.step import PAGE, Step
@@ -65,6 +65,11 @@ def test_latent_queries_are_summed_alike(kind: T, heads: int, nope: int, width: 
     for rows, units, steps in ((nope, width // UNIT, lane_steps(q_b)), (512, nope // UNIT, STEPS)):
       layout = thread_layout([units], target.lanes, heads * rows // 2, steps=steps)
       assert layout.warps == 1 and layout.lanes == Teams.of(target, rows, units).lanes
+
+def test_columns_of_int8():
+  """A lane has registers for as many tokens as it reads few units of, and half of those that it has none for"""
+  def columns(tokens: int, units: int) -> int: return columns_of(OF_CAPABILITY[90], Operand([160], None, tokens=tokens), [], 4, units)
+  assert [columns(8, units) for units in (2, 3, 5, 10, 21)] == [8, 4, 4, 2, 1] and columns(5, 5) == 3
 
 def test_rows_of_int8_are_summed_alike():
   """A small matrix in a K-quant, whose rows one token takes four at a time"""

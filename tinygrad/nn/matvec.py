@@ -59,6 +59,7 @@ FEW_BLOCKS = 64                    # a launch of fewer blocks is cut finer
 ROUNDED = 1.5 * 2 ** 23            # added to a small float: the nearest integer stands in the lowest bits
 LEAST = 2.0 ** -126              # numbers of which none is larger are zeros: a target's own reciprocal of what is smaller is infinite
 COLUMNS = (1, 2, 3, 4, 8)          # tokens of a block: eight have their sums in registers, beside the weights
+CODED_UNITS = 20                   # of int8 vectors, of all its tokens, that a lane has registers for
 ROWS, MANY_ROWS = 2, 4             # of a job; of a large launch's, or one that reads int8, where a unit of weights is much work: what a lane has of
                                    # the vector serves all
 BESIDE_WEIGHTS = 36                # registers of a thread, of a launch whose blocks take turns
@@ -425,15 +426,16 @@ def vectors_of(target:Target, operand:Operand, integer:bool) -> type:
   if integer and target.dot4 is not None: return Int8Vectors
   return FloatVectors if stages_floats(target, operand.units) else DeviceVectors
 
-def columns_of(target:Target, operand:Operand, parts:Sequence[MatvecPart], warps:int) -> int:
+def columns_of(target:Target, operand:Operand, parts:Sequence[MatvecPart], warps:int, coded_units:int=0) -> int:
   """How many tokens a block takes, whose vectors and sums find room in shared memory: a read of the weights serves as many as can be, and no block
-  has many fewer than another"""
+  has many fewer than another. coded_units: of int8 that a lane reads of each, which find room in its registers"""
   needed = len(parts) * warps * (1 + ROWS) * 4
   for part in parts:
     vectors = vectors_of(target, operand, part.integer)
     if vectors in (FloatVectors, Int8Vectors, RoundedVectors): needed += vectors.nbytes(operand.units)
   if operand.made is not None: needed += operand.made.nbytes
-  fit = (columns for columns in COLUMNS if columns == 1 or columns <= operand.tokens and columns * needed <= target.shared_bytes)
+  def fits(columns:int) -> bool: return columns * needed <= target.shared_bytes and columns * coded_units <= CODED_UNITS
+  fit = (columns for columns in COLUMNS if columns == 1 or columns <= operand.tokens and fits(columns))
   return min(fit, key=lambda columns: (group_count(operand.tokens, columns), columns))
 
 # ---- threads ----
@@ -616,7 +618,8 @@ def matvec(target:Target, operand:Operand, parts:Sequence[MatvecPart], extra_sto
   layouts = [thread_layout(operand.segments, target.lanes, items * part.jobs, operand.codes is not None, operand.rounded is not None, part.steps,
                            making // target.lanes or large, part.many) for part in parts]
   threads = max(making, *(layout.threads for layout in layouts))
-  columns = columns_of(target, operand, parts, threads // target.lanes)
+  coded_units = max(-(-operand.units // layout.span) for layout in layouts) if operand.codes is not None else 0
+  columns = columns_of(target, operand, parts, threads // target.lanes, coded_units)
   turns = [1 for _ in parts]
   if large and in_parts: turns = turns_of_parts(parts, layouts, large)
   elif large and operand.tokens == 1 and operand.made is None and choice is None:   # of several tokens a block has work enough beside its loads
