@@ -3,9 +3,10 @@ waited. The order of loads in the rendered source is what decides; a race would 
 written two launches back may be read before the wait, where it is known to be done: see pdl_wait."""
 import functools, re
 from typing import Any, Callable, NamedTuple
-import numpy as np, pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T
+import pytest
+from gguf import GGMLQuantizationType as T
 from extra.bench import no_device, stand_in, with_blocks
+from helpers import random_weight
 from scheduled import on, programs
 from tinygrad import Tensor, dtypes
 from tinygrad.apps import capture
@@ -176,11 +177,9 @@ def test_room_beside_other_launches():
 @pytest.mark.parametrize("kind,heads,nope,width,tokens,spares", [(T.Q4_0, 20, 192, 768, 2, True), (T.Q4_K, 20, 192, 768, 2, False),
                                                                  (T.Q4_0, 20, 192, 768, 1, False), (T.Q4_0, 16, 128, 1536, 2, False)])
 def test_room_beside_latent_queries(kind: T, heads: int, nope: int, width: int, tokens: int, spares: bool):
-  def weight(cls: type[QuantizedWeight], kind: T, *shape: int) -> QuantizedWeight:
-    block, nbytes = GGML_QUANT_SIZES[kind]
-    return cls.load(kind, shape, np.broadcast_to(np.uint8(0), (np.prod(shape) // block * nbytes,)))
+  def weight(kind: T, *shape: int) -> QuantizedLinear: return QuantizedLinear.load(kind, shape, random_weight(kind, shape)[0])
   with no_device("CUDA"):
-    q_b, k_b = weight(QuantizedLinear, kind, heads * (nope + 64), width), weight(QuantizedExpertWeights, T.Q8_0, heads, 512, nope)
+    q_b, k_b = weight(kind, heads * (nope + 64), width), weight(T.Q8_0, heads, 512, nope)
     launch = lora_query.QueryLaunch.of(target_of(q_b.device), q_b, k_b, tokens)
     assert launch is not None and launch.room(q_b, k_b) == (128 * 128 if spares else 0)
 

@@ -138,7 +138,7 @@ def attention_decode(step:Step, residual:Tensor, q:Tensor, kv:Tensor, weights:La
   sums, stats, cache = latent_splits(step, q, kv, weights.k_b, weights.norm, cache, rope, weights.scale)
   return output_of_splits(step, residual, sums, stats, weights, cache), cache
 
-PAIR_ROOM = 256 * 96   # registers that two tokens' attn_output leaves: of a block of the router's launch
+OUTPUT_ROOM = 256 * 96   # registers that two tokens' attn_output leaves: of a block of the router's launch
 
 def output_of_splits(step:Step, residual:Tensor, sums:Tensor, stats:Tensor, weights:LatentWeights, cache:Tensor) -> Tensor:
   """What attention returns, of what split_kv made, where combine_in_v_b"""
@@ -152,7 +152,7 @@ def output_of_splits(step:Step, residual:Tensor, sums:Tensor, stats:Tensor, weig
     return Operand([latent // UNIT], None, tokens=step.tokens, made=made)
   name, mem = f"combine_mul_mat_{v_b.label}_{step.tokens}_{splits}", v_b.nbytes + sums.nbytes() + stats.nbytes()   # a loop's turns are out of reach
   codes = heads_as_codes(name, v_b, {"sums": sums, "stats": stats, **split_kv.step_buffers(step)}, context, step.tokens, mem)
-  return linear_of_codes(codes, weights.output, residual, PAIR_ROOM if step.tokens == 2 else 0, step.invariant)
+  return linear_of_codes(codes, weights.output, residual, OUTPUT_ROOM if step.tokens == 2 else 0, step.invariant)
 
 @lora_attention.form("decode", takes=lambda step, residual, q_a, kv, query, weights, cache, rope:
                      combine_in_v_b(step, weights, cache) and

@@ -814,7 +814,7 @@ class CombineThread:
 def blocks_combine(target:Target, heads:int, pages:Pages, blocks:int, alone:bool=False) -> bool:
   """Whether so many blocks a head, which read its context, combine its splits for themselves: where their threads share a split evenly, and what all
   of them read together stays small. alone: as for one of the sequences"""
-  splits = plan_splits(target, heads, pages)[0] if pages.sequences == 1 or alone else plan_shape(target, heads, pages, alone).items
+  splits = plan_splits(target, heads, pages)[0] if pages.sequences == 1 or alone else plan_shape(target, heads, pages).items
   pieces = SumsLayout.of(target, pages.format).pieces
   return target.shuffle_from is not None and CONTEXT_THREADS % pieces == 0 and heads * blocks * splits * pieces * 16 <= MOST_COMBINED
 

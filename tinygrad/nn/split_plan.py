@@ -60,13 +60,14 @@ def plan_ops(shape:PlanShape, step:Step) -> Tensor:
   """The plan in plain ops"""
   start = step.start.maximum(0).minimum(shape.pages.capacity - 1)
   steps, item = start // shape.positions + 1, Tensor.arange(shape.items, dtype=dtypes.int32)
-  lengths = Tensor.arange(1, shape.most_steps + 1, dtype=dtypes.int32).unsqueeze(1)
-  length = (((steps + lengths - 1) // lengths).sum(1) > shape.items).sum().cast(dtypes.int32) + 1   # the least that needs no more items
   if shape.alone: length = (steps + shape.most_items - 1) // shape.most_items
+  else:
+    lengths = Tensor.arange(1, shape.most_steps + 1, dtype=dtypes.int32).unsqueeze(1)
+    length = (((steps + lengths - 1) // lengths).sum(1) > shape.items).sum().cast(dtypes.int32) + 1   # the least that needs no more items
   length = length.maximum(least_length(steps))   # of each sequence
   counts = ((steps + length - 1) // length).contiguous()   # not made again where its sums are padded, by a length of 0
-  first_items = counts.cumsum().cast(dtypes.int32) - counts
   if shape.alone: first_items = Tensor.arange(shape.pages.sequences, dtype=dtypes.int32) * shape.most_items
+  else: first_items = counts.cumsum().cast(dtypes.int32) - counts
   sequence = (first_items <= item.unsqueeze(1)).sum(1).cast(dtypes.int32) - 1
   first = (item - first_items[sequence]) * length[sequence]
   rows = sequence.stack(first * shape.positions, (steps[sequence] - first).maximum(0).minimum(length[sequence]), start[sequence], dim=1)
