@@ -8,6 +8,7 @@ import tinygrad.runtime.autogen.cuda as cuda
 from tinygrad.apps import capture
 from tinygrad.apps.capture import to_device
 from tinygrad.helpers import mv_address
+from tinygrad.nn.intrinsics import TARGETS
 from tinygrad.runtime import ops_cuda
 from tinygrad.runtime.graph import cuda as graph
 from tinygrad.runtime.support import compiler_cuda
@@ -166,6 +167,14 @@ def test_blocks_at_once(monkeypatch:pytest.MonkeyPatch):
   assert preprocessed(compiled[2], 12, 4) == preprocessed(asks.replace("__launch_bounds__(32)", "__maxnreg__(96)"), 12, 4)
   assert preprocessed(compiled[2], 11, 8) == preprocessed(compiled[2], 12, 3) == \
     preprocessed(asks.replace("__launch_bounds__(32)", "__launch_bounds__(32, 2)"), 12, 3)
+
+def test_rounded_as_written(monkeypatch:pytest.MonkeyPatch):
+  """The compiler is told for the kernels that say so, and for these alone"""
+  compiler, told = object.__new__(compiler_cuda.NVRTCCompiler), []
+  compiler.compile_options = ["--minimal"]
+  monkeypatch.setattr(compiler_cuda._wheel.NVRTCCompiler, "compile", lambda self, src: told.append(self.compile_options) or b"PTX")
+  for source in (KERNEL % 8, (KERNEL % 8).replace("{\n", f"{{\n  {TARGETS['CUDA'].as_written}\n", 1), KERNEL % 8): compiler.compile(source)
+  assert told == [["--minimal"], ["--minimal", "--fmad=false"], ["--minimal"]]
 
 def preprocessed(source:str, major:int, minor:int) -> list[str]:
   """The words of a source for a compiler of that version, without the headers'"""

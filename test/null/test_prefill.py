@@ -468,6 +468,8 @@ def test_prompts_that_share_a_chunk(tmp_path: Path):
     for page, single, count in ((1, 5, n - 3), (3, 6, 30 + STRIP)):
       for got, want in zip(rows(page, count), rows(single, count), strict=True):
         assert want.any(1).all() and errors(got, want).max() < LIMIT
+    model.batch_invariant = True   # prompts, too, are read as alone
+    assert not Runner(model).shares
 
 @pytest.mark.parametrize("size,want", [(256, 19), (512, 20), (2048, 21)])
 def test_launches(size: int, want: int):

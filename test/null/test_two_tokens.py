@@ -4,24 +4,29 @@ layouts of their own."""
 from pathlib import Path
 import numpy as np, pytest
 from gguf import GGMLQuantizationType as T
-from extra.bench import no_device
+from extra.bench import no_device, stand_in, with_blocks
 from extra.mkgguf import write_model
 from helpers import random_weight
 from mockcuda import on_cuda
 from oracle import errors
-from tinygrad import Device, Tensor, dtypes
+from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.apps.capture import Replay, read, to_device, write
+from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import Transformer
 from tinygrad.apps.quantized import QuantizedLinear
+from tinygrad.engine.realize import compile_linear
+from tinygrad.helpers import ansistrip
 from tinygrad.nn.intrinsics import OF_CAPABILITY, target_of
-from tinygrad.nn.kernel import UNIT
-from tinygrad.nn.latent_cache import Pages, RowFormat
+from tinygrad.nn.kernel import UNIT, launch
+from tinygrad.nn.latent_cache import CacheRow, Pages, RowFormat, cache_row
 from tinygrad.nn.lora_query import Teams
 from tinygrad.nn.matvec import STEPS, Codes, Operand, columns_of, empty_codes, lane_steps, thread_layout
 from tinygrad.nn.norm_linear import linear_of_codes
+from tinygrad.nn.primitive import as_written, rounded_as_written
 from tinygrad.nn.split_plan import PlanShape, plan_launch, plan_ops
 from tinygrad.nn.step import PAGE, Step
+from tinygrad.uop.ops import Ops
 
 CONTEXT, TOKENS, POSITIONS = 2 * PAGE, np.int32([5, 6, 7, 9, 11, 13, 2, 3]), np.int32([33, 70, 1, 64, 90, 127, 12, 55])
 WIDE = dict(blocks=1, dense=0, dim=2048, vocab=320, experts=8, moe_ff=512)   # as many of the chosen experts' rows as make larger blocks
@@ -55,6 +60,41 @@ def test_any_number_are_as_one(family: str, quant: str, sizes: dict[str, int], c
     alone = [logits(model, [i])[0] for i in range(max(counts))]
     model.batch_invariant = True
     for count in counts: assert [np.array_equal(*pair) for pair in zip(logits(model, [*range(count)]), alone)] == [True] * count
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_rounded_as_written(count: int):
+  """All kernels of an invariant step say that, and of another step the embedding, which has no step"""
+  file, no_sums = stand_in("glm"), ("argmax_part", "next_token", "split_plan")
+  def says(invariant: bool) -> set[str]:
+    with no_device("CUDA"):
+      model = Transformer.from_gguf(with_blocks(file, [0, 1]), 4 * PAGE)
+      model.batch_invariant = invariant
+      calls = Runner(model).batch_of(count).record(compiled=False).calls
+      kernels = [call.src[0] for call in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
+    sources = {ansistrip(p.arg.name): next(u.arg for u in p.src if u.op is Ops.SOURCE) for p in kernels if p.op is Ops.PROGRAM}
+    assert len(sources) > 10
+    return {name for name, source in sources.items() if not name.startswith(no_sums) and ("rounded as written" in source) != invariant}
+  with rounded_as_written(True), rounded_as_written(False): assert as_written()   # a part of what says it
+  assert says(True) == set() and {name.split("_")[0] for name in says(False)} == {"embedding"}
+
+def test_rows_by_any_threads():
+  """A row of the cache is the same bits: blocks of one token's latent queries have more threads than those of several"""
+  rng, latent, rotated, tokens = np.random.default_rng(3), 512, 64, 48
+  kv, norm, rope = (rng.standard_normal(shape).astype(np.float32) for shape in ((tokens, latent + rotated), latent, (2 * PAGE, rotated // 2, 2)))
+  lasts = np.arange(30, 30 + tokens, dtype=np.int32)
+  def rows(threads: int) -> np.ndarray:
+    cache = to_device(np.zeros((3 * PAGE, latent + rotated), np.float32))
+    step = Step.decode(to_device(lasts), to_device(np.int32([[1, 2]] * tokens)))
+    target, pages = target_of(Device.DEFAULT), Pages.of(cache, step, latent)
+    def body(buffers: dict[str, UOp]) -> list[UOp]:
+      token = UOp.special(tokens, "gidx0")
+      return cache_row(CacheRow(target, pages, 1e-6, threads, slot=0), buffers, token, UOp.special(threads, "lidx0"), token * 0)
+    ins = {"kv": to_device(kv), "norm": to_device(norm), "rope": to_device(rope), "start": step.start, "tables": step.tables}
+    return launch(f"rows_by_{threads}", {"cache": cache}, ins, body)[0].numpy()
+  with on_cuda(): first, *others = map(rows, (256, 128, 64, 96, 512))
+  want = kv[:, :latent] / np.sqrt((kv[:, :latent].astype(float) ** 2).mean(-1, keepdims=True) + 1e-6) * norm
+  assert errors(first[PAGE + lasts, :latent], want).max() < 1e-12
+  for other in others: assert np.array_equal(first, other)
 
 # GLM-4.7-Flash, Youtu-LLM, Kimi-K2, DeepSeek-V3
 @pytest.mark.parametrize("heads,nope,width", [(20, 192, 768), (16, 128, 1536), (64, 128, 1536), (128, 128, 1536)])

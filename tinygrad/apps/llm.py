@@ -180,7 +180,7 @@ def parser(bench:bool=False) -> Parser:
       "block for the next but one that the model's file has (MTP), and verify them in one step: the same answers, sooner where guesses are right")
   add("draft", metavar="FILE", help="… by the block that FILE has for this model")
   add("batch_invariant", action="store_true", help="decode each token with the numbers that it would have alone, whatever is decoded beside it and "
-      "however many drafts are verified: on NVIDIA's cards steps of three tokens and more take longer so; elsewhere it is so anyway")
+      "however many drafts are verified: on NVIDIA's cards steps of three tokens and more take longer so; on a CPU it is so anyway")
   add("warm", action="store_true", help="record and compile at the start what any number of answers and any length of a prompt will need, instead of "
       "when it is first needed, while all wait; with --serve what logprobs and grammars need, too")
   benchmark_flags(p, bench)

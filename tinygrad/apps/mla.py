@@ -290,7 +290,7 @@ class Transformer:
   device: where a step begins, with a token's row of the embedding, and ends, with the head; it has the first block. devices: all.
   pool: how many pages it is to have, the one that is nobody's among them; it is asked when the weights are loaded. None: what one sequence needs.
   row: how a vector lies in the cache. in_turn: whether one device works at a time. brings: whether long chunks have experts copied (MoE).
-  batch_invariant: whether a token of a decode step has the numbers that it has alone, to the bit"""
+  batch_invariant: whether a token of a decode step has the numbers that it has alone, to the bit, and a prompt is read in chunks of its own"""
   in_turn, brings, batch_invariant = True, False, False
   def __init__(self, config:Config, token_embd:QuantizedEmbedding, blocks:list[Block], output_norm:RMSNorm, output:QuantizedLinear, max_context:int,
                pool:Callable[[Transformer], int]|None=None, cache_bits:int=16):

@@ -78,6 +78,7 @@ class Target:
   dot4_unsigned: str|None = None   # … of four uint8 of {0} and the int8 of {1}
   wait: str|None = None        # statement: go on when the kernels before this one are done
   trigger: str|None = None     # statement: the next kernel may start when all blocks are here; of a target with `wait`
+  as_written: str|None = None  # a word to the compiler: no product and sum of the kernel are rounded as one
   at_once: str|None = None     # a word to the compiler: {n} blocks at once are enough of a multiprocessor, whose registers they share
   mma: Mma|None = None
   byte_perm: str|None = None   # the four bytes of {0} and {1} that the digits of {2} number, the lowest first; uint32
@@ -131,6 +132,7 @@ TARGETS = {
                  byte_perm="__byte_perm({0}, {1}, {2})",
                  and_or='[](uint a, uint b, uint c) {{ uint d; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }}'
                         "({0}, {1}, {2})",
+                 as_written="// rounded as written",
                  fma_halves="tg_bitcast<uint>(__hfma2(tg_bitcast<half2>((uint)({0})), tg_bitcast<half2>((uint)({1})), "
                             "tg_bitcast<half2>((uint)({2}))))",
                  reciprocal=_approximate("rcp"), reciprocal_from_one="__fdividef(1.0f, {0})", rsqrt=_approximate("rsqrt"), exp2=_approximate("ex2"),

@@ -33,6 +33,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import prod
 from tinygrad.nn.intrinsics import Target, byte_perm, group_sum, in_one_instruction, look_up, opaque_zero, pdl_wait, target_of, word
+from tinygrad.nn.primitive import as_written
 from tinygrad.nn.step import Step
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops
@@ -290,12 +291,13 @@ def launch(name:str, outs:dict[str, Tensor], ins:dict[str, Tensor], body:Callabl
   names, tensors = [*outs, *ins], [tensor.flatten() for tensor in (*outs.values(), *ins.values())]
   target = target_of(tensors[0].device)
   def put_together(*buffers:UOp) -> UOp:
-    key = name, mem, resident, registers, room, target, buffers, tuple(names), fingerprint(body)
+    key = name, mem, resident, registers, room, target, as_written(), buffers, tuple(names), fingerprint(body)
     if key not in _programs:
       info = KernelInfo(name=name, opts_to_apply=(), estimates=None if mem is None else Estimates(0, mem, mem))
       stores = body(dict(zip(names, (buffer.flatten() for buffer in buffers))))
       if target is not None: stores = in_one_instruction(target, stores)
       said = blocks_at_once(target, stores, resident, registers, room)
+      if target is not None and target.as_written and as_written(): said.append(UOp(Ops.CUSTOM, dtypes.void, arg=target.as_written))
       _programs[key] = UOp.group(*stores).sink(*said, arg=info).rtag(1)  # tagged: scheduled already
     return _programs[key]
   written = tensors[0].custom_kernel(*tensors[1:], fxn=put_together)

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.nn.intrinsics import Target, byte_perm, fma_halves, group_reduce, word
-from tinygrad.nn.kernel import block_sum, empty, launch, position_of_token, rotated
+from tinygrad.nn.kernel import BlockSum, empty, launch, position_of_token, rotated, sum_in_order
 from tinygrad.nn.step import PAGE, Step
+from tinygrad.uop.ops import Ops
 
 MASKED_SCORE = -1e30   # of a position that a token does not attend to; finite, so that the difference of two scores is a number
 
@@ -168,7 +169,7 @@ class CacheRow:
   pages: Pages
   eps: float     # of the RMSNorm
   threads: int   # of the block
-  slot: int      # of its sums in shared memory
+  slot: int      # of its sums in shared memory, the first
   @property
   def latent(self) -> int: return self.pages.format.latent
 
@@ -194,9 +195,13 @@ def _load_pair(row:CacheRow, kv:UOp, token:UOp, number:UOp, wait_zero:UOp, activ
   return RowPair(number, inside, number < row.latent, values)
 
 def _inverse_rms(row:CacheRow, thread:UOp, pairs:list[RowPair]) -> UOp:
-  """1 / sqrt(mean of the squares of the latent part + eps)"""
-  squares = [(pair.inside & pair.is_latent).where(pair.values[0] * pair.values[0] + pair.values[1] * pair.values[1], 0.0) for pair in pairs]
-  total = block_sum(row.target, reduce(UOp.add, squares), thread, row.threads, row.slot)
+  """1 / sqrt(mean of the squares of the latent part + eps). Each warp adds up neighbouring pairs, and these sums are added in their order: a row is
+  the same bits by however many threads"""
+  squares = [(pair.inside & pair.is_latent).where(pair.values[0] * pair.values[0] + pair.values[1] * pair.values[1], 0.0)
+             for pair in pairs[:-(-row.latent // (2 * row.threads))]]
+  sums = [BlockSum(row.target, square, thread, row.threads, row.slot + i) for i, square in enumerate(squares)]
+  barrier = UOp(Ops.BARRIER, src=tuple(each.store for each in sums))
+  total = sum_in_order([addend for each in sums for addend in each.warp_sums(barrier)])
   return (total * (1.0 / row.latent) + row.eps).rsqrt()
 
 def _store_pair(row:CacheRow, buffers:dict[str, UOp], position:UOp, page:UOp, pair:RowPair, inverse_rms:UOp) -> list[UOp]:

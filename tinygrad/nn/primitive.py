@@ -17,6 +17,7 @@ take without running. A composite's plain ops call nothing but primitives, each 
 from __future__ import annotations
 import contextlib, functools, inspect
 from typing import Any, Callable, Iterator, NamedTuple
+from tinygrad.nn.step import Step
 
 # in the order in which they are asked. cpu_…: C; msl: hand-written Metal; pairs, decode: nn/matvec.py and the like; few, prefill: tensor cores. A
 # name says what a form was written for, `takes` alone which calls it serves
@@ -32,7 +33,7 @@ class Choice(NamedTuple):
   form: str                     # of FORMS, or PLAIN
 
 PRIMITIVES:dict[str, Primitive] = {}
-_plain_only = False
+_plain_only = _as_written = False
 _rehearsed:list[Choice]|None = None
 
 class Primitive:
@@ -63,7 +64,8 @@ class Primitive:
     if _rehearsed is not None and not (name == PLAIN and self.composite):
       _rehearsed.append(Choice(self, name))
       return self.outputs(*bound.args)
-    return (self.plain if name == PLAIN else self.forms[name].run)(*bound.args)
+    with rounded_as_written(any(isinstance(arg, Step) and arg.invariant for arg in bound.args)):
+      return (self.plain if name == PLAIN else self.forms[name].run)(*bound.args)
 
 def primitive(outputs:Callable[..., Any], composite:bool=False) -> Callable[[Callable], Primitive]:
   """Makes a primitive of the function that it decorates"""
@@ -78,6 +80,19 @@ def plain_ops() -> Iterator[None]:
   outer, _plain_only = _plain_only, True
   try: yield
   finally: _plain_only = outer
+
+def as_written() -> bool:
+  """Whether a kernel's products and sums are each to be rounded as its text has them: those of an invariant step. What a compiler makes one of
+  depends on all that the kernel does, and so on how many tokens there are."""
+  return _as_written
+
+@contextlib.contextmanager
+def rounded_as_written(also:bool) -> Iterator[None]:
+  """Inside, `as_written` holds if it does outside, or `also`"""
+  global _as_written
+  outer, _as_written = _as_written, _as_written or also
+  try: yield
+  finally: _as_written = outer
 
 @contextlib.contextmanager
 def rehearsal() -> Iterator[list[Choice]]:

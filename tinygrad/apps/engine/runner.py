@@ -54,7 +54,7 @@ class Runner:
     self.steps: dict[Kind, Step] = {}
     self.chunks: dict[Kind, list[UOp]] = {}  # the slices of each kind
     self.given: tuple[Kind, list[Piece]]|None = None   # what the newest chunk's buffers have
-    self.shares = not model.plain_parts(self.chunk_step(2 * STRIP, True))
+    self.shares = not model.batch_invariant and not model.plain_parts(self.chunk_step(2 * STRIP, True))
     self.scratch: Scratch = {}               # theirs: one chunk runs at a time
     self.writes = 0
     self.odds: tuple[np.ndarray, np.ndarray]|None = None     # of what was read last: int32 and float32 (rows, 1 + likeliest)

@@ -1,11 +1,11 @@
 """Wraps the wheel's compilers for CUDA: a kernel may have more shared memory than the 48 KB that arrays of fixed size may be, say how many of its
-blocks a multiprocessor is to have at once, and multiply by groups of warps.
+blocks at once are enough of a multiprocessor, multiply by groups of warps, and have its sums rounded as its text has them.
 
 No compiler takes more in such arrays. So where a kernel's are more, they become places in one array whose size the launch gives (`dynamic_shared`).
 The size stands before the PTX, where runtime/ops_cuda.py finds it. The file stands here, as compiling workers open no device.
 """
 from __future__ import annotations
-import re
+import copy, re
 from typing import Any
 from tinygrad import wheel_module
 from tinygrad.dtype import dtypes
@@ -53,8 +53,11 @@ def with_blocks_at_once(source:str) -> str:
   return re.sub(r"__launch_bounds__\((\d+)\)", bounds, source, count=1)
 
 class NVRTCCompiler(_wheel.NVRTCCompiler):
-  """The wheel's compiler, of all that Hopper can; where the launch is to give shared memory, how much stands before the PTX"""
+  """The wheel's compiler, of all that Hopper can. It rounds no product and sum as one where the kernel says so (`as_written` in nn/intrinsics.py).
+  Where the launch is to give shared memory, how much stands before the PTX."""
   def __init__(self, arch:str, *args:Any, **kw:Any): super().__init__("sm_90a" if arch == "sm_90" else arch, *args, **kw)
   def compile(self, src:str) -> bytes:
     source, size = dynamic_shared(aligned_for_groups(with_blocks_at_once(src)))
-    return (f"// shared_memory: {size}\n".encode() if size else b"") + super().compile(source)
+    told = copy.copy(self)
+    if "// rounded as written" in source: told.compile_options = [*self.compile_options, "--fmad=false"]
+    return (f"// shared_memory: {size}\n".encode() if size else b"") + super(NVRTCCompiler, told).compile(source)
