@@ -2,7 +2,7 @@
 
   pip install nvidia-cuda-nvrtc nvidia-cuda-runtime           the compiler, and the headers of half; a toolkit has both
   python test/external/compile_table.py [--models glm,ds2lite,youtu,kimi] [--quant Q4_0] [--archs sm_80,…] [--steps decode,prefill] [--processes N]
-                                        [--order]   with nvidia-cuda-nvdisasm, too
+                                        [--batch-invariant] [--order]   the latter with nvidia-cuda-nvdisasm, too
 
 Of each model: greedy decode steps of every size of a batch, some drawn by all filters, and chunks of a prompt of every size. Architectures that are
 given the same instructions (intrinsics.of_arch) have the same sources. A line is a source: the step that first has it, its name, threads, bytes of
@@ -35,6 +35,7 @@ HOPPER_SPILLS = {"few_expert_gate_up_": 104, "few_expert_down_": 104, "gate_up_r
                  "gate_up_q4_k_": 16, "gate_up_prefill_": 56, "matmul_q": 64, "expert_gate_up_": 16, "expert_gate_up_prefill_": 56,
                  "mla_split_kv_mma_": 8, "mla_prefill_heads_": 8,
                  "grouped_matmul_q4_1_64_2048_1408_1024": 48, "grouped_matmul_q4_1_64_2048_1408_2048": 72}
+INVARIANT_SPILLS = {"linear_residual_": 368}   # … of batch-invariant steps, beside these
 FRAME_SIZE, REGCOUNT = 0x11, 0x2f   # attributes of a cubin's .nv.info
 MARKS = {"LDG": "L", "ACQBULK": "W", "LDGSTS": "C", "IDP": "m", "HMMA": "m", "HGMMA": "m", "SHFL": "~", "BAR": "|", "STG": "S", "EXIT": "X"}
 
@@ -84,6 +85,7 @@ class Task(NamedTuple):
   quant: str
   archs: tuple[str, ...]   # of one row of instructions
   order: bool
+  invariant: bool          # whether steps are batch-invariant
   kind: str                # of steps: a key of SIZES
   size: int
 
@@ -115,7 +117,9 @@ def kernels(task:Task) -> Iterator[Kernel]:
   f, kinds, seen = bench.stand_in(task.model, task.quant), dict[tuple, int](), set[bytes|str]()
   for i in range(Config.from_gguf(f).n_blocks): kinds.setdefault(tuple((name, t.shape, t.type) for name, t in bench.of_block(f, i).items()), i)
   with mock.patch.dict(bench.LANGUAGES, CUDA=(bench.CUDARenderer, task.archs[0])), bench.no_device("CUDA"):
-    runner = Runner(Transformer.from_gguf(bench.with_blocks(f, list(kinds.values())), 4096))
+    model = Transformer.from_gguf(bench.with_blocks(f, list(kinds.values())), 4096)
+    model.batch_invariant = task.invariant
+    runner = Runner(model)
     for step, calls in recorded(runner, task.kind, task.size):
       new = {call.src[0].key: call for call in calls if call.src[0].key not in seen}
       seen |= new.keys()
@@ -167,10 +171,10 @@ def compiled(task:Task) -> list[Line]:
     print(end=".", file=sys.stderr, flush=True)
   return lines
 
-def wrong(kernel:Kernel, arch:str, found:Cost|str) -> str|None:
+def wrong(kernel:Kernel, arch:str, found:Cost|str, invariant:bool) -> str|None:
   """What an architecture cannot do, or should not"""
   if isinstance(found, str): return found
-  spills = SPILLS if int(arch.removeprefix("sm_")) < 90 else HOPPER_SPILLS
+  spills = (SPILLS if int(arch.removeprefix("sm_")) < 90 else HOPPER_SPILLS) | (INVARIANT_SPILLS if invariant else {})
   granted = max((size for name, size in spills.items() if kernel.name.startswith(name)), default=0)
   if found.local > granted: return f"{found.local} bytes of local memory"
   if (asked := -(-found.registers // 8) * 8 * kernel.threads) > REGISTERS: return f"{asked} registers of {REGISTERS}"
@@ -190,12 +194,13 @@ def main() -> None:
   p.add_argument("--archs", default=",".join(ARCHS))
   p.add_argument("--steps", default="decode,prefill")
   p.add_argument("--processes", type=int, default=os.cpu_count())
+  p.add_argument("--batch-invariant", action="store_true")
   p.add_argument("--order", action="store_true")
   args = p.parse_args()
   if args.order: nvdisasm()
   rows: dict = {}
   for arch in args.archs.split(","): rows.setdefault(of_arch(arch), []).append(arch)
-  tables = [(model, args.quant, tuple(archs), args.order) for model in args.models.split(",") for archs in rows.values()]
+  tables = [(model, args.quant, tuple(archs), args.order, args.batch_invariant) for model in args.models.split(",") for archs in rows.values()]
   parts = [(kind, size) for kind in args.steps.split(",") for size in SIZES[kind]]
   result = {arch: {"kernels": 0, "most_registers": 0, "most_shared": 0, "local": 0} for arch in args.archs.split(",")}
   failures = 0
@@ -204,7 +209,7 @@ def main() -> None:
     longest_first = sorted(parts, key=lambda part: -part[1])
     running = {(table, part): pool.apply_async(compiled, [Task(*table, *part)]) for table in tables for part in longest_first}
     for table in tables:
-      model, quant, archs, _ = table
+      model, quant, archs, *_ = table
       print(f"\n{model} {quant}\n{'step':12s} {'kernel':80s} threads  shared  " + " ".join(f"{arch:>8s}" for arch in archs))
       seen = set[str]()
       for kernel, costs, orders in (line for part in parts for line in running[table, part].get()):
@@ -218,7 +223,7 @@ def main() -> None:
           of["most_registers"] = max(of["most_registers"], registers)
           of["most_shared"] = max(of["most_shared"], kernel.shared)
           of["local"] += local > 0
-          if why := wrong(kernel, arch, found):
+          if why := wrong(kernel, arch, found, args.batch_invariant):
             failures += 1
             print(f"WRONG {arch} {kernel.name}: {why}")
       sys.stdout.flush()
