@@ -126,8 +126,8 @@ def test_rows_of_int8_are_summed_alike():
     assert np.array_equal(product([0, 1, 2], True), alone) and not np.array_equal(product([0, 1, 2], False), alone)
 
 # combined by v_b's blocks, and by a launch
-@pytest.mark.parametrize("family,quant,limit", [("ds2lite", "Q4_0", 1e-12), ("youtu", "F16", 1e-8)])
-def test_any_lengths_are_as_one(family: str, quant: str, limit: float, tmp_path: Path):
+@pytest.mark.parametrize("family,quant", [("ds2lite", "Q4_0"), ("youtu", "F16")])
+def test_any_lengths_are_as_one(family: str, quant: str, tmp_path: Path):
   """Four that together have more steps than there are splits"""
   path, = write_model(tmp_path / "m.gguf", family, quant, seed=4, **WIDE | dict(heads=4, ff=256, dim=256, experts=0))
   positions = np.int32([2200, 2190, 3, 2270])
@@ -138,7 +138,7 @@ def test_any_lengths_are_as_one(family: str, quant: str, limit: float, tmp_path:
     model.batch_invariant = True
     alone = each()
     assert np.array_equal(alone, logits(model, [*range(4)], positions)) and not np.array_equal(alone, apart)
-    assert (errors(alone, want) < limit).all()
+    assert np.array_equal(alone, want)
 
 @pytest.mark.parametrize("lasts,capacity", [((0, 31, 32, 1023), 5000), ((1024, 4223, 4224, 4999), 5000), ((0, 100, 250, 255), 256),
                                             ((5, 100, 4000, 19999), 20000)])

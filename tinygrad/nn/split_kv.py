@@ -698,7 +698,6 @@ class CombineLaunch:
   step: int     # positions that a block of split_kv reads at once
   plan: PlanShape|None
   columns: bool   # the context is Columns
-  invariant: bool   # see Step
   @property
   def tokens(self) -> int: return self.pages.sequences
   @property
@@ -717,7 +716,7 @@ def combine_launch(target:Target, sums:Tensor, stats:Tensor, cache:Tensor, step:
   (splits, heads, _), latent = sums.shape, latent_of(sums)
   pages = Pages.of(cache, step, latent)
   plan = plan_of(target, heads, pages, step)
-  shape = CombineLaunch(target, pages, splits, heads, latent, plan_splits(target, heads, pages)[1], plan, columns, step.invariant)
+  shape = CombineLaunch(target, pages, splits, heads, latent, plan_splits(target, heads, pages)[1], plan, columns)
   def body(buffers:dict[str, UOp]) -> list[UOp]: return combine_kernel(shape, buffers)
   mem = None if plan is None else sums.nbytes() + stats.nbytes() + context.nbytes()   # a loop's turns are out of the renderer's reach
   name = f"mla_combine{'_columns' if columns else ''}_{step.tokens}_{splits}_{heads}_{latent}"
@@ -755,8 +754,8 @@ class CombineThread:
 
   def over_splits(self, first:UOp, step:int, number:int, values_of:Callable[[UOp], list[UOp]], op:Callable[[UOp, UOp], UOp]) -> list[UOp]:
     """op over values_of(split), one by one, of the sequence's splits first, first + step, … One sequence's are at most as many as fill the machine,
-    and are all in flight at once; of several, most have few: those behind the first in a loop, which a compiler may round otherwise."""
-    if self.shape.plan is None and not self.shape.invariant:
+    and are all in flight at once; of several, most have few: those behind the first in a loop."""
+    if self.shape.plan is None:
       values = [values_of(first + start) for start in range(0, self.shape.splits, step)]
       return [reduce(op, column) for column in zip(*values)]
     initial = values_of(first)

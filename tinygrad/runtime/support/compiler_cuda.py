@@ -1,5 +1,5 @@
 """Wraps the wheel's compilers for CUDA: a kernel may have more shared memory than the 48 KB that arrays of fixed size may be, say how many of its
-blocks at once are enough of a multiprocessor, multiply by groups of warps, and have its sums rounded as its text has them.
+blocks a multiprocessor is to have at once, multiply by groups of warps, and have its sums rounded as its text has them.
 
 No compiler takes more in such arrays. So where a kernel's are more, they become places in one array whose size the launch gives (`dynamic_shared`).
 The size stands before the PTX, where runtime/ops_cuda.py finds it. The file stands here, as compiling workers open no device.
