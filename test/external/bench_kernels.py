@@ -2,7 +2,7 @@
 
   python test/external/bench_kernels.py [--model glm|ds2lite|youtu|kimi|matrices] [--only TEXT] [--rounds N] [--depth D]
 
-matrices: single ones of at least 30 MB, in several formats: some of no model, by norm_linear, and those of a wide model's block.
+matrices: single ones of at least 30 MB, in several formats: heads, and those of wide models' blocks.
 
 Every launch of a chain writes the same outputs, so that the graph runs them one after another, as decoding does. Prints the bytes and the time at
 the memory's peak first, then µs, GB/s and percent of it; the last line is JSON.
@@ -60,32 +60,24 @@ def codes(beside:Tensor, width:int) -> Codes:
   return Codes(words.contiguous().realize(), (Tensor.rand(*like.scales.shape) * 0.01).contiguous().realize())
 
 def matrices() -> Cases:
-  """Single matrices, (rows, width)"""
-  step, out = decode_step(0, PAGE), {}
-  for rows, width in (32768, 2048), (8192, 7168), (4096, 16384):
-    for kind in KINDS:
-      make = functools.partial(lambda kind, *shape: (lin(kind, *shape),), kind, rows, width)
-      run = functools.partial(norm_linear, step, numbers(width), norm(width))
-      out[f"{kind.name} {rows}x{width}"] = make, run, lambda name, m: m[0].nbytes
-  return out | wide_matrices()
-
-def wide_matrices() -> Cases:
-  """Those of a wide model's block: gate and up of a dense feed-forward, in front of which there is a norm; down and attn_output, to which vectors
+  """Single matrices that models have, (rows, width). Heads and a dense feed-forward's gate and up are behind a norm; to down and attn_output vectors
   come as int8, where the format has codes"""
-  (D, F, heads), out = (7168, 18432, 8192), {}
+  (D, F), out = (7168, 18432), {}
   step, x, norm_x, residual = decode_step(0, PAGE), numbers(D), norm(D), numbers(D)
   def down(x:Codes|Tensor, m:tuple) -> Tensor:
     return linear_of_codes(x, m[0], residual) if isinstance(x, Codes) else norm_linear(step, x, None, m, None, residual)[0]
   def nbytes(_:str, m:tuple) -> int: return sum(w.nbytes for w in m)
+  def made(kind:G, rows:int, width:int, count:int=1) -> Callable: return lambda: tuple(lin(kind, rows, width) for _ in range(count))
   for kind in KINDS:
     integer = lin(kind, 32, 256).integer
     def gate_and_up(m:tuple, integer:bool=integer) -> list[Tensor]:
       return gate_up_launch(step, x, norm_x, m, None, empty_codes(x, 1, F)) if integer else gate_up(step, x, norm_x, *m)
-    out[f"{kind.name} gate|up {F}x{D}"] = functools.partial(lambda kind: (lin(kind, F, D), lin(kind, F, D)), kind), gate_and_up, nbytes
-    for name, width in ("down", F), ("attn_output", heads):
+    for rows, width in (154880, 2048), (163840, D):   # GLM-4.7-Flash, Kimi-K2
+      out[f"{kind.name} head {rows}x{width}"] = made(kind, rows, width), functools.partial(norm_linear, step, numbers(width), norm(width)), nbytes
+    out[f"{kind.name} gate|up {F}x{D}"] = made(kind, F, D, 2), gate_and_up, nbytes
+    for name, width in ("down", F), ("attn_output", 8192), ("attn_output", 16384):   # Kimi-K2, DeepSeek-V3
       vector = codes(x, width) if integer else numbers(width)
-      out[f"{kind.name} {name} {D}x{width}"] = functools.partial(lambda kind, width: (lin(kind, D, width),), kind, width), \
-        functools.partial(down, vector), nbytes
+      out[f"{kind.name} {name} {D}x{width}"] = made(kind, D, width), functools.partial(down, vector), nbytes
   return out
 
 def cases(model:str, depth:int) -> Cases:
@@ -173,7 +165,7 @@ def main() -> None:
         times.append((time.perf_counter() - start) / 5 / len(banks))
     us = statistics.median(times) * 1e6
     floor = size / peak[0] * 1e6 if peak else 0.0
-    print(f"{name:18s} {size / 1e6:8.2f} MB  floor {floor:6.2f} us   {us:7.2f} us  {size / us / 1e3:7.1f} GB/s  {100 * floor / us:5.1f} %",
+    print(f"{name:29s} {size / 1e6:8.2f} MB  floor {floor:6.2f} us   {us:7.2f} us  {size / us / 1e3:7.1f} GB/s  {100 * floor / us:5.1f} %",
           flush=True)
     result[name] = {"us": us, "bytes": size}
     del banks, first, go

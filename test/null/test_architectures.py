@@ -11,13 +11,13 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.apps.capture import Replay, collected_calls
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.gguf import read_gguf
-from tinygrad.apps.mla import Transformer, sizes_on
+from tinygrad.apps.mla import RMSNorm, Transformer, sizes_on
 from tinygrad.apps.quantized import QuantizedLinear
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import compile_linear
 from tinygrad.nn.kernel import blocks_at_once, empty, launch
 from tinygrad.nn.matvec import empty_codes
-from tinygrad.nn.norm_linear import linear_of_codes
+from tinygrad.nn.norm_linear import linear_of_codes, norm_linear
 from tinygrad.nn.step import PAGE, Step
 from tinygrad.nn.intrinsics import HOPPER, MMA_CUDA, MMA_TURING, of_arch, target_of
 from tinygrad.uop.ops import Ops, UOp
@@ -140,6 +140,16 @@ def test_registers_of_blocks_that_take_turns():
   kinds = T.Q4_0, T.Q4_K, T.Q5_K, T.Q6_K, T.Q8_0, T.Q3_K, T.IQ4_XS
   assert [said(kind, 7168, 8192) for kind in kinds] == [[], *([f"// blocks at once: {n}"] for n in (9, 8, 8)), [], [], []]
   assert said(T.Q4_K, 2720, 5120) == []
+
+def test_floats_of_a_turn_too_many():
+  """A head's last blocks have turns without a job. They read another row of floats: no load has a condition, and the compiler joins two of 8 bytes"""
+  with bench.no_device("CUDA"), collected_calls() as calls:
+    weight = QuantizedLinear.load(T.F16, (154880, 2048), np.broadcast_to(np.uint8(0), (154880 * 2048 * 2,)))
+    norm_linear(Step.decode(Tensor.empty(1, dtype=dtypes.int32), Tensor.empty(1, 1, dtype=dtypes.int32)), Tensor.empty(1, 2048),
+                RMSNorm(Tensor.empty(2048), 1e-5), [weight])[0].realize()
+    program, = [call.src[0] for call in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
+  source = next(node.arg for node in program.src if node.op is Ops.SOURCE)
+  assert source.count("(*((half4*)(") == 64 and "?*((half4*)(" not in source
 
 def error(got: np.ndarray, want: np.ndarray) -> float:
   """Of the worst position"""

@@ -500,10 +500,13 @@ def test_sums_in_lanes(rows: int, columns: int, lanes: int):
     y, = kernel.launch(f"sums_{rows}_{columns}_{lanes}", {"y": tensor(np.zeros((32 // lanes, columns, rows), np.float32))}, {"x": tensor(x)}, body)
     assert np.array_equal(y.numpy(), x.reshape(columns, rows, 32 // lanes, lanes).sum(-1).transpose(2, 0, 1))
 
-@pytest.mark.parametrize("segments,jobs,warps", [([160], 1024, 1), ([192, 48], 1024, 2), ([256], 3584, 4), ([512, 64], 3584, 8)])
+@pytest.mark.parametrize("segments,jobs,warps", [([160], 1024, 1), ([192, 48], 1024, 2), ([256], 3584, 4), ([512], 3584, 8),
+                                                 ([512, 64], 3584, 8)])
 def test_warps_of_a_row(segments: list[int], jobs: int, warps: int):
-  """attn_output and the experts' down of GLM-4.7-Flash, whose blocks run at once, and of Kimi-K2, whose blocks take turns"""
+  """attn_output and the experts' down of GLM-4.7-Flash, whose blocks run at once, and of Kimi-K2 and DeepSeek-V3, whose blocks take turns: none of
+  their lanes is without a unit, also where one takes three at most"""
   assert matvec.thread_layout(segments, 32, jobs, coded=True).warps == warps
+  if jobs == 3584: assert segments[0] % (32 * matvec.thread_layout(segments, 32, jobs, coded=True, steps=3).warps) == 0
 
 @pytest.mark.parametrize("kind", [T.Q4_0, T.Q4_K])
 @pytest.mark.parametrize("count,shape,groups,by_launch", [(4, (64, 1536, 2048), (1, 1), False), (6, (64, 1408, 2048), (1, 1), False),

@@ -463,6 +463,8 @@ def thread_layout(segments:Sequence[int], warp_lanes:int, jobs:int, coded:bool=F
   def units_of_lane(warps:int) -> int: return sum(-(-length // (warp_lanes * warps)) for length in segments)
   if large: steps = min(steps, LARGE_STEPS)
   while units_of_lane(warps) > steps: warps += 1
+  whole = [count for count in range(warps, WARPS + 1) if segments[0] % (count * warp_lanes) == 0]   # that leave no lane idle
+  if coded and takes_turns(jobs, warps) and whole: warps = whole[0]
   take_turns = coded and takes_turns(jobs, warps)
   # no lane without a unit of the first segment: tinygrad would drop the clamps of what it reads to find a chosen expert's
   while take_turns and units_of_lane(warps) > WAVE_STEPS and warps < WARPS and segments[0] % (2 * warps * warp_lanes) == 0: warps *= 2
@@ -788,6 +790,7 @@ class Part:
     """The lane's units of the job's rows; without wait_zero, only those of matrices that are known. gated: zeros where there is no such unit or job.
     Else whatever can be read: an index that was chosen depends on all that is staged, and tinygrad would take a gate for true in all of that."""
     job, inside = self.job(self.team + turn * self.layout.teams)
+    there = None if self.part.piece > 4 else inside   # halves of another job in place of zeros: gated loads of 8 bytes are not joined to 16
     weights:Weights = []
     for row in self.part.rows_of(safe_index(job, inside)):
       weights.append([])
@@ -796,7 +799,7 @@ class Part:
         if isinstance(matrix, DeferredMatrix):
           if wait_zero is None: continue
           matrix = matrix.of(wait_zero)
-        weights[-1].append(matrix(number, place.unit, both(inside, place.inside) if gated else None))
+        weights[-1].append(matrix(number, place.unit, both(there, place.inside) if gated else None))
     return weights
 
   def prefetch(self) -> tuple[Weights, UOp]:
