@@ -141,15 +141,16 @@ def test_registers_of_blocks_that_take_turns():
   assert [said(kind, 7168, 8192) for kind in kinds] == [[], *([f"// blocks at once: {n}"] for n in (9, 8, 8)), [], [], []]
   assert said(T.Q4_K, 2720, 5120) == []
 
-def test_floats_of_a_turn_too_many():
-  """A head's last blocks have turns without a job. They read another row of floats: no load has a condition, and the compiler joins two of 8 bytes"""
+@pytest.mark.parametrize("kind,load,count", [(T.F16, "half4", 64), (T.BF16, "uint4", 32)])
+def test_halves_of_a_turn_too_many(kind: T, load: str, count: int):
+  """A head's last blocks have turns without a job. They read another row: no load has a condition, and none is of 2 bytes"""
   with bench.no_device("CUDA"), collected_calls() as calls:
-    weight = QuantizedLinear.load(T.F16, (154880, 2048), np.broadcast_to(np.uint8(0), (154880 * 2048 * 2,)))
+    weight = QuantizedLinear.load(kind, (154880, 2048), np.broadcast_to(np.uint8(0), (154880 * 2048 * 2,)))
     norm_linear(Step.decode(Tensor.empty(1, dtype=dtypes.int32), Tensor.empty(1, 1, dtype=dtypes.int32)), Tensor.empty(1, 2048),
                 RMSNorm(Tensor.empty(2048), 1e-5), [weight])[0].realize()
     program, = [call.src[0] for call in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   source = next(node.arg for node in program.src if node.op is Ops.SOURCE)
-  assert source.count("(*((half4*)(") == 64 and "?*((half4*)(" not in source
+  assert source.count(f"(*(({load}*)(") == count and "?*((" not in source and "unsigned short val" not in source
 
 def error(got: np.ndarray, want: np.ndarray) -> float:
   """Of the worst position"""

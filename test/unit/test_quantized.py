@@ -8,6 +8,7 @@ from host_planes import planes_of
 from mockcuda import on_cuda
 from oracle import nmse
 from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
 from tinygrad.nn import cpu
 from tinygrad.apps.quantized import (FLOATS, FORMATS, Numbers, QuantizedEmbedding, QuantizedExpertWeights, QuantizedLinear, QuantizedWeight, UnitView,
                                      header_of, held_bytes, interleaved, plane_names, split_planes)
@@ -71,6 +72,18 @@ def test_planes_of_a_gpu(kind: T):
     w = QuantizedWeight.load(kind, shape, data)
     assert np.array_equal(w.dequantize().numpy(), want)
     assert_as_by_numpy(w, data)
+
+@pytest.mark.parametrize("width,plane", [(96, dtypes.uint32), (70, dtypes.uint16)])
+def test_bf16_on_a_gpu(width: int, plane: DType):
+  """Two neighbours are an entry, where rows have whole units"""
+  data, want = random_weight(T.BF16, shape := (3, 5, width), extreme=True)
+  with on_cuda():
+    w = QuantizedExpertWeights.load(T.BF16, shape, data)
+    assert w.planes["w"].dtype == plane and w.nbytes == len(data)
+    assert np.array_equal(w.dequantize().numpy(), want)
+    made = QuantizedExpertWeights(T.BF16, shape, split_planes(T.BF16, shape, Tensor(data)))   # on the device
+    assert made.planes["w"].dtype == plane and np.array_equal(made.dequantize().numpy(), want)
+    assert np.array_equal(w[Tensor([2, 0])].dequantize().numpy(), want[[2, 0]])
 
 HEADERS = T.Q4_1, T.Q5_1, T.Q4_K, T.Q5_K, T.IQ4_XS, T.IQ1_M
 def test_header_bytes(): assert {kind for kind in FORMATS if header_of(kind)} == {*HEADERS}

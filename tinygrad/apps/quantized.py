@@ -10,8 +10,8 @@ where a code is an unsigned number of 2 to 8 bits and value() subtracts a consta
 
 Code planes are uint32. A plane of `width` bits puts 32/width codes into a word: the code at 4·(8/width·word + k) + byte of its unit lies at
 bit 8·byte + width·k, so shifting by width·k and masking yields four codes at once, one in each byte, as integer dot products want them.
-Wider codes are split over two planes (6 bits: 4 + 2). Floats are kept as they are, 16-bit ones as uint16. On a GPU what a block of a matrix has
-beside its codes, once, lies together where it is 4, 8 or 16 bytes: its *header*, which a lane loads at once.
+Wider codes are split over two planes (6 bits: 4 + 2). Floats are kept as they are, BF16 as uint16, on a GPU as two in a uint32. There, what a block
+of a matrix has beside its codes, once, lies together where it is 4, 8 or 16 bytes: its *header*, which a lane loads at once.
 
 Eight formats write an index into a table for four, five or eight weights (*lookups*). The table's entries are the codes: they are looked up once, at
 load, and every kernel finds a format like the others. This costs memory, and time where the time goes into reading weights. The bits of a weight, in
@@ -266,7 +266,10 @@ FORMATS: dict[GGMLType, Format] = {
   GGMLType.TQ2_0: Format((2,), lambda r: _crumbs(r[:, 0:64]), _small_d(64), _d, zero=1),
 }
 FLOATS: dict[GGMLType, DType] = {GGMLType.F32: dtypes.float32, GGMLType.F16: dtypes.half, GGMLType.BF16: dtypes.bfloat16}
-FLOAT_PLANES = FLOATS | {GGMLType.BF16: dtypes.uint16}
+def float_plane(kind:GGMLType, width:int, device:str|None=None) -> DType:
+  """Of a float matrix' plane. Where there are kernels an entry of BF16 is two neighbours, the first in its low half: uint16 come one by one"""
+  if kind is not GGMLType.BF16: return FLOATS[kind]
+  return dtypes.uint32 if device is not None and width % UNIT == 0 and target_of(device) is not None else dtypes.uint16
 
 # ---- planes at load, and back: the plain-ops reference ----
 
@@ -289,7 +292,9 @@ def split_planes(kind:GGMLType, shape:tuple[int, ...], raw:Raw, entries:Raw|None
   """The planes of a matrix, unrealized. raw: uint8, the tensor's bytes as in the file; shape: (…, out, in); entries: the type's table.
   Code planes are named q0, q1 and have shape (…, out, units, words a unit); the others (…, out, units or blocks). A float matrix is one
   plane w."""
-  if kind in FLOATS: return {"w": raw.bitcast(FLOAT_PLANES[kind]).reshape(shape)}
+  if kind in FLOATS:
+    plane = float_plane(kind, shape[-1], raw.device if isinstance(raw, Tensor) else None)
+    return {"w": raw.bitcast(plane).reshape(*shape[:-1], shape[-1] * FLOATS[kind].itemsize // plane.itemsize)}
   blocks = raw.reshape(-1, block_size(kind)[1]).cast(dtypes.uint32)
   if (lookups := FORMATS[kind].lookups) is None: return _planes(kind, shape, blocks)
   if entries is None: entries = lookup_table_on(kind, raw.device) if isinstance(raw, Tensor) else lookup_table(kind)
@@ -355,7 +360,10 @@ def _table(code, values:tuple[int, ...]):
 
 def dequantize(kind:GGMLType, planes:Planes) -> Tensor:
   """float32 (…, out, in), unrealized: it is meant to fuse into the product that reads it"""
-  if kind is GGMLType.BF16: return (planes["w"].cast(dtypes.uint32) << 16).bitcast(dtypes.float)
+  if kind is GGMLType.BF16:
+    w = planes["w"].cast(dtypes.uint32)
+    if planes["w"].dtype == dtypes.uint32: w = (w.unsqueeze(-1) >> _steps(w, 2, 16)).flatten(-2)
+    return (w << 16).bitcast(dtypes.float)
   if kind in FLOATS: return planes["w"].cast(dtypes.float)
   fmt, upb = FORMATS[kind], block_size(kind)[0] // UNIT
   *rows, units, _ = planes["q0"].shape
@@ -395,6 +403,13 @@ def _unit_scales(kind:GGMLType, units:int, plane:Callable[[str, Any], Any], row:
   index = cpu.CExpr(f"((v16u)({unit % upb}u))", dtypes.uint32) if isinstance(unit, int) else unit % upb
   return fmt.scales(UnitView(at, index))
 
+def _of_floats(floats:list) -> Unit: return Unit([], [(floats[0].const_like(1.0), None)], floats=floats)
+
+def _unit_of_pairs(units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp, piece:int) -> Unit:
+  """_unit of BF16, two an entry"""
+  words = [plane("w", row * (units * UNIT // 2) + quad * 2 + i) for quad in spread_quads(unit, piece) for i in range(2)]
+  return _of_floats([half.bitcast(dtypes.float) for w in words for half in (w << 16, w & 0xffff0000)])
+
 def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp, look_up:Callable|None=None, piece:int=0,
           header:Header|None=None) -> Unit:
   """One unit of a row of `units`. plane(name, index) loads an entry of a flat plane. look_up(words, nibbles, values): a table's values as codes,
@@ -402,8 +417,7 @@ def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, un
   if kind in FLOATS:
     words = [plane("w", row * (units * UNIT) + quad * 4 + i) for quad in spread_quads(unit, piece) for i in range(4)]
     if kind is GGMLType.BF16: words = [(w.cast(dtypes.uint32) << 16).bitcast(dtypes.float) for w in words]
-    floats = [w.cast(dtypes.float) for w in words]
-    return Unit([], [(floats[0].const_like(1.0), None)], floats=floats)
+    return _of_floats([w.cast(dtypes.float) for w in words])
   fmt = FORMATS[kind]
   loaded = [[plane(f"q{i}", (row * units + unit) * width + w) for w in range(width)] for i, width in enumerate(fmt.widths)]
   def word(j:int) -> UOp:  # the codes of the weights 4j … 4j+3
@@ -512,7 +526,8 @@ class QuantizedWeight:
     when the planes stand."""
     device = device or Device.DEFAULT
     if packed(shape, device): return cls(kind, shape, {"stream": packer(kind, device)(shape, data)})
-    if kind in FLOATS: return cls(kind, shape, {"w": to_device(data.view(_to_np_dtype(FLOAT_PLANES[kind])).reshape(shape), device)})
+    if kind in FLOATS:
+      return cls(kind, shape, {"w": to_device(data.view(_to_np_dtype(float_plane(kind, shape[-1], device))).reshape(*shape[:-1], -1), device)})
     replay = Replay()
     planes = replay.run(split, kind, shape, to_device(data, device), lookup_table_on(kind, device))
     planes = dict(zip(plane_names(kind, len(shape)), planes, strict=True))
@@ -543,7 +558,9 @@ class QuantizedWeight:
     """What a kernel reads the weights with; a stack's rows are numbered through. spread: units are those of spread_quads, where floats can be"""
     def unit(row:UOp, u:UOp, gate:UOp|None) -> Unit:
       def plane(which:str, at:UOp) -> UOp: return buffers[f"{name}.{which}"][at if gate is None else at.valid(gate)].load()
-      return _unit(self.kind, self.shape[-1] // UNIT, plane, row, u, self.look_up, self.piece if spread else 0, self.header)
+      units, piece = self.shape[-1] // UNIT, self.piece if spread else 0
+      if self.kind is GGMLType.BF16 and self.planes["w"].dtype == dtypes.uint32: return _unit_of_pairs(units, plane, row, u, piece)
+      return _unit(self.kind, units, plane, row, u, self.look_up, piece, self.header)
     return unit
   # what a kernel that is text needs to know
   @property

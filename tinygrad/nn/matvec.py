@@ -790,7 +790,7 @@ class Part:
     """The lane's units of the job's rows; without wait_zero, only those of matrices that are known. gated: zeros where there is no such unit or job.
     Else whatever can be read: an index that was chosen depends on all that is staged, and tinygrad would take a gate for true in all of that."""
     job, inside = self.job(self.team + turn * self.layout.teams)
-    there = None if self.part.piece > 4 else inside   # halves of another job in place of zeros: gated loads of 8 bytes are not joined to 16
+    there = None if self.part.piece > 4 else inside   # halves of another job in place of zeros: what so many conditions take is spilled
     weights:Weights = []
     for row in self.part.rows_of(safe_index(job, inside)):
       weights.append([])
