@@ -2,7 +2,7 @@
 
   python test/external/bench_kernels.py [--model glm|ds2lite|youtu|kimi|matrices] [--only TEXT] [--rounds N] [--depth D]
 
-matrices: single ones of at least 30 MB, in several formats: heads, and those of wide models' blocks.
+matrices: single ones of at least 30 MB, in several formats: heads, three of no model, and those of wide models' blocks.
 
 Every launch of a chain writes the same outputs, so that the graph runs them one after another, as decoding does. Prints the bytes and the time at
 the memory's peak first, then µs, GB/s and percent of it; the last line is JSON.
@@ -60,8 +60,8 @@ def codes(beside:Tensor, width:int) -> Codes:
   return Codes(words.contiguous().realize(), (Tensor.rand(*like.scales.shape) * 0.01).contiguous().realize())
 
 def matrices() -> Cases:
-  """Single matrices that models have, (rows, width). Heads and a dense feed-forward's gate and up are behind a norm; to down and attn_output vectors
-  come as int8, where the format has codes"""
+  """Single matrices, (rows, width). Heads, three of no model, and a dense feed-forward's gate and up are behind a norm; to down and attn_output
+  vectors come as int8, where the format has codes"""
   (D, F), out = (7168, 18432), {}
   step, x, norm_x, residual = decode_step(0, PAGE), numbers(D), norm(D), numbers(D)
   def down(x:Codes|Tensor, m:tuple) -> Tensor:
@@ -72,8 +72,9 @@ def matrices() -> Cases:
     integer = lin(kind, 32, 256).integer
     def gate_and_up(m:tuple, integer:bool=integer) -> list[Tensor]:
       return gate_up_launch(step, x, norm_x, m, None, empty_codes(x, 1, F)) if integer else gate_up(step, x, norm_x, *m)
-    for rows, width in (154880, 2048), (163840, D):   # GLM-4.7-Flash, Kimi-K2
-      out[f"{kind.name} head {rows}x{width}"] = made(kind, rows, width), functools.partial(norm_linear, step, numbers(width), norm(width)), nbytes
+    for name, rows, width in ("head ", 154880, 2048), ("head ", 163840, D), ("", 32768, 2048), ("", 8192, D), ("", 4096, 16384):
+      # GLM-4.7-Flash, Kimi-K2, no model
+      out[f"{kind.name} {name}{rows}x{width}"] = made(kind, rows, width), functools.partial(norm_linear, step, numbers(width), norm(width)), nbytes
     out[f"{kind.name} gate|up {F}x{D}"] = made(kind, F, D, 2), gate_and_up, nbytes
     for name, width in ("down", F), ("attn_output", 8192), ("attn_output", 16384):   # Kimi-K2, DeepSeek-V3
       vector = codes(x, width) if integer else numbers(width)

@@ -294,7 +294,7 @@ def split_planes(kind:GGMLType, shape:tuple[int, ...], raw:Raw, entries:Raw|None
   plane w."""
   if kind in FLOATS:
     plane = float_plane(kind, shape[-1], raw.device if isinstance(raw, Tensor) else None)
-    return {"w": raw.bitcast(plane).reshape(*shape[:-1], shape[-1] * FLOATS[kind].itemsize // plane.itemsize)}
+    return {"w": raw.bitcast(plane).reshape(*shape[:-1], -1)}
   blocks = raw.reshape(-1, block_size(kind)[1]).cast(dtypes.uint32)
   if (lookups := FORMATS[kind].lookups) is None: return _planes(kind, shape, blocks)
   if entries is None: entries = lookup_table_on(kind, raw.device) if isinstance(raw, Tensor) else lookup_table(kind)

@@ -463,9 +463,9 @@ def thread_layout(segments:Sequence[int], warp_lanes:int, jobs:int, coded:bool=F
   def units_of_lane(warps:int) -> int: return sum(-(-length // (warp_lanes * warps)) for length in segments)
   if large: steps = min(steps, LARGE_STEPS)
   while units_of_lane(warps) > steps: warps += 1
-  whole = [count for count in range(warps, WARPS + 1) if segments[0] % (count * warp_lanes) == 0]   # that leave no lane idle
-  if coded and takes_turns(jobs, warps) and whole: warps = whole[0]
   take_turns = coded and takes_turns(jobs, warps)
+  # as many as leave no lane idle, if there is such a number
+  if take_turns: warps = next((count for count in range(warps, WARPS + 1) if segments[0] % (count * warp_lanes) == 0), warps)
   # no lane without a unit of the first segment: tinygrad would drop the clamps of what it reads to find a chosen expert's
   while take_turns and units_of_lane(warps) > WAVE_STEPS and warps < WARPS and segments[0] % (2 * warps * warp_lanes) == 0: warps *= 2
   while warps == 1 and lanes > 1 and units < 0.9 * lanes * -(-units // lanes): lanes //= 2
