@@ -51,7 +51,7 @@ def decode_step(depth:int, positions:int) -> Step:
   table = Tensor.arange(positions // PAGE, dtype=dtypes.int32).unsqueeze(0).contiguous().realize()
   return Step.decode(Tensor([depth], dtype=dtypes.int32).realize(), table)
 
-KINDS = G.Q4_0, G.Q4_K, G.Q5_K, G.Q6_K, G.Q8_0, G.F16
+KINDS = G.Q4_0, G.Q4_K, G.Q5_K, G.Q6_K, G.Q8_0, G.F16, G.BF16
 
 def codes(beside:Tensor, width:int) -> Codes:
   """A vector as int8, as a launch before would have stored it"""

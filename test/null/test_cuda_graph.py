@@ -125,7 +125,8 @@ def test_the_order_of_graphs_on_several_cards(monkeypatch:pytest.MonkeyPatch):
 
 # ---- kernels, and memory ----
 
-KERNEL = """extern "C" __global__ void __launch_bounds__(32) k(float* data0) {
+KERNEL = """#include <cuda_fp16.h>
+extern "C" __global__ void __launch_bounds__(32) k(float* data0) {
   __shared__ __align__(16) half buf0[%d];
   __shared__ __align__(16) uint buf1[5];
   *(data0+0) = (float)(*(buf0+threadIdx.x))+buf1[0];
@@ -167,6 +168,14 @@ def test_blocks_at_once(monkeypatch:pytest.MonkeyPatch):
   assert preprocessed(compiled[2], 12, 4) == preprocessed(asks.replace("__launch_bounds__(32)", "__maxnreg__(96)"), 12, 4)
   assert preprocessed(compiled[2], 11, 8) == preprocessed(compiled[2], 12, 3) == \
     preprocessed(asks.replace("__launch_bounds__(32)", "__launch_bounds__(32, 2)"), 12, 3)
+
+def test_halves_read_as_words(monkeypatch:pytest.MonkeyPatch):
+  """A kernel has the header of halves where it has them in memory alone, too: once, and others do not"""
+  compiler, compiled = object.__new__(compiler_cuda.NVRTCCompiler), []
+  monkeypatch.setattr(compiler_cuda._wheel.NVRTCCompiler, "compile", lambda self, src: compiled.append(src) or b"PTX")
+  words = 'extern "C" __global__ void __launch_bounds__(32) words_of_half(uint* data0, %s* data1) { *data0 = *((uint*)(data1+2)); }'
+  for source in (KERNEL % 8, words % "half", words % "float"): compiler.compile(source)
+  assert compiled == [KERNEL % 8, "#include <cuda_fp16.h>\n" + words % "half", words % "float"]
 
 def test_rounded_as_written(monkeypatch:pytest.MonkeyPatch):
   """The compiler is told for the kernels that say so, and for these alone"""

@@ -73,15 +73,16 @@ def test_planes_of_a_gpu(kind: T):
     assert np.array_equal(w.dequantize().numpy(), want)
     assert_as_by_numpy(w, data)
 
-@pytest.mark.parametrize("width,plane", [(96, dtypes.uint32), (70, dtypes.uint16)])
-def test_bf16_on_a_gpu(width: int, plane: DType):
+@pytest.mark.parametrize("kind,width,plane", [(T.BF16, 96, dtypes.uint32), (T.F16, 96, dtypes.uint32), (T.BF16, 70, dtypes.uint16),
+                                              (T.F16, 70, dtypes.half)])
+def test_16_bits_on_a_gpu(kind: T, width: int, plane: DType):
   """Two neighbours are an entry, where rows have whole units"""
-  data, want = random_weight(T.BF16, shape := (3, 5, width), extreme=True)
+  data, want = random_weight(kind, shape := (3, 5, width), extreme=True)
   with on_cuda():
-    w = QuantizedExpertWeights.load(T.BF16, shape, data)
+    w = QuantizedExpertWeights.load(kind, shape, data)
     assert w.planes["w"].dtype == plane and w.nbytes == len(data)
     assert np.array_equal(w.dequantize().numpy(), want)
-    made = QuantizedExpertWeights(T.BF16, shape, split_planes(T.BF16, shape, Tensor(data)))   # on the device
+    made = QuantizedExpertWeights(kind, shape, split_planes(kind, shape, Tensor(data)))   # on the device
     assert made.planes["w"].dtype == plane and np.array_equal(made.dequantize().numpy(), want)
     assert np.array_equal(w[Tensor([2, 0])].dequantize().numpy(), want[[2, 0]])
 

@@ -10,8 +10,8 @@ where a code is an unsigned number of 2 to 8 bits and value() subtracts a consta
 
 Code planes are uint32. A plane of `width` bits puts 32/width codes into a word: the code at 4·(8/width·word + k) + byte of its unit lies at
 bit 8·byte + width·k, so shifting by width·k and masking yields four codes at once, one in each byte, as integer dot products want them.
-Wider codes are split over two planes (6 bits: 4 + 2). Floats are kept as they are, BF16 as uint16, on a GPU as two in a uint32. There, what a block
-of a matrix has beside its codes, once, lies together where it is 4, 8 or 16 bytes: its *header*, which a lane loads at once.
+Wider codes are split over two planes (6 bits: 4 + 2). Floats are kept as they are, BF16 as uint16; on a GPU those of 16 bits lie by twos in uint32.
+There, what a block of a matrix has beside its codes, once, lies together where it is 4, 8 or 16 bytes: its *header*, which a lane loads at once.
 
 Eight formats write an index into a table for four, five or eight weights (*lookups*). The table's entries are the codes: they are looked up once, at
 load, and every kernel finds a format like the others. This costs memory, and time where the time goes into reading weights. The bits of a weight, in
@@ -39,6 +39,7 @@ from tinygrad.nn import cpu
 from tinygrad.nn.cpu_layout import ROWS, Layout, Origins, Packer
 from tinygrad.nn.embedding import embedding
 from tinygrad.nn.intrinsics import target_of
+from tinygrad.nn.halves import of_pair
 from tinygrad.nn.kernel import SPREAD, UNIT, Matrix, Unit, spread_quads, table_codes
 from tinygrad.nn.norm_linear import mul_mat
 
@@ -267,9 +268,11 @@ FORMATS: dict[GGMLType, Format] = {
 }
 FLOATS: dict[GGMLType, DType] = {GGMLType.F32: dtypes.float32, GGMLType.F16: dtypes.half, GGMLType.BF16: dtypes.bfloat16}
 def float_plane(kind:GGMLType, width:int, device:str|None=None) -> DType:
-  """Of a float matrix' plane. Where there are kernels an entry of BF16 is two neighbours, the first in its low half: uint16 come one by one"""
-  if kind is not GGMLType.BF16: return FLOATS[kind]
-  return dtypes.uint32 if device is not None and width % UNIT == 0 and target_of(device) is not None else dtypes.uint16
+  """Of a float matrix' plane. Where there are kernels an entry of 16-bit ones is two neighbours, the first in its low half: of uint32 a lane loads
+  16 bytes at once, of halves 8, of uint16 2"""
+  if kind is GGMLType.F32: return dtypes.float
+  if device is not None and width % UNIT == 0 and target_of(device) is not None: return dtypes.uint32
+  return dtypes.half if kind is GGMLType.F16 else dtypes.uint16
 
 # ---- planes at load, and back: the plain-ops reference ----
 
@@ -360,11 +363,10 @@ def _table(code, values:tuple[int, ...]):
 
 def dequantize(kind:GGMLType, planes:Planes) -> Tensor:
   """float32 (…, out, in), unrealized: it is meant to fuse into the product that reads it"""
-  if kind is GGMLType.BF16:
-    w = planes["w"].cast(dtypes.uint32)
-    if planes["w"].dtype == dtypes.uint32: w = (w.unsqueeze(-1) >> _steps(w, 2, 16)).flatten(-2)
-    return (w << 16).bitcast(dtypes.float)
-  if kind in FLOATS: return planes["w"].cast(dtypes.float)
+  if kind in FLOATS:
+    w = planes["w"]
+    if kind is not GGMLType.F32 and w.dtype == dtypes.uint32: w = (w.unsqueeze(-1) >> _steps(w, 2, 16)).flatten(-2).cast(dtypes.uint16)
+    return (w.cast(dtypes.uint32) << 16).bitcast(dtypes.float) if kind is GGMLType.BF16 else w.bitcast(FLOATS[kind]).cast(dtypes.float)
   fmt, upb = FORMATS[kind], block_size(kind)[0] // UNIT
   *rows, units, _ = planes["q0"].shape
   code, low = None, 0
@@ -405,9 +407,10 @@ def _unit_scales(kind:GGMLType, units:int, plane:Callable[[str, Any], Any], row:
 
 def _of_floats(floats:list) -> Unit: return Unit([], [(floats[0].const_like(1.0), None)], floats=floats)
 
-def _unit_of_pairs(units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp, piece:int) -> Unit:
-  """_unit of BF16, two an entry"""
+def _unit_of_pairs(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp, piece:int) -> Unit:
+  """_unit of floats of which two are an entry"""
   words = [plane("w", row * (units * UNIT // 2) + quad * 2 + i) for quad in spread_quads(unit, piece) for i in range(2)]
+  if kind is GGMLType.F16: return _of_floats([half for w in words for half in of_pair(w)])
   return _of_floats([half.bitcast(dtypes.float) for w in words for half in (w << 16, w & 0xffff0000)])
 
 def _unit(kind:GGMLType, units:int, plane:Callable[[str, UOp], UOp], row:UOp, unit:UOp, look_up:Callable|None=None, piece:int=0,
@@ -559,7 +562,7 @@ class QuantizedWeight:
     def unit(row:UOp, u:UOp, gate:UOp|None) -> Unit:
       def plane(which:str, at:UOp) -> UOp: return buffers[f"{name}.{which}"][at if gate is None else at.valid(gate)].load()
       units, piece = self.shape[-1] // UNIT, self.piece if spread else 0
-      if self.kind is GGMLType.BF16 and self.planes["w"].dtype == dtypes.uint32: return _unit_of_pairs(units, plane, row, u, piece)
+      if self.pairs: return _unit_of_pairs(self.kind, units, plane, row, u, piece)
       return _unit(self.kind, units, plane, row, u, self.look_up, piece, self.header)
     return unit
   # what a kernel that is text needs to know
@@ -591,6 +594,10 @@ class QuantizedWeight:
   def piece(self) -> int:
     """Numbers of 16 bytes of a row's floats that can be spread (spread_quads); 0: there are none"""
     return 16 // FLOATS[self.kind].itemsize if self.kind in FLOATS and self.shape[-1] % (SPREAD * UNIT) == 0 else 0
+  @property
+  def pairs(self) -> bool:
+    """Whether an entry of the floats' plane is two of them"""
+    return self.kind in FLOATS and self.planes["w"].dtype == dtypes.uint32
   @property
   def device(self) -> str: return next(iter(self.planes.values())).device
   @property

@@ -1,5 +1,5 @@
 """Wraps the wheel's compilers for CUDA: a kernel may have more shared memory than the 48 KB that arrays of fixed size may be, say how many of its
-blocks a multiprocessor is to have at once, multiply by groups of warps, and have its sums rounded as its text has them.
+blocks a multiprocessor is to have at once, multiply by groups of warps, have its sums rounded as its text has them, and read halves as words.
 
 No compiler takes more in such arrays. So where a kernel's are more, they become places in one array whose size the launch gives (`dynamic_shared`).
 The size stands before the PTX, where runtime/ops_cuda.py finds it. The file stands here, as compiling workers open no device.
@@ -52,12 +52,18 @@ def with_blocks_at_once(source:str) -> str:
     return BOUNDS.format(registers=said[2], bounds=threads_and_blocks) if said[2] else threads_and_blocks
   return re.sub(r"__launch_bounds__\((\d+)\)", bounds, source, count=1)
 
+HALVES = "#include <cuda_fp16.h>"
+
+def with_halves_known(source:str) -> str:
+  """A kernel with the header of halves, which the wheel includes where a value is one: not where memory of halves is read as words alone"""
+  return f"{HALVES}\n{source}" if HALVES not in source and re.search(r"\bhalf\b", source) else source
+
 class NVRTCCompiler(_wheel.NVRTCCompiler):
   """The wheel's compiler, of all that Hopper can. It rounds no product and sum as one where the kernel says so (`as_written` in nn/intrinsics.py).
   Where the launch is to give shared memory, how much stands before the PTX."""
   def __init__(self, arch:str, *args:Any, **kw:Any): super().__init__("sm_90a" if arch == "sm_90" else arch, *args, **kw)
   def compile(self, src:str) -> bytes:
-    source, size = dynamic_shared(aligned_for_groups(with_blocks_at_once(src)))
+    source, size = dynamic_shared(aligned_for_groups(with_blocks_at_once(with_halves_known(src))))
     told = copy.copy(self)
     if "// rounded as written" in source: told.compile_options = [*self.compile_options, "--fmad=false"]
     return (f"// shared_memory: {size}\n".encode() if size else b"") + super(NVRTCCompiler, told).compile(source)
