@@ -13,7 +13,7 @@ from tinygrad.device import Allocator, BufferSpec, Compiled, Compiler, CompileEr
 from tinygrad.helpers import Context, Target, getenv, round_up
 from tinygrad.nn.intrinsics import TARGETS, of_arch
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer
-from tinygrad.runtime.support.compiler_cuda import aligned_for_groups
+from tinygrad.runtime.support.compiler_cuda import aligned_for_groups, with_halves_known
 
 HERE = pathlib.Path(__file__).parent
 ARCH = "sm_86"
@@ -67,7 +67,7 @@ class MockCompiler(Compiler):
     src = re.sub(r'asm\("\{ \.reg \.pred inside; [^"]*@inside mma\.sync\.aligned\.m16n8k16\.[^"]*" : ([^;]*), "r"\(([^;]*)\)\);',
                  lambda m: f"if ({m[2]}) mock_mma_words<16>({self.operands(m[1])});", src)
     src = re.sub(r"const unsigned long long ([ab]) = (0x\w+ull) \| \(unsigned\)__cvta_generic_to_shared\((.*?)\) >> 4;",
-                 r"const GroupMatrix \1 = {(const char*)(\3), \2};", aligned_for_groups(src))
+                 r"const GroupMatrix \1 = {(const char*)(\3), \2};", aligned_for_groups(with_halves_known(src)))
     src = re.sub(r'asm volatile\("wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.f16\.f16 [^"]*, ([01]);" : ([^;]*)\);',
                  lambda m: f"mock_group_mma<{m[1]}>({self.operands(m[2])});", src)
     src = re.sub(r'asm volatile\("wgmma\.wait_group[^;]*;[^;]*\);', "mock_group_wait();", src)
@@ -94,7 +94,8 @@ class MockCompiler(Compiler):
       # else its threads may run one after another
       waits = any(word in src for word in ("__syncthreads", "__shfl", "__reduce", "__ballot", "mock_mma", "mock_ldmatrix", "mock_group_mma"))
       meets = "mock_look" in src or "mock_hear" in src
-      kernel.write_text(f'#include "device.h"\nextern "C" {{ int mock_fibers = {int(waits) + MEETS * meets}; }}\n{src}')
+      halves = '#include "cuda_fp16.h"\n' if "mock_mma_words" in src else ""   # a card multiplies words of halves without it
+      kernel.write_text(f'#include "device.h"\n{halves}extern "C" {{ int mock_fibers = {int(waits) + MEETS * meets}; }}\n{src}')
       compiled = kernel.with_suffix(".o")
       wrong = _compile("-c", kernel, "-o", compiled) or link([compiled, _runtime()[0], "-lm"], out, _clang())
       if wrong: raise CompileError(f"{wrong}\n{src}")
