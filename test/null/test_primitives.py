@@ -252,6 +252,8 @@ CASES = [
   Case(moe.gate_up, "CPU, few: Q4_K router", gated(True, T.Q4_K), cpu_few(8)),
   Case(moe.expert_gate_up, "CPU, few: Q6_K sigmoid", chosen(2, T.Q6_K, 21), cpu_few(2, 12)),
   Case(moe.expert_down, "CPU, few: Q5_K shared", down(True, T.Q5_K), cpu_few(5)),
+  Case(moe.mixture, "CPU, few: shared", mixed(True), cpu_few(2, 5)),
+  Case(moe.mixture, "CPU, few: no shared expert", mixed(False), cpu_few(9)),
   Case(norm_linear.norm_linear, "few: 33 rows", linear(33, False), few(3, 9)),
   Case(norm_linear.norm_linear, "few: 96 rows rotated", linear(96, True), few(20)),
   Case(norm_linear.norm_linear, "few: residual", with_residual, few(16)),

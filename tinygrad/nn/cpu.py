@@ -480,14 +480,18 @@ def store_row(norm:Norm, cache:Tensor, rope:Rope, token:str, position:str, table
     }}{encode}
   }}"""
 
+def rows_to_write(kv:Tensor, norm:Norm, cache:Tensor, rope:Rope, start:Tensor, tables:Tensor) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+  """C that writes the row of token `job` of write_rows, the out and the ins that it names"""
+  S, P = tables.shape
+  code = store_row(norm, cache, rope, "job", "(start[0] + job)") if S == 1 else \
+         store_row(norm, cache, rope, "job", "start[job]", f"(tables + job * {P})")
+  return code, {"cache": cache}, {"kv": kv, "norm": norm.weight, "rope": rope.table, "start": start, "tables": tables}
+
 def write_rows(kv:Tensor, norm:Norm, cache:Tensor, rope:Rope, start:Tensor, tables:Tensor) -> Tensor:
   """The cache, (rows, entries), with a row for each token of kv, float32 (T, L+R): one of each sequence, or T of the one that there is.
   start: int32 (S,); tables: int32 (S, P)"""
-  (T, dim), (S, P) = kv.shape, tables.shape
-  store = store_row(norm, cache, rope, "job", "(start[0] + job)") if S == 1 else \
-          store_row(norm, cache, rope, "job", "start[job]", f"(tables + job * {P})")
-  ins = {"kv": kv, "norm": norm.weight, "rope": rope.table, "start": start, "tables": tables}
-  return launch(f"cache_rows_{T}_{dim}_{S}", {"cache": cache}, ins, "", f"for (; job < last; job++) {store}", T, T * dim * 8)[0]
+  (T, dim), (store, outs, ins) = kv.shape, rows_to_write(kv, norm, cache, rope, start, tables)
+  return launch(f"cache_rows_{T}_{dim}_{tables.shape[0]}", outs, ins, "", f"for (; job < last; job++) {store}", T, T * dim * 8)[0]
 
 def latent_query_decode(query:Tensor, kv:Tensor, k_b:PackedWeight, norm:Norm, cache:Tensor, rope:Rope, start:Tensor,
                         tables:Tensor) -> tuple[Tensor, Tensor]:

@@ -197,7 +197,7 @@ def expert_gate_up_cpu(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, l
 @expert_gate_up.form("cpu_few", takes=lambda step, x, norm, gate, up, logits, routing:
                      cpu.takes(gate, up) and few_each(step, routing.count, gate.shape[0]))
 def expert_gate_up_cpu_few(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
-  return cpu_few.expert_gate_up_few(x, norm, gate, up, logits, routing)
+  return cpu_few.expert_gate_up_few(cpu_few.stage_tokens(x, norm), gate, up, logits, routing)
 
 @expert_gate_up.form("cpu_prefill", takes=lambda step, x, norm, gate, up, logits, routing: cpu.takes(gate, up) and step.many_tokens)
 def expert_gate_up_cpu_prefill(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
@@ -336,6 +336,7 @@ def expert_down_cpu(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:
 @expert_down.form("cpu_few", takes=lambda step, hidden, down, sel, residual, shared:
                   cpu.takes(down, *shared_down(shared)) and few_each(step, sel.shape[1], down.shape[0]))
 def expert_down_cpu_few(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
+  if step.few_tokens: return cpu_few.expert_down_few(hidden, down, sel, residual, shared)
   return with_shared(step, cpu_few.expert_down_few(hidden, down, sel, residual), shared)
 
 @expert_down.form("cpu_prefill", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.many_tokens)
@@ -371,7 +372,8 @@ def expert_down_launch(hidden:Tensor|Codes, down:Weight, count:int, choosing:dic
   units, beside = F // UNIT, [] if shared is None else [shared[0]]
   weights = [down, *([] if shared is None else [shared[1]])]
   segments = [K * units, *(weight.shape[1] // UNIT for weight in weights[1:])]
-  rows, steps = coded_job(down, segments, target.lanes, D, STEPS, STEPS // 2) if isinstance(hidden, Codes) else (ROWS, STEPS)
+  rows, steps = ROWS, STEPS
+  if isinstance(hidden, Codes): rows, steps = coded_job(down, segments, target.lanes, D, STEPS, STEPS // 2)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, experts = UOp.special(T, "gidx1"), down.matrix(buffers, "w")
     choice = None if early is None else early(buffers, token)
@@ -412,6 +414,17 @@ def mixture(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, expe
   if shared is None: logits, = norm_linear(step, x, norm, [router])
   else: beside, logits = gate_up(step, x, norm, shared.gate, shared.up, router)
   hidden, sel = expert_gate_up(step, x, norm, experts.gate, experts.up, logits, routing)
+  return expert_down(step, hidden, experts.down, sel, residual, None if shared is None else (beside, shared.down))
+
+@mixture.form("cpu_few", takes=lambda step, x, norm, router, routing, experts, shared, residual:
+              step.few_tokens and cpu.takes(router, *experts, *(shared or ())))
+def mixture_cpu_few(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None,
+                    residual:Tensor) -> Tensor:
+  """The plain form's launches, of tokens that are staged once"""
+  staged, T = cpu_few.stage_tokens(x, norm), x.shape[0]
+  if shared is None: logits = cpu_few.linear(staged, router, T)
+  else: beside, logits = cpu_few.gate_up_parts(staged, shared.gate, shared.up, router, T)
+  hidden, sel = cpu_few.expert_gate_up_few(staged, experts.gate, experts.up, logits, routing)
   return expert_down(step, hidden, experts.down, sel, residual, None if shared is None else (beside, shared.down))
 
 def mixture_stores_codes(step:Step, x:Tensor, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None) -> bool:
