@@ -12,11 +12,12 @@ from tinygrad.apps.capture import Replay, collected_calls
 from tinygrad.apps.engine.runner import Runner
 from tinygrad.apps.gguf import read_gguf
 from tinygrad.apps.mla import RMSNorm, Transformer, sizes_on
-from tinygrad.apps.quantized import QuantizedLinear
+from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import compile_linear
 from tinygrad.nn.kernel import blocks_at_once, empty, launch
 from tinygrad.nn.matvec import empty_codes
+from tinygrad.nn.moe import expert_down_launch
 from tinygrad.nn.norm_linear import linear_of_codes, norm_linear
 from tinygrad.nn.step import PAGE, Step
 from tinygrad.nn.intrinsics import HOPPER, MMA_CUDA, MMA_TURING, of_arch, target_of
@@ -151,6 +152,17 @@ def test_halves_of_a_turn_too_many(kind: T):
     program, = [call.src[0] for call in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
   source = next(node.arg for node in program.src if node.op is Ops.SOURCE)
   assert source.count("(*((uint4*)(") == 32 and "?*((" not in source and "unsigned short val" not in source
+
+@pytest.mark.parametrize("kind", [T.F16, T.BF16], ids=lambda k: k.name)
+def test_floats_of_chosen_experts(kind: T):
+  """DeepSeek-V2-Lite's down: of a row a lane has no more than two units, of 16 registers each"""
+  def matrix(cls: type, *shape: int) -> QuantizedLinear: return cls.load(kind, shape, np.broadcast_to(np.uint8(0), (np.prod(shape) * 2,)))
+  with bench.no_device("CUDA"), collected_calls() as calls:
+    down, shared = matrix(QuantizedExpertWeights, 64, 2048, 1408), matrix(QuantizedLinear, 2048, 2816)
+    sel, residual = Tensor.empty(1, 6, dtype=dtypes.int32), Tensor.empty(1, 2048)
+    expert_down_launch(Tensor.empty(1, 6, 1408), down, 6, {"sel": sel}, residual, (Tensor.empty(1, 2816), shared)).realize()
+    program, = [call.src[0] for call in compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src]
+  assert next(node.arg for node in program.src if node.op is Ops.SOURCE).count("*((uint4*)(") == 2 * 2 * 4
 
 def error(got: np.ndarray, want: np.ndarray) -> float:
   """Of the worst position"""

@@ -372,7 +372,7 @@ def expert_down_launch(hidden:Tensor|Codes, down:Weight, count:int, choosing:dic
   units, beside = F // UNIT, [] if shared is None else [shared[0]]
   weights = [down, *([] if shared is None else [shared[1]])]
   segments = [K * units, *(weight.shape[1] // UNIT for weight in weights[1:])]
-  rows, steps = ROWS, STEPS
+  rows, steps = ROWS, min(map(lane_steps, weights))
   if isinstance(hidden, Codes): rows, steps = coded_job(down, segments, target.lanes, D, STEPS, STEPS // 2)
   def body(buffers:dict[str, UOp]) -> list[UOp]:
     token, experts = UOp.special(T, "gidx1"), down.matrix(buffers, "w")
