@@ -141,6 +141,14 @@ def mixed(shared: bool, kind: T = T.Q4_0, grouped: bool = False, wide: int = 96)
     return step_of(tokens), floats(tokens, wide), norm(wide), load(T.F32, E, wide), how, many, one, added
   return of
 
+def linear_of_floats(tokens: int) -> tuple:
+  return step_of(tokens), floats(tokens, 96), norm(96), [load(T.F16, 33, 96), load(T.BF16, 21, 96)], None, residual(tokens, 33, 40)
+def mixture_of_floats(tokens: int) -> tuple:
+  """Beside a router of another type"""
+  shared = moe.FeedForward(*gate_and_up(T.F16, 64, 96), load(T.F16, 96, 64))
+  chosen_of = moe.FeedForward(*gate_and_up(T.F16, 7, 64, 96, cls=QuantizedExpertWeights), experts(T.F16, 7, 96, 64))
+  return step_of(tokens), floats(tokens, 96), norm(96), load(T.F32, 7, 96), routing(2), chosen_of, shared, residual(tokens, 96, 3e6)
+
 def rows_of_embedding(kind: T) -> Callable:
   def of(tokens: int) -> tuple: return ids(*range(7, 7 + tokens)), load(kind, 37, width(kind), cls=QuantizedEmbedding)
   return of
@@ -255,6 +263,8 @@ CASES = [
   Case(moe.mixture, "CPU, few: shared", mixed(True), cpu_few(2, 5)),
   Case(moe.mixture, "CPU, few: no shared expert", mixed(False), cpu_few(9)),
   Case(norm_linear.norm_linear, "few: 33 rows", linear(33, False), few(3, 9)),
+  Case(norm_linear.norm_linear, "few: floats", linear_of_floats, few(2)),
+  Case(moe.mixture, "few: floats", mixture_of_floats, few(2)),
   Case(norm_linear.norm_linear, "few: 96 rows rotated", linear(96, True), few(20)),
   Case(norm_linear.norm_linear, "few: residual", with_residual, few(16)),
   Case(norm_linear.attention_output, "few: heads", output(T.Q4_0), few(33)),

@@ -22,13 +22,15 @@ from tinygrad.helpers import prod
 from tinygrad.nn.halves import FOUR, FOURS, QUADS, SCALE_UP, half_pair, halves, rounding_error, same_halves
 from tinygrad.nn.intrinsics import Target, and_or, byte_perm, copied, copy, fma_halves, group_sum, opaque_zero, word
 from tinygrad.nn.kernel import (MULTIPROCESSORS, REGISTERS_80, SLOTS, UNIT, BlockSum, Matrix, Norm, Rope, Unit, Weight, behind_wait,
-                                block_sum, branch, empty, gated, launch, local, optional, rotated, safe_index, silu, sum_in_order, total)
+                                block_sum, branch, empty, gated, launch, local, optional, rotated, safe_index, silu, sum_in_order, total,
+                                words_of_unit)
 from tinygrad.nn.matmul import HALF_SCALE
 from tinygrad.nn.matvec import ExtraStores, LastBlock, code_pieces, global_loads
 from tinygrad.nn.routing import GROUP, Routing, chosen_groups, expert_index, groups_in_a_launch, groups_like, most_groups
 from tinygrad.uop.ops import Ops
 
-# Two tokens are faster by a matrix times two vectors (nn/matvec.py), which takes half as many launches. Past 64 the sums leave a warp's registers.
+# Two tokens of codes are faster by a matrix times two vectors (nn/matvec.py), which takes half as many launches. Past 64 the sums leave a warp's
+# registers.
 LEAST_TOKENS, MOST_TOKENS = 3, 64
 TILE_ROWS, TILE_TOKENS = 16, GROUP   # of a product
 CHUNK = 4 * UNIT                 # numbers of a row that a product's lanes have between them
@@ -38,6 +40,10 @@ SHARED_BYTES = 40960             # of the sums in shared memory
 HELD_CHUNKS = 5                  # of each of twice as many warps
 MADE_WIDTH = 2048                # at most, of vectors that each block makes columns of
 MADE = 8 * SLOTS                 # the first slot of the columns that blocks make
+
+def least_tokens(weight:Weight) -> int:
+  """Two of 16-bit floats: beside a unit of those, 16 registers, two vectors of float32 find none"""
+  return 2 if not weight.integer and words_of_unit(weight) == UNIT // 2 else LEAST_TOKENS
 
 def takes(target:Target) -> bool:
   """Whether the tensor cores take words of two halves, and a lane can multiply them: the fragments are then PTX's"""

@@ -506,7 +506,7 @@ def mixture_prefill(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routi
   return add_chosen(target, total, each)
 
 @mixture.form("few", takes=lambda step, x, norm, router, routing, experts, shared, residual:
-              few_target(step, router, x.shape[1], experts.down.shape[2], *(weights.down.shape[1] for weights in (shared,) if weights)))
+              few_target(step, experts.gate, x.shape[1], experts.down.shape[2], *(weights.down.shape[1] for weights in (shared,) if weights)))
 def mixture_few(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None,
                 residual:Tensor) -> Tensor:
   """By tensor cores; the router's logits, beside the shared expert's gate and up, as good as float32"""

@@ -38,7 +38,7 @@ def prefill_target(step:Step, weight:Weight, *widths:int) -> Target|None:
 
 def few_target(step:Step, weight:Weight, *widths:int) -> Target|None:
   """The target whose tensor cores take this step: a few tokens, vectors of whole units. They round otherwise than one token's kernels"""
-  few = step.few_tokens and not step.invariant and few_tokens.LEAST_TOKENS <= step.tokens <= few_tokens.MOST_TOKENS
+  few = step.few_tokens and not step.invariant and few_tokens.least_tokens(weight) <= step.tokens <= few_tokens.MOST_TOKENS
   target = target_of(weight.device) if few else None
   return target if target is not None and few_tokens.takes(target) and all(width % UNIT == 0 for width in widths) else None
 
