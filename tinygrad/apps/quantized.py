@@ -38,8 +38,8 @@ from tinygrad.helpers import Context, prod
 from tinygrad.nn import cpu
 from tinygrad.nn.cpu_layout import ROWS, Layout, Origins, Packer
 from tinygrad.nn.embedding import embedding
-from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.halves import of_pair
+from tinygrad.nn.intrinsics import target_of
 from tinygrad.nn.kernel import SPREAD, UNIT, Matrix, Unit, spread_quads, table_codes
 from tinygrad.nn.norm_linear import mul_mat
 
@@ -365,7 +365,7 @@ def dequantize(kind:GGMLType, planes:Planes) -> Tensor:
   """float32 (…, out, in), unrealized: it is meant to fuse into the product that reads it"""
   if kind in FLOATS:
     w = planes["w"]
-    if kind is not GGMLType.F32 and w.dtype == dtypes.uint32: w = (w.unsqueeze(-1) >> _steps(w, 2, 16)).flatten(-2).cast(dtypes.uint16)
+    if w.dtype == dtypes.uint32: w = (w.unsqueeze(-1) >> _steps(w, 2, 16)).flatten(-2).cast(dtypes.uint16)
     return (w.cast(dtypes.uint32) << 16).bitcast(dtypes.float) if kind is GGMLType.BF16 else w.bitcast(FLOATS[kind]).cast(dtypes.float)
   fmt, upb = FORMATS[kind], block_size(kind)[0] // UNIT
   *rows, units, _ = planes["q0"].shape

@@ -185,8 +185,7 @@ def expert_down_few(hidden:Tensor, down:PackedWeight, sel:Tensor, residual:Tenso
   for the token alone; to that the residual is added, and then the shared expert's."""
   (E, D, F), (T, chosen), groups, beside = down.shape, sel.shape, row_groups(down), [] if shared is None else [shared]
   count, staging_parts = T * chosen, [staging(hidden, T * chosen, F, f"job * {F}L"), *(staging_of_tokens(x, key="_s") for x, _ in beside)]
-  name = "_".join(["stage", *(f"{columns}_{width}" for part in staging_parts for columns, width in [next(iter(part.outs.values())).shape])])
-  staged = launch_parts(name, *staging_parts)
+  staged = launch_parts("_".join([f"stage_{count}_{F}", *(f"{T}_{weight.shape[1]}" for _, weight in beside)]), *staging_parts)
   shared_sums = "".join(f"const byte* B = (const byte*)shared + job * {group_bytes(weight)}; "
                         f"{tile_dots('dot_shared', '0', weight.shape[1], 'of_shared', T, '_s')}" for _, weight in beside)
   body = f"""{sort_choices(count, E)}

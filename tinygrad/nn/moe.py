@@ -337,7 +337,7 @@ def expert_down_cpu(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:
                   cpu.takes(down, *shared_down(shared)) and few_each(step, sel.shape[1], down.shape[0]))
 def expert_down_cpu_few(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
   if step.few_tokens: return cpu_few.expert_down_few(hidden, down, sel, residual, shared)
-  return with_shared(step, cpu_few.expert_down_few(hidden, down, sel, residual), shared)
+  return with_shared(step, cpu_few.expert_down_few(hidden, down, sel, residual), shared)   # which all tokens of a prompt choose: by tiles
 
 @expert_down.form("cpu_prefill", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.many_tokens)
 def expert_down_cpu_prefill(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
