@@ -12,7 +12,7 @@ from tinygrad.apps.quantized import FLOATS, QuantizedEmbedding, QuantizedExpertW
 from tinygrad.apps.rope import Rope, rope_table
 from tinygrad.nn import cpu, cpu_layout, cpu_unabsorbed, draw, routing
 from tinygrad.nn.mla_attention import latent_attention
-from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up
+from tinygrad.nn.moe import FeedForward, expert_down, expert_gate_up, gate_up, mixture
 from tinygrad.nn.norm_linear import norm_linear
 from tinygrad.nn.primitive import Primitive, plain_ops
 from tinygrad.nn.step import PAGE, Step
@@ -21,6 +21,12 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 pytestmark = pytest.mark.skipif(not cpu.is_cpu(Device.DEFAULT), reason="not on the CPU")
 KINDS = pytest.mark.parametrize("kind", HALVES, ids=lambda k: k.name)
+
+@pytest.fixture(autouse=True)
+def nothing_called(monkeypatch: pytest.MonkeyPatch):
+  """A kernel that calls a function of a library, as clang calls memset for `= {0}`, is refused: one may lie further away than a call reaches"""
+  def refuse(name: str, _: list) -> int: raise AssertionError(f"a kernel calls {name}")
+  monkeypatch.setattr(elf, "link_sym", refuse)
 
 def normal(*shape: int) -> np.ndarray: return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
 def tensor(x: np.ndarray) -> Tensor: return Tensor(x).realize()
@@ -210,17 +216,11 @@ def check_attention(form: str, step: Step, kept, scale: float, limit: float, C: 
 def test_attention_of_many(pos: int, tokens: int, kept):
   check_attention("cpu_prefill", prefilling(pos, tokens, tables=SCATTERED), kept, 0.01, 1e-8)  # scores of hundreds: their rounding is in the weights
 
-@pytest.fixture
-def nothing_called(monkeypatch):
-  """A kernel that calls a function of a library is refused: one may lie further away than a call reaches"""
-  def refuse(name: str, _: list) -> int: raise AssertionError(f"a kernel calls {name}")
-  monkeypatch.setattr(elf, "link_sym", refuse)
-
 # several steps of positions, a tile that is not whole; a step of one position; fewer heads than threads, where there are two. Behind the last
 # token there is no number
 @pytest.mark.parametrize("kept", [dtypes.half, dtypes.float])
 @pytest.mark.parametrize("pos,tokens,H,L,R,nope,v", [(0, 32, 2, 64, 16, 32, 32), (47, 101, 3, 128, 32, 96, 64), (68, 29, 1, 32, 16, 32, 96)])
-def test_attention_of_a_long_chunk(pos: int, tokens: int, H: int, L: int, R: int, nope: int, v: int, kept, nothing_called):
+def test_attention_of_a_long_chunk(pos: int, tokens: int, H: int, L: int, R: int, nope: int, v: int, kept):
   (k_b, keys), (v_b, values) = load(QuantizedLinear, T.Q8_0, H, L, nope), load(QuantizedLinear, T.Q4_0, H, v, L)
   rows, q, scale = normal(384, L + R), normal(tokens, H * (nope + R)), 1e-3
   places = (SCATTERED[0][:, None] * PAGE + np.arange(PAGE)).flatten()
@@ -347,6 +347,10 @@ def test_feed_forward_of_few(tokens: int):
       own = None if beside is None else (row(beside[0], t), beside[1])
       return expert_down(alone(step, t), row(hidden, t), down, tensor(ids[t:t + 1]), row(residual, t), own)
     as_alone(got, list(map(of, range(tokens))))
+  whole = load(QuantizedLinear, T.F32, E, D)[0], how, FeedForward(gate, up, down), None   # a thread stages one unit of a row, or two
+  got, want = both(form, mixture, step, x, n, *whole, residual)
+  same(got, want, 3 * CHAINED)   # three, one of another's result
+  as_alone(got, [mixture(alone(step, t), row(x, t), n, *whole, row(residual, t)) for t in range(tokens)])
   gate, up, router = (load(QuantizedLinear, k, 40, D)[0] for k in (T.Q8_0, T.F16, T.F32))
   for i, (got, want) in enumerate(zip(*both(form, gate_up, step, x, n, gate, up, router), strict=True)):
     same(got, want)

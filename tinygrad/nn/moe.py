@@ -160,6 +160,10 @@ def hidden_stores_codes(step:Step, weights:FeedForward) -> bool:
   target = vector_target(step, weights.gate, D, F)
   return target is not None and weights.down.integer and stores_codes(target, [D // UNIT], F, 1)
 
+@feed_forward.form("cpu_few", takes=lambda step, x, norm, weights, residual: step.few_tokens and cpu.takes(*weights))
+def feed_forward_cpu_few(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:Tensor) -> Tensor:
+  return cpu_few.feed_forward_few(x, norm, *weights, residual)
+
 @feed_forward.form("decode", takes=lambda step, x, norm, weights, residual: hidden_stores_codes(step, weights))
 def feed_forward_decode(step:Step, x:Tensor, norm:Norm, weights:FeedForward, residual:Tensor) -> Tensor:
   """The plain form's launches, with hidden numbers as int8"""
@@ -195,9 +199,10 @@ def expert_gate_up_cpu(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, l
   return cpu.expert_gate_up_decode(x, norm, gate, up, logits, routing)
 
 @expert_gate_up.form("cpu_few", takes=lambda step, x, norm, gate, up, logits, routing:
-                     cpu.takes(gate, up) and few_each(step, routing.count, gate.shape[0]))
+                     cpu.takes(gate, up) and gate.shape[1] % UNIT == 0 and few_each(step, routing.count, gate.shape[0]))
 def expert_gate_up_cpu_few(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
-  return cpu_few.expert_gate_up_few(cpu_few.stage_tokens(x, norm), gate, up, logits, routing)
+  hidden, sel = cpu_few.expert_gate_up_few(cpu_few.stage_tokens(x, norm), gate, up, logits, routing)
+  return hidden.X.reshape(*sel.shape, gate.shape[1]), sel
 
 @expert_gate_up.form("cpu_prefill", takes=lambda step, x, norm, gate, up, logits, routing: cpu.takes(gate, up) and step.many_tokens)
 def expert_gate_up_cpu_prefill(step:Step, x:Tensor, norm:Norm, gate:Weight, up:Weight, logits:Tensor, routing:Routing) -> tuple[Tensor, Tensor]:
@@ -336,8 +341,10 @@ def expert_down_cpu(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:
 @expert_down.form("cpu_few", takes=lambda step, hidden, down, sel, residual, shared:
                   cpu.takes(down, *shared_down(shared)) and few_each(step, sel.shape[1], down.shape[0]))
 def expert_down_cpu_few(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
-  if step.few_tokens: return cpu_few.expert_down_few(hidden, down, sel, residual, shared)
-  return with_shared(step, cpu_few.expert_down_few(hidden, down, sel, residual), shared)   # which all tokens of a prompt choose: by tiles
+  """What all tokens of a prompt choose is multiplied by tiles"""
+  beside = (cpu_few.stage_tokens(shared[0]), shared[1]) if shared is not None and step.few_tokens else None
+  out = cpu_few.expert_down_few(cpu_few.stage_tokens(hidden), down, sel, residual, beside)
+  return out if beside is not None else with_shared(step, out, shared)
 
 @expert_down.form("cpu_prefill", takes=lambda step, hidden, down, sel, residual, shared: cpu.takes(down, *shared_down(shared)) and step.many_tokens)
 def expert_down_cpu_prefill(step:Step, hidden:Tensor, down:Weight, sel:Tensor, residual:Tensor, shared:Shared|None) -> Tensor:
@@ -420,12 +427,14 @@ def mixture(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, expe
               step.few_tokens and cpu.takes(router, *experts, *(shared or ())))
 def mixture_cpu_few(step:Step, x:Tensor, norm:Norm, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None,
                     residual:Tensor) -> Tensor:
-  """The plain form's launches, of tokens that are staged once"""
-  staged, T = cpu_few.stage_tokens(x, norm), x.shape[0]
+  """The plain form's launches, between which all is staged"""
+  staged, T, beside = cpu_few.stage_tokens(x, norm), x.shape[0], None
   if shared is None: logits = cpu_few.linear(staged, router, T)
-  else: beside, logits = cpu_few.gate_up_parts(staged, shared.gate, shared.up, router, T)
-  hidden, sel = cpu_few.expert_gate_up_few(staged, experts.gate, experts.up, logits, routing)
-  return expert_down(step, hidden, experts.down, sel, residual, None if shared is None else (beside, shared.down))
+  else:
+    *hidden, logits = cpu_few.gate_up_launch(cpu_few.empty_staged(x, T, shared.gate.shape[0]), staged, shared.gate, shared.up, router, T)
+    beside = cpu_few.Staged(*hidden), shared.down
+  chosen, sel = cpu_few.expert_gate_up_few(staged, experts.gate, experts.up, logits, routing)
+  return cpu_few.expert_down_few(chosen, experts.down, sel, residual, beside)
 
 def mixture_stores_codes(step:Step, x:Tensor, router:Weight, routing:Routing, experts:FeedForward, shared:FeedForward|None) -> bool:
   """Whether a decode step's hidden numbers can be int8 between the launches"""

@@ -236,6 +236,11 @@ def attention_output(step:Step, context:Tensor, v_b:Weight, weight:Weight, resid
   heads = mul_mat(context, v_b).reshape(residual.shape[0], -1)
   return norm_linear(step, heads, None, [weight], residual=residual)[0]
 
+@attention_output.form("cpu_few", takes=lambda step, context, v_b, weight, residual:
+                       step.few_tokens and cpu.takes(v_b, weight) and v_b.shape[1] % UNIT == 0)
+def attention_output_cpu_few(step:Step, context:Tensor, v_b:Weight, weight:Weight, residual:Tensor) -> Tensor:
+  return cpu_few.attention_output_few(context, v_b, weight, residual)
+
 def heads_store_codes(step:Step, v_b:Weight, weight:Weight, making:int=0) -> bool:
   """Whether a decode step's heads can be int8 between the launches. making: the threads of a block that make a head's context"""
   heads, rows, width = v_b.shape
