@@ -57,6 +57,7 @@ class Talker(Model):
       if s.left <= 0: return
       s.ids.append(token)
       yield token
+  def bursts(self, s:Sequence) -> Iterator[list[int]]: return ([token] for token in self.stream(s))
   def abort(self, s:Sequence) -> None: s.aborted = True
 
 if __name__ == "__main__":

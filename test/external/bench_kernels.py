@@ -2,25 +2,27 @@
 
   python test/external/bench_kernels.py [--model glm|ds2lite|youtu|kimi|matrices] [--only TEXT] [--rounds N] [--depth D]
 
-matrices: single ones of at least 30 MB, in several formats: heads, three of no model, and those of wide models' blocks.
+matrices: single ones of at least 30 MB, in several formats: heads, some of no model, and those of wide models' blocks. Beside each stands what a
+launch takes that reads as many bytes and does nothing with them.
 
 Every launch of a chain writes the same outputs, so that the graph runs them one after another, as decoding does. Prints the bytes and the time at
-the memory's peak first, then µs, GB/s and percent of it; the last line is JSON.
+the memory's peak first, then µs, GB/s and percent of it, and of what reading alone takes; the last line is JSON.
 """
 from __future__ import annotations
 import sys, pathlib
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
-import argparse, contextlib, functools, json, statistics, time
+import argparse, contextlib, functools, json, operator, statistics, time
 from typing import Callable
 from unittest import mock
 from gguf import GGMLQuantizationType as G
-from tinygrad import Device, Tensor, TinyJit, dtypes
+from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.helpers import Context
 from tinygrad.apps.machine import peak_bandwidth
 from tinygrad.apps.mla import RMSNorm
 from tinygrad.apps.quantized import QuantizedExpertWeights, QuantizedLinear, block_size, split_planes, with_header
 from tinygrad.apps.rope import Rope
 from tinygrad.nn import kernel, mla_attention, moe, norm_linear as nn_norm_linear, split_kv
+from tinygrad.nn.intrinsics import pdl_wait, target_of
 from tinygrad.nn.mla_attention import latent_attention
 from tinygrad.nn.matvec import Codes, empty_codes
 from tinygrad.nn.moe import expert_down, expert_gate_up, gate_up, gate_up_launch
@@ -61,10 +63,10 @@ def codes(beside:Tensor, width:int) -> Codes:
 
 def matrices() -> Cases:
   """Single matrices, (rows, width). Heads, three of no model, and a dense feed-forward's gate and up are behind a norm; to down and attn_output
-  vectors come as int8, where the format has codes"""
+  vectors come as int8, where the format has codes. A vector of 16 384 numbers is one of theirs: no model has a norm of so many"""
   (D, F), out = (7168, 18432), {}
-  step, x, norm_x, residual = decode_step(0, PAGE), numbers(D), norm(D), numbers(D)
-  def down(x:Codes|Tensor, m:tuple) -> Tensor:
+  step, x, norm_x = decode_step(0, PAGE), numbers(D), norm(D)
+  def down(x:Codes|Tensor, residual:Tensor, m:tuple) -> Tensor:
     return linear_of_codes(x, m[0], residual) if isinstance(x, Codes) else norm_linear(step, x, None, m, None, residual)[0]
   def nbytes(_:str, m:tuple) -> int: return sum(w.nbytes for w in m)
   def made(kind:G, rows:int, width:int, count:int=1) -> Callable: return lambda: tuple(lin(kind, rows, width) for _ in range(count))
@@ -76,10 +78,25 @@ def matrices() -> Cases:
       # GLM-4.7-Flash, Kimi-K2, no model
       out[f"{kind.name} {name}{rows}x{width}"] = made(kind, rows, width), functools.partial(norm_linear, step, numbers(width), norm(width)), nbytes
     out[f"{kind.name} gate|up {F}x{D}"] = made(kind, F, D, 2), gate_and_up, nbytes
-    for name, width in ("down", F), ("attn_output", 8192), ("attn_output", 16384):   # Kimi-K2, DeepSeek-V3
+    # Kimi-K2, DeepSeek-V3, no model
+    for name, rows, width in ("down", D, F), ("attn_output", D, 8192), ("attn_output", D, 16384), ("down", 4096, 16384):
       vector = codes(x, width) if integer else numbers(width)
-      out[f"{kind.name} {name} {D}x{width}"] = made(kind, D, width), functools.partial(down, vector), nbytes
+      out[f"{kind.name} {name} {rows}x{width}"] = made(kind, rows, width), functools.partial(down, vector, numbers(rows)), nbytes
   return out
+
+READ = 8   # words of 16 bytes that a thread reads
+
+def read_alone(weight:Tensor) -> list[Tensor]:
+  """A launch that reads all of uint32 (n,), and writes nothing unless what it read is a number that is hardly there"""
+  target, threads = target_of(weight.device), 256
+  assert target is not None
+  each = threads * READ * 4
+  def body(buffers:dict[str, UOp]) -> list[UOp]:
+    block, thread = UOp.special(weight.shape[0] // each, "gidx0"), UOp.special(threads, "lidx0")
+    words = [buffers["w"][block * each + (i * threads + thread) * 4 + j].load() for i in range(READ) for j in range(4)]
+    found = functools.reduce(operator.xor, words)
+    return [buffers["y"][(thread + pdl_wait(target, *words)).valid(found.eq(0x9e3779b9))].store(found)]
+  return nn_norm_linear.launch(f"read_{weight.shape[0]}", {"y": kernel.empty(weight, threads, dtype=dtypes.uint32)}, {"w": weight}, body)
 
 def cases(model:str, depth:int) -> Cases:
   """A model's; the types are those of the public Q4_0 files"""
@@ -138,6 +155,22 @@ def chain(run:Callable, banks:list) -> Callable:
   go.cnt = 1
   return go
 
+def timed(make:Callable, run:Callable, size:int, rounds:int) -> float:
+  """µs of a launch, the median of the rounds. make: what it reads, so many bytes"""
+  banks = [make() for _ in range(max(min(BANK // max(size, 1 << 20), 24), 4))]
+  banks *= -(-CHAIN // len(banks))
+  times = []
+  with Context(JIT_BATCH_SIZE=0):
+    go = chain(run, banks)
+    for _ in range(3): go()
+    for _ in range(rounds):
+      Device[Device.DEFAULT].synchronize()
+      start = time.perf_counter()
+      for _ in range(5): go()
+      Device[Device.DEFAULT].synchronize()
+      times.append((time.perf_counter() - start) / 5 / len(banks))
+  return statistics.median(times) * 1e6
+
 def main() -> None:
   p = argparse.ArgumentParser(description="time the decode primitives")
   p.add_argument("--model", default="glm", choices=("glm", "ds2lite", "youtu", "kimi", "matrices"))
@@ -147,29 +180,24 @@ def main() -> None:
   args = p.parse_args()
   peak = peak_bandwidth()
   print(f"{Device.DEFAULT}: peak {peak[0] / 1e9:.0f} GB/s ({peak[1]})" if peak else Device.DEFAULT)
-  result = {}
+  result, reads = {}, {}
+  def alone(size:int) -> float:
+    """µs of reading so many bytes, of whole blocks"""
+    words = size // 4 // (BLOCK := 256 * READ * 4) * BLOCK
+    if words not in reads:
+      reads[words] = timed(lambda: Tensor.randint(words, low=0, high=2 ** 31 - 1, dtype=dtypes.int32).bitcast(dtypes.uint32).contiguous().realize(),
+                           read_alone, size, args.rounds) * size / (words * 4)
+    return reads[words]
   for name, (make, run, read) in (matrices() if args.model == "matrices" else cases(args.model, args.depth)).items():
     if args.only not in name: continue
-    first = make()
-    size = read(name, first)
-    banks = [first] + [make() for _ in range(max(min(BANK // max(size, 1 << 20), 24), 4) - 1)]
-    banks *= -(-CHAIN // len(banks))
-    with Context(JIT_BATCH_SIZE=0):
-      go = chain(run, banks)
-      for _ in range(3): go()
-      times = []
-      for _ in range(args.rounds):
-        Device[Device.DEFAULT].synchronize()
-        start = time.perf_counter()
-        for _ in range(5): go()
-        Device[Device.DEFAULT].synchronize()
-        times.append((time.perf_counter() - start) / 5 / len(banks))
-    us = statistics.median(times) * 1e6
-    floor = size / peak[0] * 1e6 if peak else 0.0
-    print(f"{name:29s} {size / 1e6:8.2f} MB  floor {floor:6.2f} us   {us:7.2f} us  {size / us / 1e3:7.1f} GB/s  {100 * floor / us:5.1f} %",
-          flush=True)
+    us = timed(make, run, size := read(name, make()), args.rounds)
+    floor, beside = size / peak[0] * 1e6 if peak else 0.0, ""
     result[name] = {"us": us, "bytes": size}
-    del banks, first, go
+    if args.model == "matrices" and target_of(Device.DEFAULT) is not None:
+      result[name]["read_us"] = alone(size)
+      beside = f"   reading alone {alone(size):7.2f} us  {100 * alone(size) / us:5.1f} %"
+    print(f"{name:29s} {size / 1e6:8.2f} MB  floor {floor:6.2f} us   {us:7.2f} us  {size / us / 1e3:7.1f} GB/s  {100 * floor / us:5.1f} %{beside}",
+          flush=True)
   print(json.dumps({"model": args.model, "device": Device.DEFAULT, "depth": args.depth, "kernels": result}))
 
 if __name__ == "__main__": main()

@@ -100,11 +100,11 @@ def test_answers_get_pages_oldest_first():
   s = made(pages=8, max_stall=float("inf"))
   a, b = added(s, 8), added(s, 8, 100)
   read_prompts(s)
-  s.accept(a, 1)
-  s.accept(b, 1)
+  s.accept(a, [1])
+  s.accept(b, [1])
   assert s.provide(0) and len(a.table.pages) == len(b.table.pages) == 3
   for _ in range(3):
-    for q in (a, b): s.accept(q, 1)
+    for q in (a, b): s.accept(q, [1])
   assert s.provide(0)
   assert not s.provide(1) and len(a.table.pages) == 4 and len(b.table.pages) == 3  # the next but one
   s.preempt()

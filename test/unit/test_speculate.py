@@ -76,8 +76,8 @@ def test_a_number_of_drafts():
 # ---- the host's choice ----
 
 def steps(s: Speculation, count: int, drafted: bool, right: int = 0, seconds: float = 1.0) -> None:
-  said = np.int32([[1] + [2] * right + [REFUSED] * (3 - right)] if drafted else [[1] + [NOT_DRAFTED] * 3])
-  for _ in range(count): s.read(said, np.array([True]), drafted, seconds)
+  said = [[1] + [2] * right + [REFUSED] * (3 - right)] if drafted else [[1] + [NOT_DRAFTED] * 3]
+  for _ in range(count): s.read(said, True, drafted, seconds)
 
 def test_drafts_that_do_not_pay_are_given_up_for_a_while():
   s = Speculation()

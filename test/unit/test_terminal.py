@@ -1,6 +1,6 @@
 """The chat: through a terminal as a person drives it, through pipes, and piece by piece. The model is test/talker.py, whose words are known."""
 from __future__ import annotations
-import io, json, re, subprocess, sys, termios
+import io, itertools, json, re, subprocess, sys, termios
 from pathlib import Path
 from typing import Iterator
 import pytest
@@ -198,6 +198,20 @@ def test_a_stop_ends_the_answer_and_not_the_thought():
   a = Answer(m, m.render([{"role": "user", "content": "hello"}], enable_thinking=False), 8)
   assert "".join(p.text for p in a) == "heard 5 " and not a.done and a.tokens == 8
   with pytest.raises(ValueError): Answer(m, [1], None, Sampling(), ("",))
+
+@pytest.mark.parametrize("size", [2, 7, 1000])
+@pytest.mark.parametrize("count, stops", [(None, ()), (9, ()), (None, ("chars", "5 ch"))])
+def test_tokens_that_come_together(size: int, count: int|None, stops: tuple):
+  """The same words, of the same kinds and from as many tokens: marks, the end and a stop among them"""
+  class Together(Talker):
+    def bursts(self, s):
+      tokens = list(self.stream(s))
+      return (tokens[i:i + size] for i in range(0, len(tokens), size))
+  def said(m: Talker) -> tuple:
+    a = Answer(m, m.render([{"role": "user", "content": "hello"}]), count, Sampling(), stops)
+    pieces = [tuple(piece) for piece in a]
+    return [(kind, "".join(text for _, text in own)) for kind, own in itertools.groupby(pieces, lambda piece: piece[0])], a.tokens, a.done
+  assert said(Together()) == said(Talker())
 
 # ---- a conversation, step by step ----
 

@@ -261,18 +261,17 @@ class Answer:
   def __iter__(self) -> Iterator[Piece]:
     tokenizer, engine, self.began = self.model.tokenizer, self.model.engine, time.perf_counter()
     self.sequence = engine.add(Request(self.ids, self.sampling, tokenizer.stop_ids, self.count))
-    tokens, reasoning = engine.stream(self.sequence), None
+    reasoning = None
     try:
-      for token in tokens:
+      for tokens in engine.bursts(self.sequence) if not self.until.stops else ([token] for token in engine.stream(self.sequence)):
         self.last = time.perf_counter()
         self.first = self.first or self.last
-        if token in tokenizer.stop_ids:
-          self.done = True
-          break
-        self.tokens += 1
+        self.done = tokens[-1] in tokenizer.stop_ids
+        shown = tokens[:-1] if self.done else tokens
+        self.tokens += len(shown)
         reasoning = reasoning or Reasoning(tokenizer, self.sequence.ids[:self.sequence.prompt])
-        yield from self._cut(reasoning.push(token))
-        if self.until.found: break
+        yield from self._cut(reasoning.push(*shown))
+        if self.done or self.until.found: break
       if reasoning is not None and not self.until.found: yield from self._cut(reasoning.flush())
       if text := self.until.push("", last=True): yield Piece(ANSWER, text)
       self.done |= self.until.found

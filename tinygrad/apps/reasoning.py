@@ -105,9 +105,12 @@ class Reasoning:
     # blanks may follow the mark, and a token holds a byte at least
     return tokenizer.decode(prompt[-len(OPEN) - 8:]).rstrip().endswith(OPEN)
 
-  def push(self, token:int) -> list:
-    self.marked.put(token)
-    return self._advance()
+  def push(self, *tokens:int) -> list:
+    events = []
+    for token in tokens:
+      if self.marked.token is not None: events += self._advance()   # a mark is taken before more text is put behind it
+      self.marked.put(token)
+    return events + self._advance()
 
   def flush(self) -> list:
     """What was held back, at the end"""

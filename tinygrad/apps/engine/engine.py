@@ -195,14 +195,18 @@ class Engine:
 
   def stream(self, s:Sequence) -> Iterator[int]:
     """Its tokens from the first on, a stop token last, as they come. Raises what it failed with."""
+    for tokens in self.bursts(s): yield from tokens
+
+  def bursts(self, s:Sequence) -> Iterator[list[int]]:
+    """As stream, tokens that come together in one list"""
     at = s.prompt
     def news() -> bool: return len(s.ids) > at or s.state is State.ENDED
     while True:
       while not news():
         if self._drive(self._work, news) is False and not news(): raise RuntimeError("this sequence is none of the engine's")
-      if len(s.ids) > at:
-        at += 1
-        yield s.ids[at - 1]
+      if tokens := s.ids[at:]:
+        at += len(tokens)
+        yield tokens
       elif s.error is not None: raise s.error
       else: return
 
@@ -403,17 +407,16 @@ class Engine:
     if not self.drawn and self.flying == 1: self._draw()
     self.concerned = self.batch
     start = time.perf_counter()
-    said = self.runner.read().reshape(len(self.batch), -1)
+    said = self.runner.read().reshape(len(self.batch), -1).tolist()
     drafts, seconds = self.drafted.popleft(), self.decode_seconds + time.perf_counter() - start
     self.flying, self.most = self.flying - 1, max(self.most, len(self.batch))
     if self.timed: self.scheduler.took(DECODE, seconds)
-    if self.runner.drafts: self.speculation.read(said, self.runner.found, bool(drafts), seconds)
+    if self.runner.drafts: self.speculation.read(said, bool(self.runner.found.any()), bool(drafts), seconds)
     self.decode_seconds, self.timed = 0.0, True  # a batch's first step may record one
-    for row, (s, tokens) in enumerate(zip(self.batch, said.tolist(), strict=True)):
-      for token in tokens:
-        if s.state is State.RUNNING and token >= 0:
-          self.scheduler.accept(s, token, None if s.told is None else self.runner.logprobs(row, s.told))
+    for row, (s, tokens) in enumerate(zip(self.batch, said, strict=True)):
       if s.state is not State.RUNNING: continue
+      logprob = None if s.told is None else self.runner.logprobs(row, s.told)   # of one token: then nothing is drafted
+      self.scheduler.accept(s, [token for token in tokens if token >= 0], logprob)
       if s.guide is not None and s.state is State.RUNNING: s.guide.ask(s.ids, s.prompt)
 
   # ---- constraints ----

@@ -206,9 +206,11 @@ class Scheduler:
     parts = tuple(part for part in self.begun.parts if part.sequence is not s)
     self.begun = self.begun._replace(parts=parts) if parts else None
 
-  def accept(self, s:Sequence, token:int, logprob:Logprob|None=None) -> None:
-    """A running sequence's next token, whose step wrote the row of the one before"""
-    s.take(token, logprob)
+  def accept(self, s:Sequence, tokens:list[int], logprob:Logprob|None=None) -> None:
+    """A running sequence's next tokens, whose step wrote the rows of those before them. What comes behind its end is thrown away"""
+    for token in tokens:
+      s.take(token, logprob)
+      if s.end: break
     s.rows = len(s.ids) - 1
     self.pool.insert(s.table, s.ids, s.rows)
     self.settle(s)

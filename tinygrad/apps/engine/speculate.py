@@ -12,7 +12,6 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Callable
-import numpy as np
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.apps.engine.sampling import counted
 from tinygrad.nn.intrinsics import target_of
@@ -148,16 +147,16 @@ class Speculation:
     """A batch is set: nothing is known of it"""
     self.found = None
 
-  def read(self, said:np.ndarray, found:np.ndarray, drafted:bool, seconds:float) -> None:
-    """A step took so long. said: what it says, int32 (rows, 1 + N); found: bool (rows,), whether there are drafts behind it"""
-    rows, self.found = len(said), bool(found.any())
+  def read(self, said:list[list[int]], found:bool, drafted:bool, seconds:float) -> None:
+    """A step took so long. said: what it says, 1 + N of each row; found: whether there are drafts behind it, of any row"""
+    rows, self.found = len(said), found
     self.seconds[rows, drafted].append(seconds)
     if not drafted:
       self.paused = max(self.paused - 1, 0)
       return
-    of_drafts = said[said[:, 1] != NOT_DRAFTED, 1:]
-    right = (of_drafts >= 0).sum(0).tolist()
-    self.drafts, self.tokens = self.drafts + len(of_drafts), self.tokens + of_drafts.size
+    of_drafts = [row for row in said if row[1] != NOT_DRAFTED]
+    right = [sum(row[i] >= 0 for row in of_drafts) for i in range(1, len(said[0]))]
+    self.drafts, self.tokens = self.drafts + len(of_drafts), self.tokens + len(of_drafts) * len(right)
     self.accepted = [a + b for a, b in zip(self.accepted or [0] * len(right), right, strict=True)]
     gain = 1 + sum(right) / rows
     self.gained[rows] = self.gained.get(rows, gain) * (1 - RECENT) + gain * RECENT
