@@ -159,7 +159,8 @@ def started(tokens: int) -> tuple:
   token, start, *others = positions(tokens)
   return start, token, *others
 def letters(tokens: int) -> tuple:
-  return ids(*np.random.default_rng(tokens).integers(0, 3, tokens * 700)).reshape(tokens, 700).contiguous(), ids(*[600] * tokens), 3
+  text = ids(*np.random.default_rng(tokens).integers(0, 3, tokens * 700)).reshape(tokens, 700).contiguous()
+  return text, ids(*[600] * tokens), ids(*range(596, 596 + tokens)), 3
 def noise(tokens: int) -> draw.Noise:
   """Every third row takes the likeliest"""
   values, key = np.float32([[i % 3, 9] for i in range(1, 1 + tokens)]), np.uint32([[i + 5, 0] for i in range(tokens)])

@@ -29,11 +29,12 @@ from tinygrad.nn.step import PAGE
 
 # ---- on the device ----
 
-def drafts_of(ids: list[int], count: int) -> list[int]:
+def drafts_of(ids: list[int], begins: int, count: int) -> list[int]:
   """As find_drafts, of one sequence"""
+  enough = min(max(len(ids) - 1 - begins, 1), SHORTEST)
   def shared(at: int) -> int: return next((n for n in range(LONGEST) if n > at or ids[at - n] != ids[-1 - n]), LONGEST)
   best, at = max(((shared(at), at) for at in range(len(ids) - 1)), default=(0, 0))
-  return [ids[at + 1 + i % (len(ids) - 1 - at)] for i in range(count)] if best >= SHORTEST else [NO_DRAFT] * count
+  return [ids[at + 1 + i % (len(ids) - 1 - at)] for i in range(count)] if best >= enough else [NO_DRAFT] * count
 
 @pytest.mark.parametrize("seed,width,place", [(0, 64, nullcontext), (1, 64, plain_ops), (2, 64, on_cuda), (3, 64, on_metal), (4, 20000, nullcontext),
                                               (5, 20000, lambda: on_cuda("sm_90"))])
@@ -45,8 +46,9 @@ def check_drafts(rng: random.Random, width: int) -> None:
   rows = [[rng.randrange(rng.choice((2, 3, 50))) for _ in range(rng.choice((1, 2, 4, 9, 30, width)))] for _ in range(16)]
   rows += [[7] * 5, [7] * 3, [1, 2, 3, 4] * 3 + [1], [0, 0, 0]]
   ids = np.int32([row + [rng.choice(row) for _ in range(width - len(row))] for row in rows])
-  found = read(find_drafts(to_device(ids), to_device(np.int32([len(row) - 1 for row in rows])), 4).realize())
-  assert found.tolist() == [drafts_of(row, 4) for row in rows]
+  begins = [max(len(row) - rng.choice((0, 1, 2, 3, 4, 9)), 0) for row in rows]
+  found = read(find_drafts(to_device(ids), to_device(np.int32([len(row) - 1 for row in rows])), to_device(np.int32(begins)), 4).realize())
+  assert found.tolist() == [drafts_of(row, begin, 4) for row, begin in zip(rows, begins)]
 
 def test_drafts_by_force_are_as_many_tokens_as_a_text_has():
   """Alike ones would choose the same experts"""
@@ -60,7 +62,7 @@ def test_drafts_are_accepted():
   tables, start = np.int32([[1], [1], [1], [1], [0]]), np.int32([3, 4, 5, 30, 0])
   ids = to_device(np.zeros((5, 32), np.int32))
   none = to_device(np.zeros(5, np.int32))
-  state = DraftState(to_device(np.zeros(5, np.int32)), to_device(start), to_device(tables), ids, to_device(drafts), none, none, none, none)
+  state = DraftState(to_device(np.zeros(5, np.int32)), to_device(start), to_device(tables), ids, none, to_device(drafts), none, none, none, none)
   outs = accept(to_device(chosen.reshape(-1)), 2, state)
   outs[0].realize(*outs[1:])
   token, moved, ids, accepted, said = map(read, outs)
@@ -128,6 +130,15 @@ def test_to_the_end_of_the_context(pair: Pair):
   before = pair.drafted.steps
   pair.assert_same([Request([3, 4] * 60, Sampling(bias=FEW)), Request([5] * 150, Sampling(bias={5: 1e3}))])
   assert pair.drafted.steps - before < (CONTEXT - 120) and isinstance(pair.drafted.runner.batch, DraftBatch)
+
+def test_where_answers_begin(pair: Pair):
+  """A batch knows it: fewer tokens are enough for a draft there"""
+  engine = pair.drafted
+  each = [engine.add(Request([3, 4, 5] * n, limit=9)) for n in (2, 5)]
+  while not all(s.produced for s in each): engine.step()
+  assert read(engine.runner.batch.state.begins)[:2].tolist() == [6, 15]
+  for s in each: engine.abort(s)
+  while engine.step(): pass
 
 def test_only_what_was_found_is_verified(pair: Pair, monkeypatch: pytest.MonkeyPatch):
   """On a CPU the step behind refused drafts has none: it is not run for all of their rows"""

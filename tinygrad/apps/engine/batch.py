@@ -65,7 +65,7 @@ def next_drafted(step:Step, count:int, logits:Tensor, draw:Draw, state:DraftStat
   chosen, *counts = rows_drawn(step, count, logits, draw, state)
   token, start, ids, accepted, said = accept(chosen, count, state)
   most = state.drafts.shape[1]
-  found = find_drafts(ids, start, most) if state.forced is None else some_drafts(most, start, logits.shape[1])
+  found = find_drafts(ids, start, state.begins, most) if state.forced is None else some_drafts(most, start, logits.shape[1])
   return token, start, ids, *note(state, token, start, said, found), *counted_on(draw, counts, accepted)
 
 # the same where a block guesses, in three parts: the tokens are drawn; they are accepted, when the block has run behind all of them; behind its head
@@ -278,8 +278,8 @@ class DraftBatch(Batch):
     super().__init__(model, size, mtp)
     def numbers(*shape:int) -> Tensor: return to_device(np.zeros(shape, np.int32), model.device)
     rows = size * (1 + most)
-    self.state = DraftState(self.token, self.start, self.tables, numbers(size, model.pages * PAGE), numbers(size, most), numbers(rows), numbers(rows),
-                            numbers(size), self.log, forced)
+    self.state = DraftState(self.token, self.start, self.tables, numbers(size, model.pages * PAGE), numbers(size), numbers(size, most), numbers(rows),
+                            numbers(rows), numbers(size), self.log, forced)
     self.row_tables = numbers(rows, model.pages)
 
   @property
@@ -295,6 +295,7 @@ class DraftBatch(Batch):
       ids[i, :len(own.ids)] = own.ids
       tables[i, :len(own.table)] = own.table
     write(self.state.ids, ids)
+    write(self.state.begins, np.int32([own.prompt for own in rows] + [0] * (self.size - len(rows))))
     write(self.state.drafts, np.full(self.state.drafts.shape, NO_DRAFT, np.int32))
     write(self.state.number, np.zeros(self.size, np.int32))
     write(self.row_tables, np.repeat(tables, 1 + self.most, axis=0))

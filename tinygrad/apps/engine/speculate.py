@@ -30,6 +30,7 @@ class DraftState:
   start: Tensor    # (S,): … and where
   tables: Tensor   # (S, P): the pages of a sequence
   ids: Tensor      # (S, C): the sequences, of start + 1 tokens each
+  begins: Tensor   # (S,): where their answers begin
   drafts: Tensor   # (S, N): what may follow, or NO_DRAFT
   fed: Tensor      # (S · (1 + N),): what a drafted step is fed,
   at: Tensor       # (S · (1 + N),): … and where
