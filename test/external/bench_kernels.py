@@ -84,19 +84,19 @@ def matrices() -> Cases:
       out[f"{kind.name} {name} {rows}x{width}"] = made(kind, rows, width), functools.partial(down, vector, numbers(rows)), nbytes
   return out
 
-READ = 8   # words of 16 bytes that a thread reads
+READERS, READ = 256, 8   # threads of a block that reads, and words of 16 bytes that each of them reads
+READ_BLOCK = READERS * READ * 4   # words of 4 bytes
 
 def read_alone(weight:Tensor) -> list[Tensor]:
   """A launch that reads all of uint32 (n,), and writes nothing unless what it read is a number that is hardly there"""
-  target, threads = target_of(weight.device), 256
+  target = target_of(weight.device)
   assert target is not None
-  each = threads * READ * 4
   def body(buffers:dict[str, UOp]) -> list[UOp]:
-    block, thread = UOp.special(weight.shape[0] // each, "gidx0"), UOp.special(threads, "lidx0")
-    words = [buffers["w"][block * each + (i * threads + thread) * 4 + j].load() for i in range(READ) for j in range(4)]
+    block, thread = UOp.special(weight.shape[0] // READ_BLOCK, "gidx0"), UOp.special(READERS, "lidx0")
+    words = [buffers["w"][block * READ_BLOCK + (i * READERS + thread) * 4 + j].load() for i in range(READ) for j in range(4)]
     found = functools.reduce(operator.xor, words)
     return [buffers["y"][(thread + pdl_wait(target, *words)).valid(found.eq(0x9e3779b9))].store(found)]
-  return nn_norm_linear.launch(f"read_{weight.shape[0]}", {"y": kernel.empty(weight, threads, dtype=dtypes.uint32)}, {"w": weight}, body)
+  return nn_norm_linear.launch(f"read_{weight.shape[0]}", {"y": kernel.empty(weight, READERS, dtype=dtypes.uint32)}, {"w": weight}, body)
 
 def cases(model:str, depth:int) -> Cases:
   """A model's; the types are those of the public Q4_0 files"""
@@ -155,9 +155,10 @@ def chain(run:Callable, banks:list) -> Callable:
   go.cnt = 1
   return go
 
-def timed(make:Callable, run:Callable, size:int, rounds:int) -> float:
-  """µs of a launch, the median of the rounds. make: what it reads, so many bytes"""
-  banks = [make() for _ in range(max(min(BANK // max(size, 1 << 20), 24), 4))]
+def timed(make:Callable, run:Callable, nbytes:Callable[[tuple], int], rounds:int) -> tuple[float, int]:
+  """µs of a launch, the median of the rounds, and the bytes of what it reads. make: that"""
+  size = nbytes(first := make())
+  banks = [first] + [make() for _ in range(max(min(BANK // max(size, 1 << 20), 24), 4) - 1)]
   banks *= -(-CHAIN // len(banks))
   times = []
   with Context(JIT_BATCH_SIZE=0):
@@ -169,7 +170,7 @@ def timed(make:Callable, run:Callable, size:int, rounds:int) -> float:
       for _ in range(5): go()
       Device[Device.DEFAULT].synchronize()
       times.append((time.perf_counter() - start) / 5 / len(banks))
-  return statistics.median(times) * 1e6
+  return statistics.median(times) * 1e6, size
 
 def main() -> None:
   p = argparse.ArgumentParser(description="time the decode primitives")
@@ -183,14 +184,13 @@ def main() -> None:
   result, reads = {}, {}
   def alone(size:int) -> float:
     """µs of reading so many bytes, of whole blocks"""
-    words = size // 4 // (BLOCK := 256 * READ * 4) * BLOCK
-    if words not in reads:
-      reads[words] = timed(lambda: Tensor.randint(words, low=0, high=2 ** 31 - 1, dtype=dtypes.int32).bitcast(dtypes.uint32).contiguous().realize(),
-                           read_alone, size, args.rounds) * size / (words * 4)
-    return reads[words]
+    words = size // 4 // READ_BLOCK * READ_BLOCK
+    def make() -> Tensor: return Tensor.randint(words, low=0, high=2 ** 31 - 1, dtype=dtypes.int32).bitcast(dtypes.uint32).contiguous().realize()
+    if words not in reads: reads[words] = timed(make, read_alone, lambda w: w.nbytes(), args.rounds)[0]
+    return reads[words] * size / (words * 4)
   for name, (make, run, read) in (matrices() if args.model == "matrices" else cases(args.model, args.depth)).items():
     if args.only not in name: continue
-    us = timed(make, run, size := read(name, make()), args.rounds)
+    us, size = timed(make, run, functools.partial(read, name), args.rounds)
     floor, beside = size / peak[0] * 1e6 if peak else 0.0, ""
     result[name] = {"us": us, "bytes": size}
     if args.model == "matrices" and target_of(Device.DEFAULT) is not None:

@@ -17,6 +17,7 @@ from typing import NamedTuple, Sequence
 from tinygrad import Tensor
 from tinygrad.helpers import prod
 from tinygrad.nn.cpu import COLUMNS, ROTATE, PackedWeight, choose_experts, dot, group_bytes, launch, row_groups, rows_to_write, stage_buffers
+from tinygrad.nn.cpu_layout import ROWS
 from tinygrad.nn.kernel import UNIT, Norm, Rope, empty, optional
 from tinygrad.nn.routing import Routing
 
@@ -48,6 +49,8 @@ class Staged(NamedTuple):
   P: Tensor
   S: Tensor
   def named(self, key:str="") -> dict[str, Tensor]: return {f"{name}{key}": buffer for name, buffer in self._asdict().items()}
+
+GROUPS = UNIT // ROWS   # groups of rows whose results are a unit: a job's, where they are staged
 
 class Heads(NamedTuple):
   """Tokens of which each thread stages a head's part for itself, the first `width` of its numbers. x: float32 (T, H·…)"""
@@ -106,7 +109,7 @@ def products(out:Tensor|Staged, columns:Staged|Heads, weights:Sequence[PackedWei
   (*stack, rows, width), groups = weights[0].shape, row_groups(weights[0])
   names, matrices = [f"{key}{i}" for i in range(len(weights))], prod(stack)
   outs, place = {f"y{key}": out} if isinstance(out, Tensor) else out.named(f"_y{key}"), f"(n * {matrices} + m) * {rows}L + row"
-  into, each = (f"y{key}", 1) if isinstance(out, Tensor) else (f"X_y{key}", UNIT // 16)   # groups of a job
+  into, each = (f"y{key}", 1) if isinstance(out, Tensor) else (f"X_y{key}", GROUPS)
   before, staging = staging_of_heads(columns, T, matrices) if isinstance(columns, Heads) else ("", "")
   code = f"""long m = job * {each} / {groups}; {staging}
     for (long group = job * {each}; group < job * {each} + {each}; group++) {{
@@ -222,11 +225,11 @@ def expert_gate_up_few(staged:Staged, gate:PackedWeight, up:PackedWeight, logits
           silu(gate · tile) · (up · tile) · the choices' weights
       what they made is staged"""
   (sel, scale), (E, F, D), groups = choose_experts(logits, routing), gate.shape, row_groups(gate)
-  count, chosen, each = prod(sel.shape), sel.shape[1], UNIT // 16   # groups of a job
+  count, chosen = prod(sel.shape), sel.shape[1]
   rows = {name: f"(const byte*){name} + (e * {groups} + g) * {group_bytes(weight)}" for name, weight in (("gate", gate), ("up", up))}
   body = f"""{sort_choices(count, E)}
   for (long e = 0; e < {E}; e++) {{
-    for (long g = job * {each}; g < last * {each}; g++) for (int n = starts[e]; n < starts[e + 1];) {{
+    for (long g = job * {GROUPS}; g < last * {GROUPS}; g++) for (int n = starts[e]; n < starts[e + 1];) {{
       {expert_columns(f"choice / {chosen} * {D}", **rows)}
       for (int c = 0; c < columns; c++, n++) {{
         v16f a = gate_sums[c], b = up_sums[c]; long choice = table[n];
@@ -239,7 +242,7 @@ def expert_gate_up_few(staged:Staged, gate:PackedWeight, up:PackedWeight, logits
   mem = (gate.nbytes + up.nbytes) * min(count, E) // E
   functions = SORT + dot("dot_gate", gate) + dot("dot_up", up)
   name = f"few_gate_up_{count}_of_{E}_{gate.label}"
-  return Staged(*launch(name, empty_staged(logits, count, F).named("_y"), ins, functions, body, groups // each, mem)), sel
+  return Staged(*launch(name, empty_staged(logits, count, F).named("_y"), ins, functions, body, groups // GROUPS, mem)), sel
 
 def expert_down_few(hidden:Staged, down:PackedWeight, sel:Tensor, residual:Tensor, shared:tuple[Staged, PackedWeight]|None=None) -> Tensor:
   """As expert_down of nn/moe.py, of hidden numbers that are staged. A row's sums of all choices, expert by expert, and then a token's sum of them in
